@@ -1,0 +1,36 @@
+"""Options of an engine. Flags and environment are derived from the field metadata."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field that is also a command-line option; `extra`: choices, min, max."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a worker holds and runs its model."""
+
+    model: str = option("", "GGUF file, model directory or Hugging Face id; empty: the shipped one")
+    served_name: str = option("", "name that clients use; empty: derived from the model")
+    device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
+    weights: str = option(
+        "auto",
+        "weights in memory: as stored, or expanded once at load (auto: float32 on cpu, bf16 on cuda)",
+        choices=("auto", "quantized", "bf16", "float32"),
+    )
+    kv_dtype: str = option(
+        "auto", "dtype of keys and values", choices=("auto", "float32", "bf16", "float16")
+    )
+    block_size: int = option(32, "tokens per KV block", min=1, max=1024)
+    kv_tokens: int = option(0, "KV pool size in tokens; 0: from free memory", min=0)
+    max_running: int = option(64, "sequences in a batch", min=1, max=4096)
+    chunk_size: int = option(
+        0, "tokens of a prefill chunk, counted from token 0; 0: about 100 ms of work", min=0
+    )
+    step_tokens: int = option(0, "token budget of one step; 0: max_running + one chunk", min=0)
+    context_len: int = option(0, "cap on the model's context; 0: the model's own", min=0)
+    prefix_cache: bool = option(True, "keep and reuse KV of common prefixes")
+    max_waiting: int = option(256, "requests queued before new ones are refused", min=1)

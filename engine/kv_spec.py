@@ -1,0 +1,47 @@
+"""The geometry of cached keys and values, as a list of layer groups. Pure: no torch.
+
+Canonical order of one block of one layer, on the wire and in the torch pool:
+[2, kv_heads, block_size, head_dim], keys first.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["full", "window", "latent", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables, bitmaps and hits."""
+
+    layers: tuple[int, ...]  # model layer numbers
+    kind: Kind
+    window: int  # tokens; 0 unless kind is "window"
+    num_kv_heads: int  # of the whole model
+    head_dim: int
+    dtype: str  # torch name: "float32", "bfloat16", "float16"
+    head_start: int  # head range held here: [head_start, head_end)
+    head_end: int
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """(2, heads held here, head_dim); block_size goes between the last two."""
+        return (2, self.head_end - self.head_start, self.head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of one layer."""
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
+        two, heads, head_dim = self.block_shape
+        return two * heads * block_size * head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """What a KV cache holds."""
+
+    block_size: int  # tokens per block
+    groups: tuple[LayerGroup, ...]
+
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers of all groups."""
+        return sum(len(g.layers) * g.block_bytes(self.block_size) for g in self.groups)

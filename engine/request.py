@@ -1,0 +1,128 @@
+"""What the engine is asked and what it answers: plain data, no torch, no I/O.
+
+A request's whole state is here: a first start is a resume whose choices are empty.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """What a choice ended with."""
+
+    STOP = "stop"  # an eos id or a stop token id
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is picked. Bounds are checked by the gateway and again at submit."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and generated ids
+    presence_penalty: float = 0.0  # over generated ids
+    frequency_penalty: float = 0.0  # over generated ids
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # eos and stop ids are masked before this many
+    max_tokens: int | None = None  # None: what is left of the context
+    logprobs: int | None = None  # k: the chosen token's and the k best; 0: the chosen one's
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceState:
+    """What one choice has generated before this start."""
+
+    generated_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to go on from it.
+
+    `key` names it inside the engine; services use the attempt in hex.
+    `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
+    """
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    choices: tuple[ChoiceState, ...] = ()  # empty, or params.n of them
+    cache_salt: bytes = b""
+    prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of the model's own distribution, before temperature, penalties and masks; natural log."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The request was picked from the queue for its first step; its blocks are allocated."""
+
+    key: str
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """KV of the prompt's tokens [0, num_tokens) is in its blocks."""
+
+    key: str
+    num_tokens: int
+    done: bool  # the whole prompt; a prefill_only request now only holds its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of one choice; `position` counts its generated tokens from 0."""
+
+    key: str
+    choice: int
+    position: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of prompt tokens 1..n-1."""
+
+    key: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every choice has ended and every block is back, unless it is prefill_only."""
+
+    key: str
+    cached_tokens: int
+
+
+Event = Scheduled | Computed | NewTokens | PromptScored | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one engine step did."""
+
+    index: int
+    num_tokens: int
+    num_rows: int
+    events: tuple[Event, ...]
+    wall_s: float
