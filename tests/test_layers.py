@@ -27,7 +27,10 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("fastapi",),
     ),
     "gateway": (("pdserve.protos", "pdserve.services.host", "pdserve.gateway"), ("torch",)),
-    "gateway/text": (("pdserve.gateway.text",), ("torch", "fastapi", "starlette", "uvicorn", "grpc")),
+    "gateway/text": (
+        ("pdserve.gateway.text",),
+        ("torch", "fastapi", "starlette", "uvicorn", "grpc"),
+    ),
     "services/cli": (("pdserve",), ()),
 }
 PURE = (
@@ -53,7 +56,9 @@ def imports(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            found += [f"{module}.{a.name}" if module.startswith("pdserve") else module for a in node.names]
+            found += [
+                f"{module}.{a.name}" if module.startswith("pdserve") else module for a in node.names
+            ]
     return found
 
 
