@@ -18,7 +18,7 @@ class EngineConfig:
     device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
     weights: str = option(
         "auto",
-        "weights in memory: as stored, or expanded once at load (auto: float32 on cpu, bf16 on cuda)",
+        "weights in memory: as stored, or expanded at load (auto: float32 on cpu, bf16 on cuda)",
         choices=("auto", "quantized", "bf16", "float32"),
     )
     kv_dtype: str = option(
