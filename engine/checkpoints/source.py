@@ -1,0 +1,63 @@
+"""What every checkpoint looks like to the engine: Hugging Face terms, whatever the file format.
+
+A checkpoint owns its file mappings; tensors it hands out are views that keep them alive.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class CheckpointError(Exception):
+    """A model cannot be found, read or understood; the message is for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor as it is stored, read-only.
+
+    `data` has `shape` and a native dtype if `format` is F32, F16, BF16, ...; otherwise it is uint8
+    [*shape[:-1], bytes per row], the row's blocks in file order (pdserve.engine.quant knows them).
+    """
+
+    data: Tensor
+    format: str  # GGUF's type names, for safetensors too
+    shape: tuple[int, ...]  # of the values, outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What gateways need to turn text into ids and back."""
+
+    tokenizer_json: bytes
+    chat_template: str = ""  # jinja source; empty: the model has none
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] = ()  # sorted
+    bos_id: int | None = None
+    adds_bos: bool = False  # the tokenizer puts bos_id before a prompt
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and weights under Hugging Face names."""
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """config.json, or the same built from a file's own metadata."""
+
+    def names(self) -> Collection[str]:
+        """Names of all tensors; a tied head is absent."""
+
+    def tensor(self, name: str) -> RawTensor:
+        """One tensor, without reading it: pages come from disk at first use.
+
+        Raises CheckpointError, with the names at hand, if there is none of that name.
+        """
+
+    def text_files(self) -> TextFiles:
+        """Tokenizer, template and defaults; may take seconds for a large vocabulary."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files that hold weights."""
