@@ -1,0 +1,1 @@
+"""Storage formats of weights: one module per family, `registry` finds and applies them."""
