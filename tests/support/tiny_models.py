@@ -35,8 +35,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4, "sliding_window": 11, "query_pre_attn_scalar": 17},
     "gemma3": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]
-        + ["sliding_attention"],
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
         "sliding_window": 11,
         "query_pre_attn_scalar": 17,
         "tie_word_embeddings": True,

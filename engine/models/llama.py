@@ -1,0 +1,13 @@
+"""Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
+
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf import HfConfig, standard
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    bias = bool(hf.get("attention_bias", False))
+    return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
+
+
+register(ModelSpec(("LlamaForCausalLM",), parse))

@@ -1,0 +1,67 @@
+"""The registry of architectures: each is one file that calls `register`.
+
+Files of this folder are found by discovery; a file elsewhere registers when it is imported.
+"""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pdserve.engine import models
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+
+if TYPE_CHECKING:
+    from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """An architecture: how its config.json becomes a `ModelConfig`, and its names in GGUF."""
+
+    architectures: tuple[str, ...]  # Hugging Face class names ("LlamaForCausalLM")
+    parse: Callable[[Mapping[str, Any]], ModelConfig]  # raises UnsupportedModel
+    gguf: "GgufMapping | None" = None
+
+
+_specs: dict[str, ModelSpec] = {}
+
+
+def register(spec: ModelSpec) -> ModelSpec:
+    """Make an architecture known. Raises ValueError if one of its names is taken."""
+    for name in spec.architectures:
+        if name in _specs and _specs[name] != spec:
+            raise ValueError(f"architecture {name} is registered twice")
+    _specs.update(dict.fromkeys(spec.architectures, spec))
+    return spec
+
+
+@cache
+def _discover() -> None:
+    for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
+        import_module(module.name)
+
+
+def known_specs() -> tuple[ModelSpec, ...]:
+    """Every registered architecture once, in order of its first name."""
+    _discover()
+    specs = {spec.architectures[0]: spec for spec in _specs.values()}
+    return tuple(specs[name] for name in sorted(specs))
+
+
+def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of config.json's `architectures`. Raises UnsupportedModel with the known names."""
+    _discover()
+    names = hf_config.get("architectures") or []
+    for name in names:
+        if name in _specs:
+            return _specs[name]
+    asked = ", ".join(map(str, names)) or "none named in its config"
+    raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
+
+
+def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """config.json as a ModelConfig. Raises UnsupportedModel."""
+    return find_spec(hf_config).parse(hf_config)
