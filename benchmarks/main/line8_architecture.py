@@ -1,0 +1,8 @@
+"""Line 8: a test adds a new architecture as one file at run time; the docs name what exists."""
+
+import json
+
+from pytest_line import run_tests
+
+added, docs = run_tests("tests/engine/models", "-k", "run_time"), run_tests("tests/test_docs.py")
+print(json.dumps({"ok": added["ok"] and docs["ok"], "architecture": added, "docs": docs}))
