@@ -3,6 +3,7 @@
 A request's whole state is here: a first start is a resume whose choices are empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -61,6 +62,24 @@ class Request:
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
 
 
+def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """`prefix_ids` of a prompt and the generated ids of its unfinished choices."""
+    if len(unfinished) == 1:
+        return (*prompt_ids, *unfinished[0])
+    return tuple(prompt_ids)
+
+
+def prefix_ids(request: Request) -> tuple[int, ...]:
+    """The ids whose KV must exist before the first decode row, plus that row's token.
+
+    The prompt on a first start or with several unfinished choices; prompt + generated ids when
+    exactly one choice is unfinished.
+    """
+    return prefix_of(
+        request.prompt_ids, [c.generated_ids for c in request.choices if c.finish is None]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Of the model's own distribution, before temperature, penalties and masks; natural log."""
@@ -108,13 +127,24 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every choice has ended and every block is back, unless it is prefill_only."""
+    """Every choice has ended and every block is back. The last event of a request.
+
+    A prefill_only request has none: `Computed(done)` is its last.
+    """
 
     key: str
     cached_tokens: int
 
 
-Event = Scheduled | Computed | NewTokens | PromptScored | Finished
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The engine gave the request up; every block is back. The last event of a request."""
+
+    key: str
+    message: str  # internal text: for the log, not for a client
+
+
+Event = Scheduled | Computed | NewTokens | PromptScored | Finished | RequestFailed
 
 
 @dataclass(frozen=True, slots=True)

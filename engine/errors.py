@@ -1,0 +1,21 @@
+"""Errors that a caller of the engine can cause; `param` names the request field at fault."""
+
+
+class EngineError(Exception):
+    """A request that the engine does not take. The message is fit for a client."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(EngineError):
+    """A field is wrong, or the request can never run here."""
+
+
+class ContextLengthExceeded(EngineError):
+    """The prompt and its answer can never fit."""
+
+
+class QueueFull(EngineError):
+    """The bounded queue is full: ask again later."""
