@@ -1,0 +1,54 @@
+"""The operations that a model is made of; a backend has them all, and is chosen once.
+
+Shapes: T tokens, N inputs, M outputs, H query heads, K kv heads, D head_dim. What each does is
+written at the reference.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from pdserve.kernels import reference
+
+
+class Ops(Protocol):
+    """A backend: a module or an object with these functions."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def gated(
+        self, gate: Tensor, up: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]
+    ) -> Tensor: ...
+
+    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        starts: tuple[int, ...],
+        kv_lens: tuple[int, ...],
+        num_decode_rows: int,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor: ...
+
+
+_BACKENDS: dict[str, Ops] = {"cpu": reference, "cuda": reference}
+
+
+def select(device: str) -> Ops:
+    """The backend for a device type. Raises ValueError if there is none."""
+    if device not in _BACKENDS:
+        raise ValueError(f"no kernels for device {device!r}; known: {', '.join(_BACKENDS)}")
+    return _BACKENDS[device]

@@ -1,0 +1,167 @@
+"""Attention over a paged KV cache, one gather and one product for all decode rows.
+
+A slot that holds no key of the row (past its end, before its window, in the null block 0) never
+influences the row's output, even if it holds NaN.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store new keys and values: k, v [T, K, D] at slots int64 [T] = block * block_size + offset.
+
+    kv [blocks, 2, K, block_size, D], keys first; cast to its dtype. Slots must differ.
+    """
+    _, _, heads, block_size, _ = kv.shape
+    block, offset = slots // block_size, slots % block_size
+    head = torch.arange(heads, device=kv.device)
+    rows = ((block * (2 * heads))[:, None] + head) * block_size + offset[:, None]  # [T, K]
+    flat = kv.view(-1, kv.shape[-1])
+    flat[rows] = k.to(kv.dtype)
+    flat[rows + heads * block_size] = v.to(kv.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    starts: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+    num_decode_rows: int,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of each row's tokens over its cached keys, which include the tokens' own.
+
+    q [T, H, D], row r's tokens at [starts[r], starts[r + 1]), the last of them at position
+    kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv [blocks, 2, K, block_size,
+    D] with H a multiple of K; block_table int64 [rows, max_blocks], column c for positions from
+    c * block_size. `window` keys are seen, the token's own included (0: all); `soft_cap` > 0 makes
+    scores soft_cap * tanh(score / soft_cap). Returns [T, H, D] in q's dtype.
+    """
+    parts = []
+    if num_decode_rows:
+        parts.append(
+            _decode(
+                q[:num_decode_rows],
+                kv,
+                block_table[:num_decode_rows],
+                kv_lens[:num_decode_rows],
+                scale,
+                window,
+                soft_cap,
+            )
+        )
+    for row in range(num_decode_rows, len(kv_lens)):
+        tokens = q[starts[row] : starts[row + 1]]
+        parts.append(_chunk(tokens, kv, block_table[row], kv_lens[row], scale, window, soft_cap))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    kv_lens: tuple[int, ...],
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    """One token a row, q [B, H, D]. Rows of about the same length are computed together."""
+    block_size = kv.shape[3]
+    lens = torch.tensor(kv_lens, device=q.device)
+    low = (lens - window).clamp_(min=0) if window else torch.zeros_like(lens)
+    first = low // block_size
+    spans = [
+        -(-n // block_size) - (max(n - window, 0) // block_size if window else 0) for n in kv_lens
+    ]
+    out = torch.empty_like(q)
+    for rows, span in _buckets(spans):
+        pick = slice(None) if len(rows) == len(spans) else torch.tensor(rows, device=q.device)
+        columns = first[pick, None] + torch.arange(span, device=q.device)
+        # Past a row's last block the index is clamped; what it finds there is masked.
+        blocks = block_table[pick].gather(1, columns.clamp_(max=block_table.shape[1] - 1))
+        k, v = _gather(kv, blocks, q.dtype)  # [B, K, span * block_size, D]
+        position = first[pick, None] * block_size + torch.arange(span * block_size, device=q.device)
+        seen = (position < lens[pick, None]) & (position >= low[pick, None])
+        # The query heads of one kv head take the place of query positions: all see the same keys.
+        grouped = q[pick].view(len(rows), kv.shape[2], -1, q.shape[2])
+        mask = seen[:, None, None]
+        result = _attend(grouped, k, v, mask, scale, soft_cap)
+        if q.is_cuda or not torch.isfinite(result.sum()):
+            # Masked slots count with weight 0, and only NaN or infinity in them survives that.
+            hidden = ~seen[:, None, :, None]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+            result = _attend(grouped, k, v, mask, scale, soft_cap)
+        out[pick] = result.reshape(len(rows), *q.shape[1:])
+    return out
+
+
+def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
+    """Rows to compute together, with the widest span: within a factor of two, or all if that
+    costs no more than half as much again.
+    """
+    widest = max(spans)
+    if 2 * widest * len(spans) <= 3 * sum(spans):
+        return [(list(range(len(spans))), widest)]
+    buckets: dict[int, list[int]] = {}
+    for row, span in enumerate(spans):
+        buckets.setdefault(span.bit_length(), []).append(row)
+    return [(rows, max(spans[row] for row in rows)) for rows in buckets.values()]
+
+
+def _chunk(
+    q: Tensor,
+    kv: Tensor,
+    block_row: Tensor,
+    kv_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    """Tokens [t, H, D] of one row at positions [kv_len - t, kv_len)."""
+    block_size = kv.shape[3]
+    num_tokens = q.shape[0]
+    low = max(0, kv_len - num_tokens - window + 1) if window else 0
+    first, last = low // block_size, -(-kv_len // block_size)
+    k, v = _gather(kv, block_row[None, first:last], q.dtype)
+    used = slice(low - first * block_size, kv_len - first * block_size)
+    position = torch.arange(kv_len - num_tokens, kv_len, device=q.device)[:, None]
+    key = torch.arange(low, kv_len, device=q.device)
+    seen = key <= position
+    if window:
+        seen &= key > position - window
+    heads, group = kv.shape[2], q.shape[1] // kv.shape[2]
+    grouped = q.view(num_tokens, heads, group, -1).permute(1, 2, 0, 3)  # [K, G, t, D]
+    result = _attend(
+        grouped.reshape(1, heads, group * num_tokens, -1),
+        k[:, :, used],
+        v[:, :, used],
+        seen.repeat(group, 1),
+        scale,
+        soft_cap,
+    )
+    return result.reshape(heads, group, num_tokens, -1).permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of blocks [B, n], each [B, K, n * block_size, D], in one copy."""
+    _, two, heads, block_size, head_dim = kv.shape
+    part = torch.arange(two * heads, device=kv.device)[:, None]
+    index = blocks[:, None, :] * (two * heads) + part  # [B, 2 * K, n]
+    flat = kv.view(-1, block_size * head_dim).index_select(0, index.flatten())
+    both = flat.to(dtype).view(len(blocks), two, heads, -1, head_dim)
+    return both[:, 0], both[:, 1]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen."""
+    if not soft_cap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    scores = torch.tanh(scores / soft_cap) * soft_cap
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    return torch.matmul(weights.to(q.dtype), v)
