@@ -38,8 +38,6 @@ class GgufMapping:
     """One `general.architecture`; names in `tensors` come without .weight or .bias."""
 
     arch: str  # general.architecture
-    model_type: str  # of config.json
-    architecture: str  # Hugging Face class name
     tensors: Mapping[str, str] = field(default_factory=dict)  # replaces or adds to TENSORS
     config: Callable[[Metadata], dict[str, Any]] = (
         no_config  # config.json entries beyond common ones

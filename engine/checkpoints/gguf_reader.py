@@ -1,0 +1,213 @@
+"""The GGUF container (version 2 and 3): metadata and where each tensor lies in one mapped file.
+
+Nothing read from the file is trusted: every count and length is compared with what is left of the
+file before anything is made of it, so a file costs at most a small multiple of its size.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from pdserve.engine.checkpoints.mapped import MappedFile
+from pdserve.engine.checkpoints.source import CheckpointError
+
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_KEY_BYTES = 65535  # the format's own limit
+MAX_NAME_BYTES = 255
+MAX_DIMS = 4
+STRING, ARRAY, BOOL = 8, 9, 7
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+MIN_PAIR_BYTES = 8 + 4 + 1
+MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies."""
+
+    format: str  # GGUF's type name
+    shape: tuple[int, ...]  # of the values, outermost first
+    start: int  # byte in the file
+    num_bytes: int
+
+
+class GgufReader:
+    """One file, parsed; `file` stays mapped while anything refers to its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError if the file cannot be read or breaks the format."""
+        self.path = path
+        self.file = MappedFile(path)
+        cursor = _Cursor(self.file)
+        if cursor.take(4) != b"GGUF":
+            raise CheckpointError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+        version = cursor.number("I")
+        if version not in VERSIONS:
+            hint = " (big-endian?)" if version >> 16 else ""
+            raise CheckpointError(f"{path}: GGUF version {version}{hint}; can read {VERSIONS}")
+        num_tensors = cursor.count("Q", MIN_INFO_BYTES, "tensors")
+        num_pairs = cursor.count("Q", MIN_PAIR_BYTES, "metadata keys")
+        self.metadata = _read_metadata(cursor, num_pairs)
+        self.tensors = _read_infos(cursor, num_tensors, self._alignment())
+
+    def _alignment(self) -> int:
+        value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        good = isinstance(value, int) and 8 <= value <= 1 << 20 and value & (value - 1) == 0
+        if not good:
+            raise CheckpointError(f"{self.path}: general.alignment is {value!r}")
+        return int(value)
+
+
+class _Cursor:
+    """A position that only moves forward inside the file."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file = file
+        self.at = 0
+
+    @property
+    def left(self) -> int:
+        return self.file.size - self.at
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {what} at byte {self.at}")
+
+    def take(self, size: int) -> bytes:
+        if size > self.left:
+            raise self.fail(f"{size} bytes needed, {self.left} left")
+        self.at += size
+        return self.file.map[self.at - size : self.at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def count(self, code: str, item_bytes: int, what: str) -> int:
+        """A count of things of at least `item_bytes` each that must fit what is left."""
+        value: int = self.number(code)
+        if value * item_bytes > self.left:
+            raise self.fail(f"{value} {what} do not fit the {self.left} bytes left")
+        return value
+
+    def text(self, limit: int | None = None) -> str:
+        size = self.count("Q", 1, "bytes of text")
+        if limit is not None and size > limit:
+            raise self.fail(f"a name of {size} bytes, more than {limit},")
+        try:
+            return self.take(size).decode()
+        except UnicodeDecodeError as error:
+            raise self.fail("text that is not UTF-8") from error
+
+    def texts(self, count: int) -> list[str]:
+        """Like `text` count times; inlined, since vocabularies have hundreds of thousands."""
+        data, at, end = self.file.map, self.at, self.file.size
+        length = struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            if start > end:
+                raise self.fail("an array of text past the end of the file")
+            at = start + length(data, start - 8)[0]
+            if at > end:
+                raise self.fail("an array of text past the end of the file")
+            try:
+                found.append(data[start:at].decode())
+            except UnicodeDecodeError as error:
+                raise self.fail("an array with text that is not UTF-8") from error
+        self.at = at
+        return found
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    """Key -> number, bool, str, list[str], or array.array of numbers (bools as 0 and 1)."""
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.text(MAX_KEY_BYTES)
+        if key in metadata:
+            raise cursor.fail(f"metadata key {key!r} a second time")
+        metadata[key] = _read_value(cursor, cursor.number("I"))
+    return metadata
+
+
+def _read_value(cursor: _Cursor, kind: int) -> Any:
+    if kind == STRING:
+        return cursor.text()
+    if kind in NUMBERS:
+        return cursor.number(NUMBERS[kind])
+    if kind != ARRAY:
+        raise cursor.fail(f"metadata of unknown type {kind}")
+    item = cursor.number("I")
+    if item == STRING:
+        return cursor.texts(cursor.count("Q", 8, "strings"))
+    if item not in NUMBERS:
+        raise cursor.fail(f"an array of unknown type {item}")
+    numbers = array("B" if item == BOOL else NUMBERS[item])
+    size = cursor.count("Q", numbers.itemsize, "numbers") * numbers.itemsize
+    numbers.frombytes(cursor.take(size))
+    return numbers
+
+
+def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for _ in range(count):
+        name = cursor.text(MAX_NAME_BYTES)
+        if name in found:
+            raise cursor.fail(f"tensor {name!r} a second time")
+        num_dims = cursor.number("I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise cursor.fail(f"tensor {name!r} of {num_dims} dimensions")
+        shape = tuple(reversed([cursor.number("Q") for _ in range(num_dims)]))
+        kind, size = _stored_size(cursor, name, cursor.number("I"), shape)
+        offset = cursor.number("Q")
+        if offset % alignment:
+            raise cursor.fail(f"tensor {name!r} lies at {offset}, not aligned to {alignment}")
+        found[name] = TensorInfo(kind, shape, offset, size)
+    base = -(-cursor.at // alignment) * alignment
+    return _placed(cursor, found, base)
+
+
+def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
+    """(type name, bytes) of a tensor; the product of its dims is exact, so it cannot wrap."""
+    try:
+        known = gguf.GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise cursor.fail(f"tensor {name!r} of unknown type {kind}") from error
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[known]
+    if 0 in shape or shape[-1] % block_values:
+        raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {known.name}")
+    return known.name, math.prod(shape) // block_values * block_bytes
+
+
+def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
+    """Offsets counted from the start of the file, inside it and apart from each other."""
+    end = base
+    placed: dict[str, TensorInfo] = {}
+    for name, info in sorted(infos.items(), key=lambda item: item[1].start):
+        start = base + info.start
+        if start < end:
+            raise cursor.fail(f"tensor {name!r} overlaps another")
+        end = start + info.num_bytes
+        if end > cursor.file.size:
+            raise cursor.fail(
+                f"tensor {name!r} ends at byte {end} of {cursor.file.size}: file cut short?"
+            )
+        placed[name] = TensorInfo(info.format, info.shape, start, info.num_bytes)
+    return placed

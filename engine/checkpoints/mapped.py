@@ -1,0 +1,41 @@
+"""A file mapped into memory, and tensors that look into it.
+
+Mapped private (copy on write): nothing here can change the file. The mapping lives as long as a
+tensor made from it; a file that shrinks meanwhile kills the process, as with any mapping.
+"""
+
+import math
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.checkpoints.source import CheckpointError
+
+
+class MappedFile:
+    """`map[a:b]` copies bytes; `tensor` does not."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError if the file cannot be opened or is empty."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        self.size = len(self.map)
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        """A tensor of the file's bytes from `start`; the caller has checked that they exist.
+
+        Bytes that are not aligned for `dtype` are copied.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if start % dtype.itemsize:
+            aligned = bytearray(self.map[start : start + count * dtype.itemsize])
+            return torch.frombuffer(aligned, dtype=dtype).view(shape)
+        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=start).view(shape)
