@@ -1,0 +1,273 @@
+"""The control messages of a data connection, bounded; those about an attempt carry a tag.
+
+Hello (prefill) -> Welcome | Refused; then per attempt Claim -> Granted | Gone, and while it lasts
+Computed, Ack, Nack, Progress, Complete, Abort. Credit returns a slot. `decode` raises FrameError
+and nothing else; a message about an attempt is only a claim until `Signed.tag` has been checked.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pdserve.engine.handoff.frames import (
+    ID_BYTES,
+    MAX_CONTROL_BYTES,
+    PREFIX_BYTES,
+    TAG_BYTES,
+    FrameError,
+    Prefix,
+)
+from pdserve.engine.handoff.keys import Domain, TagKey
+
+MAX_SEQUENCES = 512  # of one Ack
+MAX_REASON_BYTES = 240
+PROOF_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """prefill -> decode, first. `spec` is the canonical KvSpec, so a difference can be named."""
+
+    TYPE: ClassVar[int] = 2
+    prefill_boot: bytes
+    decode_boot: bytes  # who it thinks it is talking to
+    identity: bytes  # KV identity
+    transport: str
+    spec: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """decode -> prefill. `proof` shows that decode sees what prefill put into the window."""
+
+    TYPE: ClassVar[int] = 3
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    TYPE: ClassVar[int] = 4
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """decode -> prefill: the attempt of this ticket is unknown or has ended."""
+
+    TYPE: ClassVar[int] = 5
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """decode -> prefill: the slot may be used again."""
+
+    TYPE: ClassVar[int] = 6
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """prefill -> decode: the blocks of `num_tokens` tokens are held here; yours?"""
+
+    TYPE: ClassVar[int] = 16
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """decode -> prefill: per layer group, the first logical block to send."""
+
+    TYPE: ClassVar[int] = 17
+    first_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """prefill -> decode: the last chunk is computed; what follows is only transfer."""
+
+    TYPE: ClassVar[int] = 18
+    cached_tokens: int  # from prefill's own prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """decode -> prefill: these frames are verified and written."""
+
+    TYPE: ClassVar[int] = 19
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nack:
+    """decode -> prefill: the frame's payload did not match its tag."""
+
+    TYPE: ClassVar[int] = 20
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Both ways, every 100 ms from Claim to the last acknowledgement."""
+
+    TYPE: ClassVar[int] = 21
+    steps: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """decode -> prefill: every block is there and verified."""
+
+    TYPE: ClassVar[int] = 22
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Both ways: the attempt has ended here."""
+
+    TYPE: ClassVar[int] = 23
+    reason: str
+
+
+Plain = Hello | Welcome | Refused | Gone | Credit
+Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A message about an attempt, its tag not yet checked."""
+
+    ticket: bytes
+    sequence: int
+    body: Body
+    covered: bytes
+    tag: bytes
+
+    def genuine(self, key: TagKey) -> bool:
+        return key.matches(Domain.CONTROL, self.sequence, self.covered, self.tag)
+
+
+Message = Plain | Signed
+
+_ENVELOPE = struct.Struct("<16sQ")
+
+
+def encode(message: Plain) -> bytes:
+    """A whole record of an untagged message."""
+    return _record(message.TYPE, _pack(message))
+
+
+def sign(body: Body, ticket: bytes, sequence: int, key: TagKey) -> bytes:
+    """A whole record of a message about an attempt."""
+    content = _ENVELOPE.pack(ticket, sequence) + _pack(body)
+    covered = _record(body.TYPE, content, TAG_BYTES)
+    return covered + key.tag(Domain.CONTROL, sequence, covered)
+
+
+def decode(record: bytes) -> Message:
+    """A whole record, prefix included. Raises FrameError."""
+    prefix = Prefix.unpack(record[:PREFIX_BYTES])
+    if len(record) != PREFIX_BYTES + prefix.length:
+        raise FrameError("record length")
+    body = record[PREFIX_BYTES:]
+    codec = _CODECS.get(prefix.type)
+    if codec is None:
+        raise FrameError(f"unknown record type {prefix.type}")
+    try:
+        if prefix.type < Claim.TYPE:
+            plain: Plain = codec.unpack(body)
+            return plain
+        if len(body) < _ENVELOPE.size + TAG_BYTES:
+            raise FrameError("short message")
+        ticket, sequence = _ENVELOPE.unpack_from(body)
+        content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
+        return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
+    except (struct.error, UnicodeDecodeError) as err:
+        raise FrameError(f"record of type {prefix.type}: {err}") from None
+
+
+def _record(kind: int, content: bytes, extra: int = 0) -> bytes:
+    length = len(content) + extra
+    if length > MAX_CONTROL_BYTES:
+        raise FrameError(f"message of {length} bytes")
+    return Prefix(kind, length).pack() + content
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+
+
+def _pack(message: Plain | Body) -> bytes:
+    return _CODECS[message.TYPE].pack(message)
+
+
+def _fixed(cls: Any, layout: str, *names: str) -> _Codec:
+    fields = struct.Struct("<" + layout)
+    return _Codec(
+        lambda m: fields.pack(*(getattr(m, name) for name in names)),
+        lambda data: cls(*fields.unpack(data)),
+    )
+
+
+def _text(cls: Any) -> _Codec:
+    def unpack(data: bytes) -> Any:
+        if len(data) > MAX_REASON_BYTES:
+            raise FrameError("reason too long")
+        return cls(data.decode())
+
+    return _Codec(
+        lambda m: m.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode(), unpack
+    )
+
+
+def _numbers(cls: Any, name: str, code: str, most: int) -> _Codec:
+    size = struct.calcsize("<" + code)
+
+    def unpack(data: bytes) -> Any:
+        count, rest = divmod(len(data), size)
+        if rest or count > most:
+            raise FrameError(f"{cls.__name__} with {len(data)} bytes")
+        return cls(struct.unpack(f"<{count}{code}", data))
+
+    return _Codec(
+        lambda m: struct.pack(f"<{len(getattr(m, name))}{code}", *getattr(m, name)), unpack
+    )
+
+
+_HELLO = struct.Struct("<16s16s32s8s")
+
+
+def _pack_hello(hello: Hello) -> bytes:
+    identity = len(hello.identity).to_bytes(1, "little") + hello.identity
+    fixed = _HELLO.pack(hello.prefill_boot, hello.decode_boot, identity, hello.transport.encode())
+    return fixed + hello.spec
+
+
+def _unpack_hello(data: bytes) -> Hello:
+    prefill_boot, decode_boot, identity, transport = _HELLO.unpack_from(data)
+    size = identity[0]
+    if size > len(identity) - 1:
+        raise FrameError("KV identity too long")
+    name = transport.rstrip(b"\0").decode()
+    return Hello(prefill_boot, decode_boot, identity[1 : 1 + size], name, data[_HELLO.size :])
+
+
+_CODECS: dict[int, _Codec] = {
+    Hello.TYPE: _Codec(_pack_hello, _unpack_hello),
+    Welcome.TYPE: _fixed(Welcome, f"{PROOF_BYTES}s", "proof"),
+    Refused.TYPE: _text(Refused),
+    Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
+    Credit.TYPE: _fixed(Credit, "H", "slot"),
+    Claim.TYPE: _fixed(Claim, "I", "num_tokens"),
+    Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
+    Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
+    Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),
+    Nack.TYPE: _fixed(Nack, "Q", "sequence"),
+    Progress.TYPE: _fixed(Progress, "Q?", "steps", "busy"),
+    Complete.TYPE: _fixed(Complete, ""),
+    Abort.TYPE: _text(Abort),
+}

@@ -1,0 +1,103 @@
+"""The binary records of a data connection: a prefix on everything, and the header of a KV frame.
+
+Every record starts with Prefix (8 bytes). A frame's record is FRAME_BYTES long: header fields, the
+payload's tag, the header's own tag; its payload follows in the transport's own way. Decoders raise
+FrameError and nothing else, and allocate nothing beyond the bounds given here. Physical block ids
+never travel: a frame names absolute tokens.
+"""
+
+import struct
+from dataclasses import dataclass
+
+MAGIC = 0x4B50
+WIRE_VERSION = 1
+TAG_BYTES = 16
+ID_BYTES = 16
+MAX_CONTROL_BYTES = 8192
+MAX_SLOT_BYTES = 64 << 20
+FRAME_TYPE = 1
+
+_PREFIX = struct.Struct("<HBBI")
+_FRAME = struct.Struct("<16sQHHHHIIHHI16s")
+PREFIX_BYTES = _PREFIX.size
+FRAME_BODY_BYTES = _FRAME.size + TAG_BYTES
+FRAME_BYTES = PREFIX_BYTES + FRAME_BODY_BYTES
+
+
+class FrameError(Exception):
+    """Bytes from a peer that are not what the wire allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The start of every record; `length` counts the bytes after it."""
+
+    type: int
+    length: int
+
+    def pack(self) -> bytes:
+        return _PREFIX.pack(MAGIC, WIRE_VERSION, self.type, self.length)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> "Prefix":
+        if len(data) != PREFIX_BYTES:
+            raise FrameError("short record prefix")
+        magic, version, kind, length = _PREFIX.unpack(data)
+        if magic != MAGIC:
+            raise FrameError("bad magic")
+        if version != WIRE_VERSION:
+            raise FrameError(f"wire version {version}, here {WIRE_VERSION}")
+        bound = FRAME_BODY_BYTES if kind == FRAME_TYPE else MAX_CONTROL_BYTES
+        if length > bound or (kind == FRAME_TYPE and length != bound):
+            raise FrameError(f"record of type {kind} with {length} bytes")
+        return cls(kind, length)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """What a payload is: whole blocks of a run of layers of one group."""
+
+    ticket: bytes
+    sequence: int  # unique per ticket: also the nonce of both tags
+    slot: int  # which of the connection's slots carries it
+    group: int
+    layers: range  # within the group
+    tokens: range  # absolute; a multiple of the block size on both ends
+    heads: range
+    payload_bytes: int
+    payload_tag: bytes
+
+    def pack(self) -> bytes:
+        """Prefix and fields, without the header's tag (which covers exactly these bytes)."""
+        return Prefix(FRAME_TYPE, FRAME_BODY_BYTES).pack() + _FRAME.pack(
+            self.ticket,
+            self.sequence,
+            self.slot,
+            self.group,
+            self.layers.start,
+            self.layers.stop,
+            self.tokens.start,
+            self.tokens.stop,
+            self.heads.start,
+            self.heads.stop,
+            self.payload_bytes,
+            self.payload_tag,
+        )
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview) -> tuple["FrameHeader", bytes, bytes]:
+        """(header, the bytes that its tag covers, the tag). Raises FrameError."""
+        if len(record) != FRAME_BYTES:
+            raise FrameError("short frame header")
+        record = bytes(record)
+        if Prefix.unpack(record[:PREFIX_BYTES]).type != FRAME_TYPE:
+            raise FrameError("not a frame")
+        ticket, sequence, slot, group, l0, l1, t0, t1, h0, h1, size, tag = _FRAME.unpack(
+            record[PREFIX_BYTES:-TAG_BYTES]
+        )
+        if not (l0 < l1 and t0 < t1 and h0 < h1 and 0 < size <= MAX_SLOT_BYTES):
+            raise FrameError("empty or oversized range in a frame header")
+        header = cls(
+            ticket, sequence, slot, group, range(l0, l1), range(t0, t1), range(h0, h1), size, tag
+        )
+        return header, record[:-TAG_BYTES], record[-TAG_BYTES:]

@@ -1,0 +1,64 @@
+"""Tags of frames and control messages: keys from a ticket's secret, AES-GMAC per record.
+
+The secret never travels on the data connection. Each direction has its own key, and a nonce is
+(domain, sequence): a sequence number is used once per ticket, direction and domain.
+"""
+
+import hmac
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+SECRET_BYTES = 32
+
+
+class Domain(IntEnum):
+    PAYLOAD = 1
+    HEADER = 2
+    CONTROL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One attempt between one prefill boot and one decode boot. `secret` stays off the wire."""
+
+    id: bytes
+    secret: bytes
+    attempt: bytes
+    prefill_boot: bytes
+    decode_boot: bytes
+
+
+class TagKey:
+    """Makes and checks the tags of one direction of one ticket. Thread-safe: it has no state."""
+
+    def __init__(self, key: bytes) -> None:
+        self._gcm = AESGCM(key)
+
+    def tag(self, domain: Domain, sequence: int, data: bytes | memoryview) -> bytes:
+        """GMAC (NIST SP 800-38D): AES-GCM over no plaintext, the data as associated data."""
+        nonce = int(domain).to_bytes(4, "little") + sequence.to_bytes(8, "little")
+        return self._gcm.encrypt(nonce, b"", data)
+
+    def matches(self, domain: Domain, sequence: int, data: bytes | memoryview, tag: bytes) -> bool:
+        return hmac.compare_digest(self.tag(domain, sequence, data), tag)
+
+
+@dataclass(frozen=True, slots=True)
+class TicketKeys:
+    """Both directions of one ticket."""
+
+    to_decode: TagKey
+    to_prefill: TagKey
+
+
+def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKeys:
+    """HKDF-SHA256 (RFC 5869) over everything that both sides must agree on: another attempt,
+    boot id, KV layout or KV identity gives other keys, so its frames fail their check."""
+    parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
+    info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)
+    key = HKDF(algorithm=SHA256(), length=64, salt=ticket.id, info=info).derive(ticket.secret)
+    return TicketKeys(TagKey(key[:32]), TagKey(key[32:]))

@@ -1,0 +1,226 @@
+"""The one state machine of a remote prefill, run by both sides; pure: time is an argument.
+
+    RECEIVE (decode)                            SEND (prefill)
+    ----------------                            --------------
+    ADMITTED   a promise, nothing pinned        ADMITTED   queued in the engine, nothing pinned
+       | Claimed                                   | Picked: its blocks are allocated
+       v                                           v
+    CLAIMED    waits for blocks, FIFO           CLAIMED    holds blocks, waits for Granted
+       | Reserved                                  | Granted
+       v                                           v
+    RECEIVING  holds blocks, takes frames       RECEIVING  holds blocks, pushes frames
+       | Filled                                    | Filled (decode's Complete)
+       v                                           v
+    COMMITTED  blocks belong to the sequence    COMMITTED  blocks are back
+
+Every state but the last row also goes to RELEASED, at the first of: Ended (cancel, a peer's Abort
+or Gone, a closed connection, a failed check) and what Tick finds (the deadline, a silent peer, a
+frozen peer). COMMITTED and RELEASED are final: a late event is counted and changes nothing, and a
+late Claim is answered Gone.
+
+Invariant: a state that holds blocks (or a promise) gives them back in exactly one action of the
+step that leaves it; `holds` and `promised` are functions of (side, phase), so no flag can differ.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+SILENCE_S = 1.0  # without a byte from the peer, from Claim on
+FROZEN_S = 10.0  # of an unchanged step counter while the peer has work queued
+PROGRESS_S = 0.1  # how often each side tells its step counter
+
+
+class Side(Enum):
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Phase(Enum):
+    ADMITTED = "admitted"
+    CLAIMED = "claimed"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    RELEASED = "released"
+
+
+class Action(Enum):
+    """What the shell does after a step, in the order given."""
+
+    QUEUE_CLAIM = "queue_claim"  # receive: wait in line for blocks
+    SEND_CLAIM = "send_claim"
+    SEND_GRANTED = "send_granted"
+    SEND_COMPLETE = "send_complete"
+    SEND_ABORT = "send_abort"
+    SEND_GONE = "send_gone"
+    SEND_FRAMES = "send_frames"  # send: push what Granted asked for
+    GIVE_BACK_PROMISE = "give_back_promise"
+    FREE_BLOCKS = "free_blocks"
+    LEAVE_QUEUE = "leave_queue"  # send: take the request out of the engine's queue
+    COMMIT = "commit"  # receive: the reservation joins the batch
+    REPORT_DONE = "report_done"
+    REPORT_LOST = "report_lost"
+    COUNT_STALE = "count_stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """receive: the Claim arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """send: the engine allocated the blocks of the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """receive: the engine allocated the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """send: decode says where to send from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """receive: the own bitmap is complete; send: decode's Complete arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A byte arrived from the peer at `at`."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The peer's engine has done `steps` steps; `busy`: it has work queued."""
+
+    at: float
+    steps: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Something ends it. `told`: the peer knows already, or cannot be told."""
+
+    reason: str
+    told: bool = False
+
+
+Event = Claimed | Picked | Reserved | Granted | Filled | Heard | Progress | Tick | Ended
+Actions = tuple[Action, ...]
+
+FINAL = (Phase.COMMITTED, Phase.RELEASED)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The state of one attempt on one side."""
+
+    side: Side
+    deadline: float  # absolute; inf: none
+    phase: Phase = Phase.ADMITTED
+    heard: float = 0.0  # last byte of the peer, from Claim on
+    steps: int = -1  # the peer's counter
+    moved: float = 0.0  # when it last changed, or the peer had nothing queued
+    reason: str = ""  # of a release
+
+    @property
+    def final(self) -> bool:
+        return self.phase in FINAL
+
+    @property
+    def holds(self) -> bool:
+        """Blocks are held for this attempt."""
+        if self.side is Side.SEND:
+            return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
+        return self.phase is Phase.RECEIVING
+
+    @property
+    def promised(self) -> bool:
+        """receive: its promise is counted."""
+        return self.side is Side.RECEIVE and self.phase in (Phase.ADMITTED, Phase.CLAIMED)
+
+    @property
+    def linked(self) -> bool:
+        """Between Claim and the last acknowledgement: both sides send Progress."""
+        return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
+
+
+def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
+    """The next state and what to do; total: any event is allowed in any state."""
+    if state.final:
+        late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | Progress) else ()
+        return state, (*late, Action.SEND_GONE) if isinstance(event, Claimed) else late
+    match event:
+        case Heard(at):
+            return replace(state, heard=max(state.heard, at)), ()
+        case Progress(at, steps, busy):
+            moved = at if steps != state.steps or not busy else state.moved
+            return replace(state, heard=max(state.heard, at), steps=steps, moved=moved), ()
+        case Tick():
+            reason = _overdue(state, now)
+            return _release(state, Ended(reason)) if reason else (state, ())
+        case Ended():
+            return _release(state, event)
+        case _:
+            return _advance(state, event, now)
+
+
+def _advance(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
+    """The steps down the drawing; any other message is a duplicate or stale."""
+    match state.side, state.phase, event:
+        case Side.RECEIVE, Phase.ADMITTED, Claimed():
+            return _linked(state, now), (Action.QUEUE_CLAIM,)
+        case Side.RECEIVE, Phase.CLAIMED, Reserved():
+            granted = (Action.GIVE_BACK_PROMISE, Action.SEND_GRANTED)
+            return replace(state, phase=Phase.RECEIVING), granted
+        case Side.RECEIVE, Phase.RECEIVING, Filled():
+            committed = (Action.COMMIT, Action.SEND_COMPLETE, Action.REPORT_DONE)
+            return replace(state, phase=Phase.COMMITTED), committed
+        case Side.SEND, Phase.ADMITTED, Picked():
+            return _linked(state, now), (Action.SEND_CLAIM,)
+        case Side.SEND, Phase.CLAIMED, Granted():
+            return replace(state, phase=Phase.RECEIVING), (Action.SEND_FRAMES,)
+        case Side.SEND, Phase.RECEIVING, Filled():
+            sent = (Action.FREE_BLOCKS, Action.REPORT_DONE)
+            return replace(state, phase=Phase.COMMITTED), sent
+        case _:
+            return state, (Action.COUNT_STALE,)
+
+
+def _linked(state: Handoff, now: float) -> Handoff:
+    return replace(state, phase=Phase.CLAIMED, heard=now, moved=now)
+
+
+def _overdue(state: Handoff, now: float) -> str:
+    if now >= state.deadline:
+        return "deadline"
+    if state.linked and now - state.heard >= SILENCE_S:
+        return "peer silent"
+    if state.linked and now - state.moved >= FROZEN_S:
+        return "peer frozen"
+    return ""
+
+
+def _release(state: Handoff, end: Ended) -> tuple[Handoff, Actions]:
+    actions = []
+    if state.promised:
+        actions.append(Action.GIVE_BACK_PROMISE)
+    if state.holds:
+        actions.append(Action.FREE_BLOCKS)
+    if state.side is Side.SEND and state.phase is Phase.ADMITTED:
+        actions.append(Action.LEAVE_QUEUE)
+    if state.linked and not end.told:
+        actions.append(Action.SEND_ABORT)
+    actions.append(Action.REPORT_LOST)
+    return replace(state, phase=Phase.RELEASED, reason=end.reason), tuple(actions)

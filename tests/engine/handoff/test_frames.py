@@ -1,0 +1,173 @@
+"""Frame headers, control messages, keys: round trips, fuzz, tampering."""
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import (
+    FRAME_BYTES,
+    MAX_CONTROL_BYTES,
+    PREFIX_BYTES,
+    FrameError,
+    FrameHeader,
+    Prefix,
+)
+from pdserve.engine.handoff.keys import Domain, Ticket, derive_keys
+from pdserve.engine.handoff.layout import decode_spec, encode_spec, spec_difference, spec_digest
+from pdserve.engine.kv_spec import KvSpec, LayerGroup
+
+ID = st.binary(min_size=16, max_size=16)
+TEXT = st.text(max_size=60)
+PLAIN = st.one_of(
+    st.builds(
+        control.Hello,
+        ID,
+        ID,
+        st.binary(max_size=31),
+        st.sampled_from(["tcp", "shm"]),
+        st.binary(max_size=4096),
+    ),
+    st.builds(control.Welcome, ID),
+    st.builds(control.Refused, TEXT),
+    st.builds(control.Gone, ID),
+    st.builds(control.Credit, st.integers(0, 65535)),
+)
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+BODY = st.one_of(
+    st.builds(control.Claim, U32),
+    st.builds(control.Granted, st.lists(U32, max_size=8).map(tuple)),
+    st.builds(control.Computed, U32),
+    st.builds(control.Ack, st.lists(U64, max_size=100).map(tuple)),
+    st.builds(control.Nack, U64),
+    st.builds(control.Progress, U64, st.booleans()),
+    st.builds(control.Complete),
+    st.builds(control.Abort, TEXT),
+)
+SPEC = KvSpec(
+    32,
+    (
+        LayerGroup((0, 2), "full", 0, 3, 64, "float32", 0, 3),
+        LayerGroup((1, 3), "window", 48, 3, 64, "float32", 0, 3),
+    ),
+)
+
+
+def ticket(attempt: bytes = b"a" * 16, secret: bytes = b"s" * 32) -> Ticket:
+    return Ticket(b"t" * 16, secret, attempt, b"p" * 16, b"d" * 16)
+
+
+KEYS = derive_keys(ticket(), spec_digest(SPEC), b"id")
+
+
+def header(**change: object) -> FrameHeader:
+    fields: dict[str, object] = {
+        "ticket": b"t" * 16,
+        "sequence": 5,
+        "slot": 1,
+        "group": 0,
+        "layers": range(2),
+        "tokens": range(64),
+        "heads": range(3),
+        "payload_bytes": 1000,
+        "payload_tag": b"x" * 16,
+    }
+    return FrameHeader(**(fields | change))  # type: ignore[arg-type]
+
+
+@given(PLAIN)
+def test_plain_messages_round_trip(message: control.Plain) -> None:
+    assert control.decode(control.encode(message)) == message
+
+
+@given(BODY, U64)
+def test_signed_messages_round_trip_and_any_flip_is_found(body: control.Body, seq: int) -> None:
+    record = control.sign(body, b"t" * 16, seq, KEYS.to_decode)
+    message = control.decode(record)
+    assert isinstance(message, control.Signed)
+    assert (message.body, message.ticket, message.sequence) == (body, b"t" * 16, seq)
+    assert message.genuine(KEYS.to_decode)
+    assert not message.genuine(KEYS.to_prefill), "each direction has its own key"
+    flipped = bytearray(record)
+    flipped[PREFIX_BYTES + seq % (len(record) - PREFIX_BYTES)] ^= 1 << (seq % 8)
+    try:
+        changed = control.decode(bytes(flipped))
+    except FrameError:
+        return
+    assert isinstance(changed, control.Signed)
+    assert not changed.genuine(KEYS.to_decode)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300)
+def test_decoders_raise_only_frame_error(data: bytes) -> None:
+    kinds = [Prefix(kind, len(data)).pack() + data for kind in range(2, 25)]
+    for candidate in (data, *kinds):
+        for decoder in (control.decode, FrameHeader.unpack, Prefix.unpack, decode_spec):
+            try:
+                decoder(candidate)
+            except FrameError:
+                continue
+
+
+def test_oversized_records_are_refused_by_their_prefix() -> None:
+    with pytest.raises(FrameError):
+        Prefix.unpack(Prefix(16, MAX_CONTROL_BYTES + 1).pack())
+    with pytest.raises(FrameError):
+        Prefix.unpack(Prefix(1, FRAME_BYTES).pack())
+
+
+def test_header_round_trip_and_tag() -> None:
+    signed = header().pack()
+    tag = KEYS.to_decode.tag(Domain.HEADER, 5, signed)
+    parsed, covered, parsed_tag = FrameHeader.unpack(signed + tag)
+    assert parsed == header()
+    assert KEYS.to_decode.matches(Domain.HEADER, 5, covered, parsed_tag)
+    assert not KEYS.to_decode.matches(Domain.PAYLOAD, 5, covered, parsed_tag)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layers": range(2, 2)}, {"tokens": range(64, 64)}, {"payload_bytes": 0}, {"heads": range(0)}],
+)
+def test_empty_ranges_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(FrameError):
+        FrameHeader.unpack(header(**change).pack() + b"\0" * 16)
+
+
+@given(st.integers(0, FRAME_BYTES * 8 - 1))
+def test_a_flipped_bit_of_a_header_is_found(bit: int) -> None:
+    signed = header().pack()
+    record = bytearray(signed + KEYS.to_decode.tag(Domain.HEADER, 5, signed))
+    record[bit // 8] ^= 1 << (bit % 8)
+    try:
+        parsed, covered, tag = FrameHeader.unpack(bytes(record))
+    except FrameError:
+        return
+    assert not KEYS.to_decode.matches(Domain.HEADER, parsed.sequence, covered, tag)
+
+
+def test_keys_depend_on_everything_that_must_be_agreed() -> None:
+    other = os.urandom(16)
+    spec = spec_digest(SPEC)
+    variants = [
+        derive_keys(ticket(), spec, b"id"),
+        derive_keys(ticket(attempt=other), spec, b"id"),
+        derive_keys(ticket(secret=b"S" * 32), spec, b"id"),
+        derive_keys(Ticket(b"t" * 16, b"s" * 32, b"a" * 16, other, b"d" * 16), spec, b"id"),
+        derive_keys(Ticket(b"t" * 16, b"s" * 32, b"a" * 16, b"p" * 16, other), spec, b"id"),
+        derive_keys(ticket(), spec[::-1], b"id"),
+        derive_keys(ticket(), spec, b"other"),
+    ]
+    tags = {keys.to_decode.tag(Domain.PAYLOAD, 1, b"data") for keys in variants}
+    assert len(tags) == len(variants)
+
+
+def test_kv_layout_round_trips_and_names_a_difference() -> None:
+    assert decode_spec(encode_spec(SPEC)) == SPEC
+    assert spec_difference(SPEC, SPEC) == ""
+    assert spec_difference(SPEC, KvSpec(16, SPEC.groups)) == "block size 32 here, 16 there"
+    other = KvSpec(32, (SPEC.groups[0], LayerGroup((1, 3), "window", 64, 3, 64, "float32", 0, 3)))
+    assert spec_difference(SPEC, other) == "window of group 1: 48 here, 64 there"

@@ -1,0 +1,147 @@
+"""The hand-off machine: every path frees exactly once and reports exactly once."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.handoff.machine import (
+    FROZEN_S,
+    SILENCE_S,
+    Action,
+    Claimed,
+    Ended,
+    Event,
+    Filled,
+    Granted,
+    Handoff,
+    Heard,
+    Phase,
+    Picked,
+    Progress,
+    Reserved,
+    Side,
+    Tick,
+    step,
+)
+
+INF = float("inf")
+EVENTS = st.one_of(
+    st.sampled_from([Claimed(), Picked(), Reserved(), Granted(), Filled(), Tick()]),
+    st.builds(Ended, st.just("cancel"), st.booleans()),
+    st.builds(Heard, st.floats(0, 50)),
+    st.builds(Progress, st.floats(0, 50), st.integers(0, 3), st.booleans()),
+)
+TIMED = st.lists(st.tuples(EVENTS, st.floats(0, 2)), max_size=30)
+
+
+def run(state: Handoff, *events: Event, now: float = 0.0) -> tuple[Handoff, list[Action]]:
+    done: list[Action] = []
+    for event in events:
+        state, actions = step(state, event, now)
+        done += actions
+    return state, done
+
+
+def receive(deadline: float = INF) -> Handoff:
+    return Handoff(Side.RECEIVE, deadline)
+
+
+def send(deadline: float = INF) -> Handoff:
+    return Handoff(Side.SEND, deadline)
+
+
+def test_decode_path() -> None:
+    state, done = run(receive(), Claimed(), Reserved(), Filled())
+    assert state.phase is Phase.COMMITTED
+    assert done == [
+        Action.QUEUE_CLAIM,
+        Action.GIVE_BACK_PROMISE,
+        Action.SEND_GRANTED,
+        Action.COMMIT,
+        Action.SEND_COMPLETE,
+        Action.REPORT_DONE,
+    ]
+
+
+def test_prefill_path() -> None:
+    state, done = run(send(), Picked(), Granted(), Filled())
+    assert state.phase is Phase.COMMITTED
+    assert done == [
+        Action.SEND_CLAIM,
+        Action.SEND_FRAMES,
+        Action.FREE_BLOCKS,
+        Action.REPORT_DONE,
+    ]
+
+
+@pytest.mark.parametrize("side", Side)
+@given(script=TIMED)
+@settings(max_examples=400)
+def test_gives_back_exactly_once(side: Side, script: list[tuple[Event, float]]) -> None:
+    state, now = Handoff(side, deadline=20.0), 0.0
+    count: Counter[Action] = Counter()
+    for event, wait in script:
+        now += wait
+        before = state
+        state, actions = step(state, event, now)
+        count.update(actions)
+        if before.final:
+            assert state == before
+            assert set(actions) <= {Action.COUNT_STALE, Action.SEND_GONE}
+        if before.holds and not state.holds:
+            assert (Action.FREE_BLOCKS in actions) != (Action.COMMIT in actions)
+        else:
+            assert Action.FREE_BLOCKS not in actions
+            assert Action.COMMIT not in actions
+        assert (Action.GIVE_BACK_PROMISE in actions) == (before.promised and not state.promised)
+    assert count[Action.REPORT_DONE] + count[Action.REPORT_LOST] == int(state.final)
+    assert count[Action.GIVE_BACK_PROMISE] <= 1
+    state, actions = step(state, Tick(), max(now, 20.0))
+    assert state.final, "the deadline ends every attempt"
+
+
+@pytest.mark.parametrize("start", [run(receive(), Claimed())[0], run(send(), Picked())[0]])
+def test_silence_and_frozen_peer_end_it(start: Handoff) -> None:
+    state, done = run(start, Tick(), now=SILENCE_S - 0.01)
+    assert (state.phase, done) == (Phase.CLAIMED, [])
+    state, done = run(state, Tick(), now=SILENCE_S)
+    assert (state.phase, state.reason) == (Phase.RELEASED, "peer silent")
+    assert Action.SEND_ABORT in done
+
+    state, now = start, 0.0
+    while not state.final and now < 60:
+        now += 0.5
+        state, _ = run(state, Progress(now, steps=7, busy=True), Tick(), now=now)
+    assert state.reason == "peer frozen"
+    assert now == pytest.approx(0.5 + FROZEN_S)
+
+
+def test_idle_peer_is_not_frozen() -> None:
+    state = run(receive(), Claimed())[0]
+    for i in range(100):
+        now = i * 0.5
+        state, _ = run(state, Progress(now, steps=7, busy=False), Tick(), now=now)
+    assert state.phase is Phase.CLAIMED
+
+
+def test_no_progress_is_expected_before_the_claim() -> None:
+    assert run(receive(), Tick(), now=1e6)[0].phase is Phase.ADMITTED
+
+
+def test_a_late_claim_is_answered_gone() -> None:
+    state, _ = run(receive(), Ended("cancel"))
+    assert step(state, Claimed(), 1.0)[1] == (Action.COUNT_STALE, Action.SEND_GONE)
+
+
+def test_a_duplicate_claim_changes_nothing() -> None:
+    state, _ = run(receive(), Claimed(), Reserved())
+    assert step(state, Claimed(), 5.0) == (state, (Action.COUNT_STALE,))
+
+
+def test_the_peer_that_ended_it_is_not_told() -> None:
+    state, _ = run(send(), Picked())
+    assert Action.SEND_ABORT in step(state, Ended("cancel"), 1.0)[1]
+    assert Action.SEND_ABORT not in step(state, Ended("gone", told=True), 1.0)[1]
+    assert Action.LEAVE_QUEUE in step(send(), Ended("cancel"), 1.0)[1]

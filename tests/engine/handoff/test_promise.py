@@ -1,0 +1,32 @@
+"""Promise accounting."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.handoff.promise import Promises, promise_blocks
+
+
+@pytest.mark.parametrize(("tokens", "choices", "blocks"), [(1, 1, 2), (32, 1, 2), (33, 4, 6)])
+def test_whole_prompt_and_a_block_per_choice(tokens: int, choices: int, blocks: int) -> None:
+    assert promise_blocks(tokens, choices, 32) == blocks
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40), st.integers(0, 5))
+def test_never_more_than_the_room(orders: list[tuple[int, bool]], running: int) -> None:
+    promises, given_out = Promises(32), []
+    for blocks, free_one in orders:
+        alone = not running and not given_out
+        if promises.offer(blocks, 100, running):
+            given_out.append(blocks)
+            assert alone or promises.blocks <= 100 - 2 * running
+        else:
+            assert promises.blocks + blocks > 100 - 2 * running
+        if free_one and given_out:
+            promises.give_back(given_out.pop())
+        assert promises.blocks == sum(given_out)
+
+
+def test_giving_back_too_much_is_an_error() -> None:
+    with pytest.raises(ValueError, match="gave back"):
+        Promises(32).give_back(1)
