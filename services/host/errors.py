@@ -1,0 +1,99 @@
+"""The error catalogue: one row per proto ErrorCode, and its translation to and from gRPC.
+
+A ServiceError's message is public text. Internal detail goes to the log, never into one.
+"""
+
+import math
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pdserve.protos import common_pb2 as pb
+
+FAILURE_KEY = "pdserve-failure-bin"  # trailing metadata: the serialized Failure
+
+
+class Mapping(NamedTuple):
+    """How one ErrorCode looks to HTTP and to gRPC clients."""
+
+    http: int
+    grpc: grpc.StatusCode
+
+
+CATALOGUE: dict[pb.ErrorCode, Mapping] = {
+    pb.INVALID_ARGUMENT: Mapping(400, grpc.StatusCode.INVALID_ARGUMENT),
+    pb.CONTEXT_LENGTH_EXCEEDED: Mapping(400, grpc.StatusCode.OUT_OF_RANGE),
+    pb.UNAUTHENTICATED: Mapping(401, grpc.StatusCode.UNAUTHENTICATED),
+    pb.MODEL_NOT_FOUND: Mapping(404, grpc.StatusCode.NOT_FOUND),
+    pb.OVERLOADED: Mapping(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    pb.UNAVAILABLE: Mapping(503, grpc.StatusCode.UNAVAILABLE),
+    pb.QUEUE_TIMEOUT: Mapping(503, grpc.StatusCode.UNAVAILABLE),
+    pb.DEADLINE_EXCEEDED: Mapping(504, grpc.StatusCode.DEADLINE_EXCEEDED),
+    pb.CANCELLED: Mapping(499, grpc.StatusCode.CANCELLED),
+    pb.STRUCK_TWICE: Mapping(500, grpc.StatusCode.ABORTED),
+    pb.INTERNAL: Mapping(500, grpc.StatusCode.INTERNAL),
+}
+HTTP_STATUS: dict[pb.ErrorCode, int] = {code: row.http for code, row in CATALOGUE.items()}
+
+# A status from a peer that sent no Failure (gRPC itself raised it).
+_BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
+    grpc.StatusCode.INVALID_ARGUMENT: pb.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED: pb.UNAUTHENTICATED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: pb.OVERLOADED,
+    grpc.StatusCode.UNAVAILABLE: pb.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: pb.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: pb.CANCELLED,
+}
+
+
+class ServiceError(Exception):
+    """A typed error with public text; `retry_after_s` 0 means no advice."""
+
+    def __init__(
+        self, code: pb.ErrorCode, message: str, param: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.code = code if code in CATALOGUE else pb.INTERNAL
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def http_status(self) -> int:
+        """The status a REST client sees."""
+        return HTTP_STATUS[self.code]
+
+    def to_failure(self) -> pb.Failure:
+        """As it travels; `retry_after_s` is rounded up to whole milliseconds."""
+        return pb.Failure(
+            code=self.code,
+            message=self.message,
+            param=self.param,
+            retry_after_ms=math.ceil(self.retry_after_s * 1000),
+        )
+
+    @classmethod
+    def from_failure(cls, failure: pb.Failure) -> "ServiceError":
+        """The error that a peer reported; an unknown code becomes INTERNAL."""
+        return cls(failure.code, failure.message, failure.param, failure.retry_after_ms / 1000)
+
+    @classmethod
+    def from_rpc(cls, error: grpc.RpcError) -> "ServiceError":
+        """The error behind a failed call: the peer's Failure, or else the bare status."""
+        trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else ()
+        for key, value in trailing or ():
+            if key == FAILURE_KEY:
+                try:
+                    return cls.from_failure(pb.Failure.FromString(bytes(value)))
+                except DecodeError:
+                    break
+        status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+        return cls(_BARE_STATUS.get(status, pb.INTERNAL), f"peer answered {status.name}")
+
+
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:
+    """End a call with the error's status; the Failure itself travels as trailing metadata."""
+    trailing = ((FAILURE_KEY, error.to_failure().SerializeToString()),)
+    await context.abort(CATALOGUE[error.code].grpc, error.message, trailing)
+    raise AssertionError("abort returned")

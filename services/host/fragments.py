@@ -1,0 +1,54 @@
+"""Splitting and joining of long id lists, so that no message exceeds 256 KiB.
+
+A collector is bounded: a peer cannot make it hold more than its limits.
+"""
+
+from collections.abc import Sequence
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+
+IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
+
+
+def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
+    """Parts to send ahead, in order, and the ids that go into the message itself."""
+    cut = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
+    parts = [
+        pb.IdsPart(key=key, ids=ids[at : at + IDS_PER_MESSAGE])
+        for at in range(0, cut, IDS_PER_MESSAGE)
+    ]
+    return parts, ids[cut:]
+
+
+class IdsCollector:
+    """Parts received on one stream and not yet taken; one collector per stream."""
+
+    def __init__(self, max_ids: int = 4 << 20, max_keys: int = 1024) -> None:
+        self._max_ids = max_ids
+        self._max_keys = max_keys
+        self._num_ids = 0
+        self._parts: dict[str, list[int]] = {}
+
+    def add(self, part: pb.IdsPart) -> None:
+        """Keep a part. Raises ServiceError(OVERLOADED) beyond the bounds; its key is dropped."""
+        new = part.key not in self._parts
+        if (
+            self._num_ids + len(part.ids) > self._max_ids
+            or (new and len(self._parts) >= self._max_keys)
+            or not part.ids
+        ):
+            self.drop(part.key)
+            raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
+        self._parts.setdefault(part.key, []).extend(part.ids)
+        self._num_ids += len(part.ids)
+
+    def take(self, key: str, tail: Sequence[int]) -> list[int]:
+        """All ids of `key`: its parts, then those of the message; the parts are forgotten."""
+        ids = self._parts.pop(key, [])
+        self._num_ids -= len(ids)
+        return [*ids, *tail]
+
+    def drop(self, key: str) -> None:
+        """Forget the parts of `key`."""
+        self._num_ids -= len(self._parts.pop(key, []))

@@ -1,0 +1,233 @@
+"""A worker's side of Fleet.Join: one lease to every router that the given names resolve to.
+
+Runs on threads of its own, so a busy loop or engine never looks dead. Every method may be
+called from any thread. A lease first sends the hello, then the whole prefix state, then changes.
+"""
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.1
+LOAD_INTERVAL_S = 0.05
+RESOLVE_S = 1.0
+REJOIN_S = 0.1  # least time between two rounds
+HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses that a router's host:port stands for now; empty if it cannot be resolved."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        log.debug("router %s: %s", name, error)
+        return []
+    hosts = {str(address[4][0]) for address in found}
+    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
+
+
+class _Lease:
+    """One Join stream. Its requests are drawn by gRPC's own thread, which is the heartbeat."""
+
+    def __init__(self, owner: "Membership", address: str, secret: str) -> None:
+        self._owner = owner
+        self.address = address
+        self._secret = secret
+        self._prefixes: queue.SimpleQueue[pb.PrefixEvents] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._goodbye: str | None = None
+        self._closed = False
+        self._call: grpc.Call | None = None
+        self._load: pb.Load | None = None
+        self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
+
+    def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
+        for event in prefixes:
+            self._prefixes.put(event)
+        self._load = load
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def load(self, load: pb.Load) -> None:
+        self._load = load
+        self._wake.set()
+
+    def prefixes(self, events: list[pb.PrefixEvents]) -> None:
+        for event in events:
+            self._prefixes.put(event)
+        self._wake.set()
+
+    def goodbye(self, reason: str) -> None:
+        self._goodbye = reason
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._call is not None:
+            self._call.cancel()
+        self._thread.join(timeout=5)
+
+    def _reports(self) -> Iterator[pb.WorkerReport]:
+        yield pb.WorkerReport(hello=self._owner.hello)
+        next_beat = next_load = 0.0
+        while not self._closed:
+            # Cleared before looking, so that a change after the look wakes the next wait.
+            self._wake.clear()
+            now = time.monotonic()
+            if self._goodbye is not None:
+                yield pb.WorkerReport(goodbye=pb.Goodbye(reason=self._goodbye))
+                self._goodbye = None
+            while not self._prefixes.empty():
+                yield pb.WorkerReport(prefixes=self._prefixes.get())
+            if self._load is not None and now >= next_load:
+                load, self._load = self._load, None
+                next_load = now + LOAD_INTERVAL_S
+                yield pb.WorkerReport(load=load)
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_S
+                yield pb.WorkerReport(heartbeat=pb.Heartbeat(step=self._owner.step()))
+            until = next_beat if self._load is None else min(next_beat, next_load)
+            self._wake.wait(max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            call = FleetStub(channel).Join(self._reports(), metadata=bearer(self._secret))
+            self._call = call
+            if self._closed:
+                call.cancel()
+            try:
+                for reply in call:
+                    if reply.HasField("welcome"):
+                        log.info("joined router %s", self.address)
+            except grpc.RpcError as error:
+                if not self._closed:
+                    log.warning("lease with router %s ended: %s", self.address, error)
+            finally:
+                self._closed = True
+                self._wake.set()
+                self._owner.lease_ended()
+
+
+class Membership:
+    """Keeps the worker joined to every router until closed.
+
+    `routers` are host:port names, each resolved anew every second; `step` gives the engine's
+    step counter. Prefix events carry one sequence per worker, counted in hashes.
+    """
+
+    def __init__(
+        self,
+        hello: pb.WorkerHello,
+        routers: Sequence[str],
+        secret: str,
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.hello = hello
+        self.step = step
+        self._routers = tuple(routers)
+        self._secret = secret
+        self._lock = threading.Lock()  # guards what follows
+        self._leases: dict[str, _Lease] = {}
+        self._hashes: dict[bytes, None] = {}
+        self._sequence = 0
+        self._load: pb.Load | None = None
+        self._goodbye: str | None = None
+        self._stop = threading.Event()
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
+
+    def start(self) -> None:
+        """Begin joining; the hello must be complete by now."""
+        self._thread.start()
+
+    def report(self, load: pb.Load) -> None:
+        """The newest load; it goes out at once, but at most 20 times a second."""
+        with self._lock:
+            self._load = load
+            leases = list(self._leases.values())
+        for lease in leases:
+            lease.load(load)
+
+    def prefixes(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Changes of the prefix cache; a hash in both was removed last."""
+        if not added and not removed:
+            return
+        with self._lock:
+            self._hashes.update(dict.fromkeys(added))
+            for chain in removed:
+                self._hashes.pop(chain, None)
+            events = self._events(added, removed)
+            for lease in self._leases.values():
+                lease.prefixes(events)
+
+    def _events(self, added: Sequence[bytes], removed: Sequence[bytes]) -> list[pb.PrefixEvents]:
+        events = []
+        for at in range(0, len(added), HASHES_PER_EVENT):
+            part = added[at : at + HASHES_PER_EVENT]
+            events.append(pb.PrefixEvents(sequence=self._sequence, added=part))
+            self._sequence += len(part)
+        for at in range(0, len(removed), HASHES_PER_EVENT):
+            part = removed[at : at + HASHES_PER_EVENT]
+            events.append(pb.PrefixEvents(sequence=self._sequence, removed=part))
+            self._sequence += len(part)
+        return events
+
+    def goodbye(self, reason: str = "drain") -> None:
+        """Tell every router, now and later, that no new work is wanted."""
+        with self._lock:
+            self._goodbye = reason
+            for lease in self._leases.values():
+                lease.goodbye(reason)
+
+    def close(self) -> None:
+        """End all leases; the routers then see the streams end."""
+        self._stop.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for lease in self._leases.values():
+            lease.close()
+
+    def lease_ended(self) -> None:
+        """A lease's stream is over: join again soon."""
+        self._changed.set()
+
+    def _resolve_forever(self) -> None:
+        while not self._stop.is_set():
+            addresses = {address for name in self._routers for address in resolve(name)}
+            with self._lock:
+                self._leases = {a: x for a, x in self._leases.items() if x.alive()}
+                for address in sorted(addresses - self._leases.keys()):
+                    self._leases[address] = self._new_lease(address)
+            self._changed.wait(RESOLVE_S)
+            self._changed.clear()
+            self._stop.wait(REJOIN_S)
+
+    def _new_lease(self, address: str) -> _Lease:
+        lease = _Lease(self, address, self._secret)
+        # The state so far is numbered to end just before the next change.
+        hashes = list(self._hashes)
+        state = []
+        for at in range(0, max(1, len(hashes)), HASHES_PER_EVENT):
+            part = hashes[at : at + HASHES_PER_EVENT]
+            sequence = self._sequence - len(hashes) + at
+            state.append(pb.PrefixEvents(sequence=sequence, reset=at == 0, added=part))
+        if self._goodbye is not None:
+            lease.goodbye(self._goodbye)
+        lease.start(state, self._load)
+        return lease

@@ -1,0 +1,75 @@
+"""How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits.
+
+Drain is bounded: what still runs after `drain_s` is cut off by the stop.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+# How a service tells its parent where it stands: "listening", "loading", "ready", with figures.
+Report = Callable[[str, dict[str, Any]], None]
+
+log = logging.getLogger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def silent(event: str, figures: dict[str, Any]) -> None:
+    """The Report of a service that nobody started from Python."""
+
+
+async def run_until_signal(
+    *,
+    set_serving: Callable[[bool], None],
+    drain: Callable[[], Awaitable[None]],
+    stop: Callable[[float], Awaitable[None]],
+    drain_s: float,
+    grace_s: float = 1.0,
+    failed: "asyncio.Future[None] | None" = None,
+) -> int:
+    """Wait for SIGTERM or SIGINT, then end in order; returns the exit code.
+
+    `drain` returns when nothing runs any more and may take `drain_s`; `stop(grace_s)` closes the
+    servers. If `failed` (a future or task of the service's own) ends first, there is nothing to
+    drain and the code is 1. Call it on the main thread.
+    """
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(received: signal.Signals) -> None:
+        if not signalled.done():
+            signalled.set_result(received)
+        elif signalled.result() == received:
+            # Only the same one: a terminal's SIGINT is often followed by a parent's SIGTERM.
+            os._exit(128 + received)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        waiting: set[asyncio.Future[Any]] = {signalled}
+        if failed is not None:
+            waiting.add(failed)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        set_serving(False)
+        if signalled.done():
+            log.info("%s: draining for up to %g s", signalled.result().name, drain_s)
+            try:
+                async with asyncio.timeout(drain_s):
+                    await drain()
+            except TimeoutError:
+                log.warning("work still running after %g s is cut off", drain_s)
+        code = 0 if signalled.done() else _log_failure(failed)
+        await stop(grace_s)
+        return code
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _log_failure(failed: "asyncio.Future[None] | None") -> int:
+    error = None if failed is None or failed.cancelled() else failed.exception()
+    log.error("the service failed", exc_info=error)
+    return 1

@@ -1,0 +1,108 @@
+"""Events waiting for a slow peer: unbounded in time, merged in space, never blocking a writer.
+
+Used on the loop's thread only. Order is kept; only consecutive Tokens of one choice merge.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.protos.worker_pb2 import DecodeCommand, DecodeEvent, PrefillCommand, PrefillEvent
+
+MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
+MAX_MERGED_IDS = 1024
+MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 candidates
+
+EventT = TypeVar(
+    "EventT", RequestEvent, DecodeEvent, PrefillEvent, DecodeCommand, PrefillCommand, Message
+)
+
+
+class Outbox(Generic[EventT]):
+    """What one stream has still to send. `async for batch in outbox` gives lists of events."""
+
+    def __init__(self) -> None:
+        self._events: list[EventT] = []
+        # The last unsent Tokens by attempt and choice.
+        self._last_tokens: dict[tuple[bytes, int], RequestEvent | DecodeEvent] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def put(self, event: EventT) -> None:
+        """Append, or merge Tokens into unsent ones of their choice; dropped once closed.
+
+        The outbox owns the event from here on and may change it.
+        """
+        if self._closed:
+            return
+        if isinstance(event, RequestEvent | DecodeEvent) and event.WhichOneof("event") == "tokens":
+            if self._merge(event.tokens):
+                return
+            self._last_tokens[event.tokens.attempt, event.tokens.choice] = event
+        self._events.append(event)
+        self._wake.set()
+
+    def _merge(self, new: pb.Tokens) -> bool:
+        event = self._last_tokens.get((new.attempt, new.choice))
+        if event is None:
+            return False
+        last = event.tokens
+        if (
+            last.finish
+            or last.epoch != new.epoch
+            or last.request != new.request
+            or last.position + len(last.ids) != new.position
+            or bool(last.logprobs) != bool(new.logprobs)
+            or len(last.ids) + len(new.ids) > MAX_MERGED_IDS
+            or len(last.logprobs) + len(new.logprobs) > MAX_MERGED_LOGPROBS
+        ):
+            return False
+        last.ids.extend(new.ids)
+        last.logprobs.extend(new.logprobs)
+        last.finish = new.finish
+        return True
+
+    def close(self) -> None:
+        """End the iteration after what was put so far."""
+        self._closed = True
+        self._wake.set()
+
+    def take(self) -> list[EventT]:
+        """The oldest events that fit one message; empty if there are none."""
+        size = count = 0
+        for event in self._events:
+            size += event.ByteSize()
+            if count and size > MAX_BATCH_BYTES:
+                break
+            count += 1
+        batch, self._events = self._events[:count], self._events[count:]
+        if not self._events:
+            self._last_tokens.clear()
+        elif batch:
+            self._forget(batch)
+        return batch
+
+    def _forget(self, batch: list[EventT]) -> None:
+        """Sent events must not be merged into."""
+        for event in batch:
+            if isinstance(event, RequestEvent | DecodeEvent):
+                key = (event.tokens.attempt, event.tokens.choice)
+                if self._last_tokens.get(key) is event:
+                    del self._last_tokens[key]
+
+    async def __aiter__(self) -> AsyncIterator[list[EventT]]:
+        while True:
+            if batch := self.take():
+                yield batch
+            elif self._closed:
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
