@@ -1,0 +1,151 @@
+"""The KV blocks of one layer group: free list, reference counts and prefix cache. Pure.
+
+A block is in exactly one state: *used* (a sequence refers to it), else *reserved* (a hand-off
+that is not committed does), else *cached* (nobody, but its content can be found by hash), else
+*free*. So free + used + cached + reserved == num_blocks at every moment. Block 0 is the null block:
+it pads block tables, belongs to nobody and is not counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by state."""
+
+    free: int
+    used: int
+    cached: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.used + self.cached + self.reserved
+
+
+class BlockPool:
+    """Gives out blocks 1..num_blocks; the least recently released cached block is evicted first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks, 0, -1))  # a stack
+        self._used = [0] * (num_blocks + 1)  # references held by sequences
+        self._reserved = [0] * (num_blocks + 1)  # references held by reservations
+        self._num_used = 0
+        self._num_reserved = 0
+        self._idle: dict[int, None] = {}  # cached blocks, least recently released first
+        self._by_hash: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: free and cached ones."""
+        return len(self._free) + len(self._idle)
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
+
+    def allocate(self, count: int, reserved: bool = False) -> list[int]:
+        """`count` blocks with one reference each; evicts cached ones. Ask num_available first."""
+        if count > self.num_available:
+            raise ValueError(f"{count} blocks asked of {self.num_available}")
+        blocks = []
+        for _ in range(count):
+            if not self._free:
+                self._evict()
+            block = self._free.pop()
+            self._refer(block, reserved)
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int], reserved: bool = False) -> None:
+        """One more reference to each block, which is in use or cached."""
+        for block in blocks:
+            if block in self._idle:
+                del self._idle[block]
+            elif not self._used[block] and not self._reserved[block]:
+                raise ValueError(f"block {block} is free")
+            self._refer(block, reserved)
+
+    def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
+        """Gives one reference of each block back. Blocks given first are evicted first."""
+        for block in blocks:
+            refs = self._reserved if reserved else self._used
+            if not refs[block]:
+                raise ValueError(f"block {block} released twice")
+            before = self._state(block)
+            refs[block] -= 1
+            self._count(before, self._state(block))
+            if not self._used[block] and not self._reserved[block]:
+                if block in self._hash_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def commit(self, blocks: Iterable[int]) -> None:
+        """A reservation's references become those of a sequence."""
+        for block in blocks:
+            if not self._reserved[block]:
+                raise ValueError(f"block {block} is not reserved")
+            before = self._state(block)
+            self._reserved[block] -= 1
+            self._used[block] += 1
+            self._count(before, self._state(block))
+
+    def writable(self, block: int) -> bool:
+        """Whether its one holder may write it: not shared, and not findable by hash."""
+        return self._used[block] + self._reserved[block] == 1 and block not in self._hash_of
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the block is held by nobody and only kept for its content."""
+        return block in self._idle
+
+    def find(self, chain_hash: bytes) -> int | None:
+        """The block with this content, if any."""
+        return self._by_hash.get(chain_hash)
+
+    def register(self, block: int, chain_hash: bytes) -> None:
+        """Makes a full, computed block findable; of equal blocks the first stays the found one."""
+        if chain_hash in self._by_hash or block in self._hash_of:
+            return
+        self._by_hash[chain_hash] = block
+        self._hash_of[block] = chain_hash
+        if chain_hash in self._removed:
+            del self._removed[chain_hash]
+        else:
+            self._added[chain_hash] = None
+
+    def take_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Net change of the findable hashes since the last call: (added, removed)."""
+        events = list(self._added), list(self._removed)
+        self._added, self._removed = {}, {}
+        return events
+
+    def _evict(self) -> None:
+        block = next(iter(self._idle))
+        del self._idle[block]
+        chain_hash = self._hash_of.pop(block)
+        del self._by_hash[chain_hash]
+        if chain_hash in self._added:
+            del self._added[chain_hash]
+        else:
+            self._removed[chain_hash] = None
+        self._free.append(block)
+
+    def _refer(self, block: int, reserved: bool) -> None:
+        before = self._state(block)
+        refs = self._reserved if reserved else self._used
+        refs[block] += 1
+        self._count(before, self._state(block))
+
+    def _state(self, block: int) -> int:
+        return 2 if self._used[block] else 1 if self._reserved[block] else 0
+
+    def _count(self, before: int, after: int) -> None:
+        self._num_used += (after == 2) - (before == 2)
+        self._num_reserved += (after == 1) - (before == 1)

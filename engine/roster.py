@@ -1,0 +1,128 @@
+"""Every job of an engine by state, and the one place where jobs gain and lose blocks. Pure.
+
+A job is in one of: waiting (with blocks only after a hand-off), running (has slots of the batch),
+held (a computed prefill_only request), reserved (the KV is on its way from a prefill worker).
+"""
+
+from bisect import insort
+
+from pdserve.engine.block_tables import BlockCopy, BlockTables, blocks_for
+from pdserve.engine.sequence import Job, Sequence
+
+
+class Roster:
+    """Jobs, their slots in the batch and their blocks."""
+
+    def __init__(self, tables: BlockTables, num_slots: int) -> None:
+        self.tables = tables
+        self.jobs: dict[str, Job] = {}
+        self.waiting: dict[str, Job] = {}
+        self.running: list[Job] = []  # oldest first
+        self.held: dict[str, Job] = {}
+        self.reserved: dict[str, Job] = {}
+        self.preemptions = 0
+        self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
+        self.prefix_hits = 0  # of them found
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    def open_prefix(
+        self, job: Job, spare: int, reserved: bool = False
+    ) -> tuple[Sequence, list[BlockCopy]] | None:
+        """The job's prefix as a sequence with all its blocks, or None if they are short."""
+        prefix = job.prefix()
+        tables = self.tables
+        if job.hashes is None:
+            job.hashes = tables.hashes(prefix, job.seed_hash)
+        limit = job.hit_limit(prefix)
+        hit = tables.match(job.hashes, limit)
+        sequence = Sequence(job, list(prefix), job.trunk_choices(), job.seed_hash)
+        copies = tables.open(sequence, job.hashes, hit, spare, reserved)
+        if copies is None and hit % tables.block_size:
+            # The copy of the block that holds the last token may be what does not fit.
+            hit = tables.match(job.hashes, hit - hit % tables.block_size)
+            copies = tables.open(sequence, job.hashes, hit, spare, reserved)
+        if copies is None:
+            return None
+        job.hashes = None
+        if not job.announced:
+            job.cached_tokens = hit
+            self.prefix_queries += len(prefix)
+            self.prefix_hits += hit
+        job.sequences = [sequence]
+        return sequence, copies
+
+    def admit(self, job: Job) -> list[BlockCopy] | None:
+        """Moves a waiting job into the batch; None if slots or blocks are short."""
+        if job.num_places > len(self._free_slots):
+            return None
+        copies: list[BlockCopy] = []
+        if not job.sequences:
+            opened = self.open_prefix(job, self._spare(job))
+            if opened is None:
+                return None
+            copies = opened[1]
+        del self.waiting[job.key]
+        insort(self.running, job, key=lambda j: j.order)
+        job.slots = [self._free_slots.pop() for _ in range(job.num_places)]
+        job.sequences[0].slot = job.slots.pop()
+        return copies
+
+    def _spare(self, job: Job) -> int:
+        """Blocks to leave for the growth of what runs and for the job's own longer choices."""
+        growing = sum(len(j.sequences) for j in self.running if not j.request.prefill_only)
+        if job.request.prefill_only or len(job.unfinished) == 1:
+            return growing
+        size, prompt_len = self.tables.block_size, len(job.request.prompt_ids)
+        beyond = [len(job.generated[c]) + prompt_len for c in job.unfinished]
+        return growing + sum(blocks_for(n, size) - prompt_len // size for n in beyond[1:])
+
+    def preempt(self, job: Job) -> None:
+        """Back to the queue without blocks; what it has generated is kept."""
+        self._close_sequences(job)
+        if job in self.running:
+            self.running.remove(job)
+        self.waiting[job.key] = job
+        self.preemptions += 1
+
+    def victim(self, spared: set[int]) -> Job | None:
+        """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
+        with_blocks = [j for j in self.waiting.values() if j.sequences]
+        candidates = [
+            job
+            for job in [*self.running, *with_blocks]
+            if job.order not in spared and not job.request.prefill_only
+        ]
+        return max(candidates, key=lambda j: j.order, default=None)
+
+    def hold(self, job: Job) -> None:
+        """A computed prefill_only job leaves the batch and keeps its blocks."""
+        self.running.remove(job)
+        self._free_slots.append(job.sequences[0].slot)
+        job.sequences[0].slot = -1
+        self.held[job.key] = job
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        """One choice has ended."""
+        sequence.job.sequences.remove(sequence)
+        self.tables.close(sequence)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+
+    def end(self, job: Job) -> None:
+        """The job leaves, in whatever state it is; every block is back."""
+        self._close_sequences(job, reserved=job.key in self.reserved)
+        del self.jobs[job.key]
+        for state in (self.waiting, self.held, self.reserved):
+            state.pop(job.key, None)
+        if job in self.running:
+            self.running.remove(job)
+
+    def _close_sequences(self, job: Job, reserved: bool = False) -> None:
+        for sequence in reversed(job.sequences):
+            self.tables.close(sequence, reserved)
+            if sequence.slot >= 0:
+                self._free_slots.append(sequence.slot)
+                sequence.slot = -1
+        self._free_slots.extend(job.slots)
+        job.sequences, job.slots, job.hashes = [], [], None
