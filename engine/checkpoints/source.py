@@ -3,6 +3,7 @@
 A checkpoint owns its file mappings; tensors it hands out are views that keep them alive.
 """
 
+import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -61,3 +62,10 @@ class Checkpoint(Protocol):
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold weights."""
+
+
+def unknown_tensor(name: str, known: Collection[str]) -> CheckpointError:
+    """The error of a tensor that a checkpoint lacks, with names like it."""
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"; there is {', '.join(near)}" if near else f"; it has {len(known)} tensors"
+    return CheckpointError(f"tensor {name} is missing{hint}")

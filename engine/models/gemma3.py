@@ -2,6 +2,10 @@
 layer with a rope of its own (arXiv:2503.19786).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf_mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.hf import (
     HfConfig,
@@ -57,4 +61,33 @@ def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
     return tuple(local if has else whole for has in has_window)
 
 
-register(ModelSpec(("Gemma3ForCausalLM",), parse))
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """What GGUF says in other words, or leaves to the reader (27B, by its 62 layers)."""
+    size = metadata.get("gemma3.attention.key_length", 256)
+    if metadata["gemma3.block_count"] == 62:
+        size = metadata["gemma3.embedding_length"] // metadata["gemma3.attention.head_count"]
+    config: dict[str, Any] = {
+        "query_pre_attn_scalar": size,
+        "rope_local_base_freq": metadata.get("gemma3.rope.freq_base_swa", 10_000.0),
+        "sliding_window": metadata.get("gemma3.attention.sliding_window"),
+    }
+    pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
+    if isinstance(pattern, Sequence):
+        config["layer_types"] = [f"{'sliding' if has else 'full'}_attention" for has in pattern]
+    else:
+        config["sliding_window_pattern"] = pattern
+    return config
+
+
+GGUF = GgufMapping(
+    "gemma3",
+    tensors={
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+        "blk.{n}.ffn_norm": "model.layers.{n}.pre_feedforward_layernorm",
+        "blk.{n}.post_ffw_norm": "model.layers.{n}.post_feedforward_layernorm",
+    },
+    config=gguf_config,
+    norm_offset=1.0,
+)
+
+register(ModelSpec(("Gemma3ForCausalLM",), parse, GGUF))

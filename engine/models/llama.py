@@ -1,5 +1,6 @@
 """Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
 
+from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf import HfConfig, standard
 from pdserve.engine.models.spec import ModelSpec, register
@@ -10,4 +11,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
 
 
-register(ModelSpec(("LlamaForCausalLM",), parse))
+register(ModelSpec(("LlamaForCausalLM",), parse, GgufMapping("llama", permuted=True)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf import (
     HfConfig,
@@ -29,4 +30,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, qkv_bias=True, layers=plain_layers(hf, windows(hf)))
 
 
-register(ModelSpec(("Qwen2ForCausalLM",), parse))
+register(ModelSpec(("Qwen2ForCausalLM",), parse, GgufMapping("qwen2")))

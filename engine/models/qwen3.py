@@ -1,5 +1,6 @@
 """Qwen 3, dense: RMS norms over the heads of q and k, no biases by default (arXiv:2505.09388)."""
 
+from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf import HfConfig, integer, plain_layers, standard
 from pdserve.engine.models.qwen2 import windows
@@ -20,4 +21,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     )
 
 
-register(ModelSpec(("Qwen3ForCausalLM",), parse))
+register(ModelSpec(("Qwen3ForCausalLM",), parse, GgufMapping("qwen3")))
