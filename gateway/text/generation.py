@@ -1,0 +1,67 @@
+"""Sampling defaults that a model's authors recommend: generation_config.json, read once."""
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.gateway.text.errors import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+# field -> (type, lowest, highest); top_k may also be 0 or -1, "all"
+_BOUNDS: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, 2.0),
+    "top_k": (int, -1, 1 << 20),
+    "top_p": (float, 1e-9, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 1e-9, 2.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Used where a request says nothing; None: the file says nothing either.
+
+    The file's max_new_tokens and max_length are ignored: the default is what is left of the
+    context. So is do_sample, which files leave at false beside a recommended temperature.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None  # 0: all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> "GenerationDefaults":
+        """From the text of generation_config.json; empty text gives no defaults.
+
+        A value that makes no sense is left out with a warning: it must not take a model down.
+        Raises UnsupportedModel if the text is not a JSON object.
+        """
+        if not data.strip():
+            return cls()
+        try:
+            config = json.loads(data)
+        except ValueError as error:
+            raise UnsupportedModel(f"generation_config.json is not JSON: {error}") from None
+        except RecursionError:
+            raise UnsupportedModel("generation_config.json is nested too deeply") from None
+        if not isinstance(config, dict):
+            raise UnsupportedModel("generation_config.json is not a JSON object")
+        return cls(**{name: _number(config, name) for name in _BOUNDS if name in config})
+
+
+def _number(config: dict[str, Any], name: str) -> Any:
+    kind, lowest, highest = _BOUNDS[name]
+    value = config[name]
+    if value is None:
+        return None
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    fits = whole or (kind is float and isinstance(value, float) and math.isfinite(value))
+    if not fits or not lowest <= value <= highest:
+        logger.warning("generation_config.json: %s = %.40r is ignored", name, value)
+        return None
+    return max(value, 0) if kind is int else float(value)

@@ -1,0 +1,102 @@
+"""Special tokens as text: which a prompt really contains, and which only quote them.
+
+Only texts written by a chat template are parsed for special tokens. What clients send goes through
+`guard`, which puts a mark into every special token's text in it; the mark is a character that
+occurs in none of the texts, so whatever `split` still finds was written by the template.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from pdserve.gateway.text.errors import TextError
+
+# Rare Han characters (CJK Extension B): letters to every test and filter of a template, unchanged
+# by normalization, case and repr(), so that a marked text takes the path of the plain one.
+_MARKS = range(0x20000, 0x2A6D7)
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer; those of a single character are never parsed."""
+
+    def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
+        """`added`: the tokenizer's added tokens by id; those that are not special are left out."""
+        self.ids = frozenset(i for i, token in added.items() if token.special)
+        self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
+        self._lstrip = {i for i in self.ids if added[i].lstrip}
+        self._rstrip = {i for i in self.ids if added[i].rstrip}
+        lengths: dict[str, set[int]] = {}
+        for text in self.texts:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._prefixes = {text[:n] for text in self.texts for n in range(1, len(text))}
+        self._suffixes = {text[n:] for text in self.texts for n in range(1, len(text))}
+        self._longest = max(map(len, self.texts), default=0)
+        self._joined = "\0".join(self.texts)
+
+    def split(self, text: str) -> list[str | int]:
+        """Plain texts and the ids between them, in order; leftmost, longest token first."""
+        parts: list[str | int] = []
+        start = 0
+        for at, length in self._found(text):
+            if at < start:
+                continue
+            token = self.texts[text[at : at + length]]
+            plain = text[start:at]
+            parts.append(plain.rstrip() if token in self._lstrip else plain)
+            parts.append(token)
+            start = at + length
+            if token in self._rstrip:
+                start = len(text) - len(text[start:].lstrip())
+        parts.append(text[start:])
+        return [part for part in parts if part != ""] if parts != [""] else []
+
+    def _found(self, text: str) -> list[tuple[int, int]]:
+        """(position, length) of the longest special token at every position that begins one."""
+        found = []
+        for first, lengths in self._lengths.items():
+            at = text.find(first)
+            while at >= 0:
+                length = next((n for n in lengths if text[at : at + n] in self.texts), 0)
+                if length:
+                    found.append((at, length))
+                at = text.find(first, at + 1)
+        return sorted(found)
+
+    def guard(self, text: str, mark: str) -> str:
+        """The text with a mark in every special token's text, and where one could come to be
+        at its borders when a template puts other text beside it (trimmed or not)."""
+        cuts = {at + 1 for at, _ in self._found(text)}
+        begin = len(text) - len(text.lstrip())
+        end = len(text.rstrip())
+        core = text[begin:end]
+        for n in range(1, min(self._longest, len(core)) + 1):
+            if core[:n] in self._suffixes:
+                cuts.add(begin if n == 1 else begin + 1)
+            if core[-n:] in self._prefixes:
+                cuts.add(end)
+        if core and len(core) < self._longest and core in self._joined:
+            cuts.add(end)
+        for at in sorted(cuts, reverse=True):
+            text = text[:at] + mark + text[at:]
+        return text
+
+    def guard_all(self, value: Any, mark: str) -> Any:
+        """`guard` of every text in JSON data, keys too."""
+        if isinstance(value, str):
+            return self.guard(value, mark)
+        if isinstance(value, Mapping):
+            return {self.guard(k, mark): self.guard_all(v, mark) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guard_all(item, mark) for item in value]
+        return value
+
+
+def unused_mark(*texts: str) -> str:
+    """A character that occurs in none of the texts. Raises TextError if they hold every one."""
+    used = set().union(*texts)
+    for code in _MARKS:
+        if chr(code) not in used:
+            return chr(code)
+    raise TextError("the messages contain too many rare characters")

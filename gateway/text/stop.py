@@ -1,0 +1,100 @@
+"""Finds stop strings in a stream of text, across token borders; pure.
+
+Text is emitted exactly once and in order; what is held back is always the longest suffix that may
+still become a stop string, and nothing more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What one push sets free.
+
+    `stop` is the stop string that ended the text, or None. `num_tokens` counts the tokens pushed
+    so far, and once stopped, those up to and with the token that completed the stop string.
+    """
+
+    text: str
+    stop: str | None
+    num_tokens: int
+
+
+class _Pattern:
+    """One stop string as a Knuth-Morris-Pratt automaton, `matched` characters into it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallback = [0] * len(text)  # length of the longest border of text[: i + 1]
+        border = 0
+        for i in range(1, len(text)):
+            while border and text[i] != text[border]:
+                border = self._fallback[border - 1]
+            border += text[i] == text[border]
+            self._fallback[i] = border
+
+    def advance(self, char: str) -> bool:
+        """Take one character; True if it completes the stop string."""
+        if self.matched == len(self.text):
+            self.matched = self._fallback[-1]
+        while self.matched and char != self.text[self.matched]:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += char == self.text[self.matched]
+        return self.matched == len(self.text)
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of the text that a later match could begin with."""
+        return self._fallback[-1] if self.matched == len(self.text) else self.matched
+
+
+class StopMatcher:
+    """Stop strings of one choice.
+
+    The stop string that is complete first ends the text; of several complete at the same character
+    the longest. So the result depends on the text alone, not on its division into tokens, but for
+    `min_tokens`: a stop string completed by one of the first `min_tokens` tokens does not count.
+    """
+
+    def __init__(
+        self, stops: Sequence[str], *, include_stop_str: bool = False, min_tokens: int = 0
+    ) -> None:
+        """Raises ValueError for an empty stop string."""
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops)]
+        self._include = include_stop_str
+        self._min_tokens = min_tokens
+        self._pending = ""
+        self._num_tokens = 0
+        self._stop: str | None = None
+
+    def push(self, text: str) -> Emitted:
+        """Take the text of one token, which may be empty. Once stopped, emits nothing more."""
+        if self._stop is None:
+            self._num_tokens += 1
+        return self._take(text)
+
+    def flush(self, text: str = "") -> Emitted:
+        """The end: take text that belongs to no new token and set free what is held back."""
+        taken = self._take(text)
+        rest, self._pending = self._pending, ""
+        return Emitted(taken.text + rest, taken.stop, taken.num_tokens)
+
+    def _take(self, text: str) -> Emitted:
+        if self._stop is not None:
+            return Emitted("", self._stop, self._num_tokens)
+        start = len(self._pending)
+        pending = self._pending + text
+        for end, char in enumerate(text, start + 1):
+            done = [p.text for p in self._patterns if p.advance(char)]
+            if done and self._num_tokens > self._min_tokens:
+                self._stop = max(done, key=len)
+                self._pending = ""
+                cut = end if self._include else end - len(self._stop)
+                return Emitted(pending[:cut], self._stop, self._num_tokens)
+        cut = len(pending) - max((p.held for p in self._patterns), default=0)
+        self._pending = pending[cut:]
+        return Emitted(pending[:cut], None, self._num_tokens)
