@@ -1,0 +1,171 @@
+"""Every architecture against transformers on tiny seeded models, through a paged cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from paged_runner import PagedRunner, load_decoder
+from tiny_models import ARCHITECTURES, write_tiny
+from torch import Tensor
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-untruncated": {**YARN, "truncate": False, "beta_fast": 8.0, "beta_slow": 0.5},
+    "yarn-given-factor": {**YARN, "attention_factor": 0.9},
+    "yarn-mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{arch: (arch, {}) for arch in ARCHITECTURES},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied-gelu": ("llama", {"tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "llama-no-gqa": ("llama", {"num_key_value_heads": 6}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "gemma3-soft-cap": ("gemma3", {"final_logit_softcapping": 2.0, "attention_bias": True}),
+    "gemma3-window-1": ("gemma3", {"sliding_window": 1}),
+    **{
+        f"llama-{name}": ("llama", {"rope_parameters": {"rope_theta": 5e4, **rope}})
+        for name, rope in ROPES.items()
+    },
+    "gemma3-linear": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            }
+        },
+    ),
+}
+# Tokens of the sequences a, b and c in each step: odd chunk borders, decode rows among chunks.
+SCHEDULE = (
+    {"a": 7},
+    {"a": 16, "b": 3},
+    {"a": 1, "b": 10, "c": 33},
+    {"a": 1, "b": 1, "c": 1},
+    {"a": 13, "b": 1, "c": 1},
+    {"a": 1, "b": 1},
+    {"a": 1, "b": 2, "c": 9},
+    *({"a": 1, "b": 1, "c": 1},) * 7,
+)
+LENS = {name: sum(step.get(name, 0) for step in SCHEDULE) for name in "abc"}
+
+
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=dtype
+    ).eval()
+
+
+def sequences(vocab: int = 259, seed: int = 1) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(vocab, (length,), generator=generator).tolist()
+        for name, length in LENS.items()
+    }
+
+
+def run_schedule(runner: PagedRunner, ids: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Logits of every token, teacher-forced."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in ids}
+    for step in SCHEDULE:
+        tokens = {}
+        for name, count in step.items():
+            done = runner.lens.get(name, 0)
+            tokens[name] = ids[name][done : done + count]
+        for name, logits in runner.step(tokens).items():
+            parts[name].append(logits)
+    return {name: torch.cat(logits) for name, logits in parts.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
+    arch, overrides = VARIANTS[variant]
+    path = write_tiny(tmp_path, arch, seed=3, **overrides)
+    runner = PagedRunner(load_decoder(path))
+    ids = sequences()
+    ours = run_schedule(runner, ids)
+    model = reference(path)
+    for name, tokens in ids.items():
+        with torch.inference_mode():
+            theirs = model(torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(ours[name], theirs, atol=1e-4, rtol=0)
+        assert theirs.std() > 0.3, "logits too flat to tell anything"
+    assert runner.mixed_steps >= 3
+    windows = {layer.window for layer in runner.decoder.config.layers} - {0}
+    assert (runner.freed_blocks > 0) == bool(windows)
+    assert all(window < LENS["b"] for window in windows)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, arch, seed=4)
+    prompt = sequences(seed=2)["b"]
+    with torch.inference_mode():
+        theirs = reference(path).generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :]
+    runner = PagedRunner(load_decoder(path))
+    runner.step({"x": prompt[:-1]}, kv_only=True)
+    tokens = prompt[-1:]
+    for _ in range(24):
+        tokens.append(int(runner.step({"x": tokens[-1:]})["x"].argmax()))
+    assert tokens[1:] == theirs.tolist()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_bf16_is_no_further_from_float32_than_transformers_bf16(arch: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, arch, seed=5, dtype=torch.bfloat16)
+    ids = sequences()
+    ours = run_schedule(PagedRunner(load_decoder(path, torch.bfloat16)), ids)
+    exact, rounded = reference(path), reference(path, torch.bfloat16)
+    errors = {"ours": 0.0, "theirs": 0.0}
+    for name, tokens in ids.items():
+        with torch.inference_mode():
+            truth = exact(torch.tensor([tokens])).logits[0]
+            theirs = rounded(torch.tensor([tokens])).logits[0].float()
+        errors["ours"] += (ours[name] - truth).square().mean().item()
+        errors["theirs"] += (theirs - truth).square().mean().item()
+    assert 0 < errors["ours"] <= 1.1 * errors["theirs"]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_kv_only_writes_the_same_keys_and_values(arch: str, tmp_path: Path) -> None:
+    decoder = load_decoder(write_tiny(tmp_path, arch))
+    tokens = sequences()["a"][:11]
+    runners = [PagedRunner(decoder), PagedRunner(decoder)]
+    whole = runners[0].step({"x": tokens})["x"]
+    nothing = runners[1].step({"x": tokens}, kv_only=True)["x"]
+    assert whole.shape == (11, 259)
+    assert nothing.shape == (0, 259)
+    for n in range(decoder.config.num_layers):
+        caches = [runner.kv.layer(n)[0] for runner in runners]
+        assert torch.equal(caches[0].nan_to_num(0), caches[1].nan_to_num(0))
+        assert caches[0].isfinite().any()
+
+
+def test_logits_only_of_the_tokens_asked_for_and_kv_in_another_dtype(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, "qwen3")
+    ids = sequences()
+    exact = run_schedule(PagedRunner(load_decoder(path)), ids)
+    rounded = run_schedule(PagedRunner(load_decoder(path, kv_dtype=torch.bfloat16)), ids)
+    for name in ids:
+        assert rounded[name].dtype == torch.float32
+        error = (rounded[name] - exact[name]).abs().max().item()
+        assert 1e-5 < error < 0.2

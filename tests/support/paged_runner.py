@@ -1,0 +1,156 @@
+"""A decoder driven through block tables by hand: mixed batches, poisoned memory, freed windows.
+
+Every slot that holds no key of a live sequence is NaN, the null block included, so that a read of
+what should not be read shows in the logits.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.spec import parse_config
+from pdserve.kernels.ops import select
+
+TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return config
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def load_decoder(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+) -> Decoder:
+    """The decoder of a Hugging Face directory, without the checkpoint reader."""
+    config = parse_config(read_config(path))
+    tensors = {name: tensor.to(device) for name, tensor in read_tensors(path).items()}
+    kv = TORCH_NAMES[kv_dtype or dtype]
+    return Decoder(config, tensors.pop, select(device), dtype, kv, torch.device(device))
+
+
+class PoisonedKv:
+    """Caches of all layers, NaN where nothing was written."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int, device: str) -> None:
+        self._layers: dict[int, tuple[Tensor, int]] = {}
+        for index, group in enumerate(decoder.kv_groups):
+            two, heads, size = group.block_shape
+            shape = (num_blocks, two, heads, block_size, size)
+            for n in group.layers:
+                dtype = getattr(torch, group.dtype)
+                pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
+                self._layers[n] = (pool, index)
+
+    def layer(self, n: int) -> tuple[Tensor, int]:
+        return self._layers[n]
+
+    def poison(self, group: int, block: int) -> None:
+        for pool, index in self._layers.values():
+            if index == group:
+                pool[block] = float("nan")
+
+
+class PagedRunner:
+    """Sequences by name; `step` runs some tokens of each in one batch."""
+
+    def __init__(
+        self, decoder: Decoder, num_blocks: int = 64, block_size: int = 5, device: str = "cpu"
+    ) -> None:
+        self.decoder = decoder
+        self.kv = PoisonedKv(decoder, num_blocks, block_size, device)
+        self.lens: dict[str, int] = {}
+        self.mixed_steps = 0  # batches with decode rows and chunks
+        self.freed_blocks = 0
+        self._block_size = block_size
+        self._device = device
+        self._tables: list[dict[str, list[int]]] = [{} for _ in decoder.kv_groups]
+        self._free = [list(range(1, num_blocks)) for _ in decoder.kv_groups]
+        for free in self._free:
+            random.Random(0).shuffle(free)
+
+    def step(self, tokens: dict[str, Sequence[int]], kv_only: bool = False) -> dict[str, Tensor]:
+        """Append tokens to sequences; float32 logits [tokens, vocab] of each."""
+        names = sorted(tokens, key=lambda name: len(tokens[name]) > 1)  # decode rows first
+        num_decode_rows = sum(len(tokens[name]) == 1 for name in names)
+        self.mixed_steps += 0 < num_decode_rows < len(names)
+        starts, positions = [0], []
+        for name in names:
+            done, new = self.lens.get(name, 0), len(tokens[name])
+            positions += range(done, done + new)
+            self.lens[name] = done + new
+            starts.append(starts[-1] + new)
+        ids = torch.tensor([i for name in names for i in tokens[name]], device=self._device)
+        kv_lens = tuple(self.lens[name] for name in names)
+        batch = Batch(
+            token_ids=ids,
+            positions=torch.tensor(positions, device=self._device),
+            starts=tuple(starts),
+            kv_lens=kv_lens,
+            num_decode_rows=num_decode_rows,
+            groups=tuple(
+                self._group_table(group, names, starts, positions)
+                for group in range(len(self._tables))
+            ),
+            logit_tokens=torch.arange(0 if kv_only else len(ids), device=self._device),
+            kv_only=kv_only,
+        )
+        with torch.inference_mode():
+            logits = self.decoder.forward(batch, self.kv)
+        self._free_behind_windows()
+        return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(names)}
+
+    def finish(self, name: str) -> None:
+        """Give a sequence's blocks back; what they held becomes NaN."""
+        del self.lens[name]
+        for group, tables in enumerate(self._tables):
+            for block in tables.pop(name):
+                if block:
+                    self.kv.poison(group, block)
+                    self._free[group].insert(0, block)
+
+    def _group_table(
+        self, group: int, names: list[str], starts: list[int], positions: list[int]
+    ) -> GroupTable:
+        size = self._block_size
+        tables = [self._tables[group].setdefault(name, []) for name in names]
+        slots = []
+        for row, name in enumerate(names):
+            while len(tables[row]) * size < self.lens[name]:
+                tables[row].append(self._free[group].pop())
+            for position in positions[starts[row] : starts[row + 1]]:
+                slots.append(tables[row][position // size] * size + position % size)
+        widest = max(map(len, tables))
+        padded = [table + [0] * (widest - len(table)) for table in tables]
+        return GroupTable(
+            torch.tensor(padded, device=self._device), torch.tensor(slots, device=self._device)
+        )
+
+    def _free_behind_windows(self) -> None:
+        for group, spec in enumerate(self.decoder.kv_groups):
+            for name, table in self._tables[group].items():
+                seen_next = max(0, self.lens[name] + 1 - spec.window) if spec.window else 0
+                for column in range(seen_next // self._block_size):
+                    if table[column]:
+                        self.kv.poison(group, table[column])
+                        self._free[group].insert(0, table[column])
+                        self.freed_blocks += 1
+                        table[column] = 0
