@@ -1,0 +1,135 @@
+"""The table of commands. A command's settings and its code are imported when it is used, so that
+gateway and router run where torch is not installed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from pdserve.services.cli.options import options_of
+from pdserve.services.cli.parser import Positional, Section
+from pdserve.services.cli.sources import Settings
+
+# (title, "module:Class", fields that are no options of this command)
+SectionSpec = tuple[str, str, tuple[str, ...]]
+
+GATEWAY = "pdserve.gateway.settings:GatewaySettings"
+ROUTER = "pdserve.services.router.settings:RouterSettings"
+PREFILL = "pdserve.services.prefill.settings:PrefillSettings"
+DECODE = "pdserve.services.decode.settings:DecodeSettings"
+ENGINE = "pdserve.engine.config:EngineConfig"
+CLI = "pdserve.services.cli.settings:"
+
+# `up` decides these itself: addresses and the secret of its own processes.
+UP_OWNS = (
+    "bind",
+    "advertise",
+    "data_bind",
+    "data_advertise",
+    "routers",
+    "cluster_secret",
+    "threads",
+    "shm_dir",
+    "metrics_port",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command; `entry` is "module:function(Settings, positionals) -> exit code"."""
+
+    name: str
+    summary: str
+    entry: str
+    section_specs: tuple[SectionSpec, ...] = ()
+    positionals: tuple[Positional, ...] = ()
+
+    def sections(self) -> list[Section]:
+        return [
+            Section(title, cls, options_of(cls, skip))
+            for title, where, skip in self.section_specs
+            for cls in [load(where)]
+        ]
+
+    def run(self, settings: Settings, positionals: Mapping[str, str]) -> int:
+        function: Callable[[Settings, Mapping[str, str]], int] = load(self.entry)
+        return function(settings, positionals)
+
+
+def load(where: str) -> Any:
+    """The object that "module:name" names."""
+    module, name = where.split(":")
+    return getattr(import_module(module), name)
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "up",
+            "start a whole system on this machine",
+            "pdserve.services.cli.up:run",
+            (
+                ("system", CLI + "UpSettings", ()),
+                ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
+                ("routing", ROUTER, (*UP_OWNS, "api_keys")),
+                ("prefill workers", PREFILL, UP_OWNS),
+                ("decode workers", DECODE, UP_OWNS),
+                ("model and engine", ENGINE, ("model",)),
+            ),
+        ),
+        Command(
+            "gateway",
+            "serve HTTP and gRPC to clients (no torch)",
+            "pdserve.services.cli.roles:gateway",
+            (("gateway", GATEWAY, ()),),
+        ),
+        Command(
+            "router",
+            "choose workers for requests (no torch)",
+            "pdserve.services.cli.roles:router",
+            (("router", ROUTER, ()),),
+        ),
+        Command(
+            "prefill",
+            "compute the KV of prompts and send it",
+            "pdserve.services.cli.roles:prefill",
+            (("worker", PREFILL, ()), ("model and engine", ENGINE, ())),
+        ),
+        Command(
+            "decode",
+            "receive KV and generate tokens",
+            "pdserve.services.cli.roles:decode",
+            (("worker", DECODE, ()), ("model and engine", ENGINE, ())),
+        ),
+        Command(
+            "chat",
+            "talk to a server in the terminal",
+            "pdserve.services.cli.chat:run",
+            (("chat", CLI + "ChatSettings", ()),),
+        ),
+        Command(
+            "models",
+            "list the models of a running server",
+            "pdserve.services.cli.models:run",
+            (("server", CLI + "ClientSettings", ()),),
+        ),
+        Command(
+            "health",
+            "probe host:port (gRPC) or a URL (HTTP); exit code 0 if it serves",
+            "pdserve.services.cli.health:run",
+            (("probe", CLI + "HealthSettings", ()),),
+            (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
+        ),
+        Command(
+            "demo",
+            "start, ask a short and a long question over each transport, stop",
+            "pdserve.services.cli.demo:run",
+        ),
+    )
+}
+
+
+def known_names() -> set[str]:
+    """Option names of all commands."""
+    return {o.name for c in COMMANDS.values() for s in c.sections() for o in s.options}

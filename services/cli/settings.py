@@ -1,0 +1,46 @@
+"""Options of the commands that only the command line has; services own theirs."""
+
+from dataclasses import dataclass
+
+from pdserve.services.host.options import option
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class UpSettings:
+    """What `pdserve up` starts."""
+
+    model: tuple[str, ...] = option(
+        (), "GGUF file, model directory or Hugging Face id to serve; none: the shipped SmolLM2"
+    )
+    prefill: int = option(1, "prefill workers per model; 0: decode workers do all", min=0, max=64)
+    decode: int = option(1, "decode workers per model", min=1, max=64)
+    threads: int = option(
+        0, "compute threads of each worker, a core each; 0: all cores, shared out", min=0, max=1024
+    )
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Which server a client talks to."""
+
+    url: str = option(DEFAULT_URL, "base URL of the server")
+    api_key: tuple[str, ...] = option((), "key to present; of several the first", secret=True)
+
+
+@dataclass(frozen=True)
+class ChatSettings(ClientSettings):
+    """A conversation in the terminal."""
+
+    model: str = option("", "model to talk to; empty: the first that the server lists")
+    system: str = option("", "system message at the start")
+    temperature: float = option(-1.0, "0: greedy; below 0: the model's default", min=-1, max=2)
+    max_tokens: int = option(0, "longest answer in tokens; 0: what the context leaves", min=0)
+
+
+@dataclass(frozen=True)
+class HealthSettings:
+    """How long a probe waits."""
+
+    timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
