@@ -1,0 +1,154 @@
+"""The served models as the gateway uses them: card, tokenizer, template, generation defaults.
+
+Invariant: what is built from blobs is cached by their digests, so a model that is served by
+other workers, or under another name, is loaded once.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdserve.gateway.text.card import TextCard
+from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.upstream import Upstream
+from pdserve.protos.common_pb2 import (
+    INVALID_ARGUMENT,
+    MODEL_NOT_FOUND,
+    UNAVAILABLE,
+    ModelCard,
+)
+from pdserve.services.host.errors import ServiceError
+
+T = TypeVar("T")
+
+MAX_LOADED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What is built from a model's blobs."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    texts: Texts
+
+
+class TextPool:
+    """Runs tokenizing and templating on threads, so that the event loop never waits for them."""
+
+    def __init__(self, executor: Executor, limit_s: float) -> None:
+        self._executor = executor
+        self._limit_s = limit_s
+
+    async def run(self, work: Callable[[], T], limit_s: float | None = None) -> T:
+        """Raises ServiceError INVALID_ARGUMENT for TextError, UNAVAILABLE past the limit.
+
+        A thread cannot be interrupted: past its limit the work goes on, unheard, and holds one
+        thread of the pool until it ends.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(limit_s or self._limit_s):
+                return await loop.run_in_executor(self._executor, work)
+        except TimeoutError as error:
+            raise ServiceError(
+                UNAVAILABLE, "the prompt could not be prepared in time", retry_after_s=1.0
+            ) from error
+        except TextError as error:
+            raise ServiceError(INVALID_ARGUMENT, str(error), param=error.param) from error
+        except UnsupportedModel as error:
+            raise ServiceError(UNAVAILABLE, f"the model cannot be served: {error}") from error
+
+
+class Catalog:
+    """Finds a model by the name a client wrote."""
+
+    def __init__(self, upstream: Upstream, pool: TextPool, load_limit_s: float = 60.0) -> None:
+        self._upstream = upstream
+        self._pool = pool
+        self._load_limit_s = load_limit_s
+        self._seen: dict[str, ModelCard] = {}
+        self._loaded: dict[tuple[str, str, str], Texts] = {}
+        self._lock = asyncio.Lock()
+
+    async def cards(self) -> Sequence[ModelCard]:
+        """Models that live workers serve now."""
+        cards = await self._upstream.models()
+        for card in cards:
+            self._seen[card.name] = card
+        while len(self._seen) > MAX_LOADED:
+            del self._seen[next(iter(self._seen))]
+        return cards
+
+    async def card(self, name: str) -> ModelCard:
+        """The card of a live model. Raises ServiceError MODEL_NOT_FOUND."""
+        for card in await self.cards():
+            if card.name == name:
+                return card
+        raise ServiceError(MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
+
+    async def get(self, name: str) -> ServedModel:
+        """The model of that name; "" names the only one.
+
+        A model whose workers are all away for the moment is still found: the router decides
+        whether a request for it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE.
+        """
+        if name:
+            try:
+                card = await self.card(name)
+            except ServiceError:
+                if name not in self._seen:
+                    raise
+                card = self._seen[name]
+        else:
+            cards = await self.cards()
+            if len(cards) != 1:
+                names = ", ".join(sorted(card.name for card in cards)) or "none yet"
+                raise ServiceError(
+                    INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
+                )
+            card = cards[0]
+        return ServedModel(card, await self._texts(card))
+
+    async def _texts(self, card: ModelCard) -> Texts:
+        key = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
+        if key in self._loaded:
+            return self._loaded[key]
+        async with self._lock:
+            if key not in self._loaded:
+                tokenizer, template, generation = [
+                    await self._upstream.blob(digest) if digest else b"" for digest in key
+                ]
+                texts = await self._pool.run(
+                    lambda: _build(card, tokenizer, template, generation), self._load_limit_s
+                )
+                while len(self._loaded) >= MAX_LOADED:
+                    del self._loaded[next(iter(self._loaded))]
+                self._loaded[key] = texts
+            return self._loaded[key]
+
+
+def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> Texts:
+    text_card = TextCard(
+        vocab_size=card.vocab_size,
+        eos_ids=tuple(card.eos_ids),
+        bos_id=card.bos_id if card.has_bos else None,
+        adds_bos=card.has_bos,
+    )
+    words = Tokenizer(tokenizer, text_card)
+    try:
+        chat = ChatTemplate(template.decode(), words) if template else None
+    except UnicodeDecodeError as error:
+        raise UnsupportedModel("its chat template is not UTF-8") from error
+    return Texts(words, chat, GenerationDefaults.from_json(generation or b"{}"))

@@ -1,0 +1,306 @@
+"""The gateway's one session to the routers, on which all its requests travel.
+
+Invariant: every open request gets exactly one terminal event. A lost router does not end
+requests: they are issued again, with what they have and a higher epoch, to the next one.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import grpc
+
+from pdserve.gateway.flight import Flight
+from pdserve.protos.common_pb2 import (
+    DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT,
+    UNAVAILABLE,
+    BlobRequest,
+    ModelCard,
+    Start,
+)
+from pdserve.protos.common_pb2_grpc import BlobsStub
+from pdserve.protos.router_pb2 import (
+    Cancel,
+    FleetView,
+    GatewayHello,
+    GatewayMessage,
+    GetFleetRequest,
+    ListModelsRequest,
+    RequestEvent,
+)
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.channel import open_channel
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.fragments import send_ids
+
+log = logging.getLogger("pdserve.gateway.client")
+
+CONNECT_S = 2.0  # to open a connection before the next router is tried
+CALL_S = 10.0  # for a unary call
+GRACE_S = 10.0  # a request without a router for longer fails
+MODELS_AGE_S = 1.0  # cards are asked for again after this
+LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
+MAX_BACKOFF_S = 1.0
+MAX_BLOB_BYTES = 512 << 20
+MAX_BLOBS = 32
+
+T = TypeVar("T")
+
+
+class _Inbox:
+    """Events of one request, in order, from the session's reader to its one consumer."""
+
+    def __init__(self, flight: Flight, now: float) -> None:
+        self.flight = flight
+        self.orphan_since: float | None = now  # without a session since
+        self._events: deque[RequestEvent] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, event: RequestEvent | None) -> None:
+        if event is not None:
+            self._events.append(event)
+            self._arrived.set()
+
+    async def get(self) -> RequestEvent:
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+
+class RouterClient:
+    """Talks to the first router of a list that answers; see gateway/upstream.py."""
+
+    def __init__(self, routers: Sequence[str], secret: str, boot: bytes) -> None:
+        if not routers:
+            raise ValueError("no router address given")
+        self._routers = tuple(routers)
+        self._secret = secret
+        self._boot = boot
+        self._inboxes: dict[str, _Inbox] = {}
+        self._outgoing: deque[GatewayMessage] = deque()
+        self._to_send = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None  # of the live session
+        self._task: asyncio.Task[None] | None = None
+        self._models: tuple[float, Sequence[ModelCard]] | None = None
+        self._models_lock = asyncio.Lock()
+        self._blobs: dict[str, bytes] = {}
+        self._blob_lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_session(), name="router session")
+
+    async def close(self) -> None:
+        """End the session; open requests fail."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        for inbox in self._inboxes.values():
+            inbox.put(inbox.flight.fail(UNAVAILABLE, "the server is shutting down", 1000))
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    # --- requests
+
+    async def open(self, start: Start) -> AsyncGenerator[RequestEvent, None]:
+        loop = asyncio.get_running_loop()
+        if start.request in self._inboxes:
+            raise ServiceError(INVALID_ARGUMENT, f"request id {start.request!r} is in use")
+        flight = Flight(start, loop.time())
+        inbox = _Inbox(flight, loop.time())
+        self._inboxes[flight.request] = inbox
+        timer = None
+        if flight.deadline is not None:
+            timer = loop.call_at(flight.deadline + LATE_S, self._expire, inbox)
+        try:
+            if self._channel is not None:
+                self._issue(inbox)
+            while True:
+                event = await inbox.get()
+                yield event
+                if event.WhichOneof("event") in ("finished", "failed"):
+                    return
+        finally:
+            if timer is not None:
+                timer.cancel()
+            del self._inboxes[flight.request]
+            if not flight.ended:
+                self._send(GatewayMessage(cancel=Cancel(request=flight.request)))
+
+    def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
+        inbox = self._inboxes.get(request)
+        if inbox is not None and not inbox.flight.ended:
+            inbox.flight.abort(choices)
+            self._send(GatewayMessage(cancel=Cancel(request=request, choices=choices)))
+
+    def _expire(self, inbox: _Inbox) -> None:
+        if not inbox.flight.ended:
+            self._send(GatewayMessage(cancel=Cancel(request=inbox.flight.request)))
+        inbox.put(inbox.flight.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
+
+    def _issue(self, inbox: _Inbox) -> None:
+        now = asyncio.get_running_loop().time()
+        flight = inbox.flight
+        inbox.orphan_since = None
+        start = flight.issue(now)
+        if start is None:
+            inbox.put(
+                flight.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
+                if flight.expired(now)
+                else flight.finish()
+            )
+            return
+        parts, rest = send_ids(start.request, start.prompt_ids)
+        if parts:
+            rest = list(rest)
+            del start.prompt_ids[:]
+            start.prompt_ids.extend(rest)
+        for part in parts:
+            self._send(GatewayMessage(ids_part=part))
+        self._send(GatewayMessage(start=start))
+
+    def _send(self, message: GatewayMessage) -> None:
+        """Queue for the session. Without one it is moot: starts are issued again from state,
+        and the router that knew the request ends it with the lost session."""
+        if self._channel is not None:
+            self._outgoing.append(message)
+            self._to_send.set()
+
+    # --- the session
+
+    async def _keep_session(self) -> None:
+        backoff = 0.05
+        loop = asyncio.get_running_loop()
+        for address in itertools.cycle(self._routers):
+            since = loop.time()
+            try:
+                async with open_channel(address, self._secret) as channel:
+                    await _connect(channel)
+                    await self._run_session(channel, address)
+            except (grpc.aio.AioRpcError, ConnectionError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.warning("router %s: %s", address, reason or type(error).__name__)
+            finally:
+                self._lose_session()
+            now = loop.time()
+            for inbox in list(self._inboxes.values()):
+                if inbox.orphan_since is not None and now - inbox.orphan_since > GRACE_S:
+                    inbox.put(inbox.flight.fail(UNAVAILABLE, "no router can be reached", 1000))
+            backoff = 0.05 if now - since > 5 else min(MAX_BACKOFF_S, backoff * 2)
+            await asyncio.sleep(backoff)
+
+    async def _run_session(self, channel: grpc.aio.Channel, address: str) -> None:
+        call = RouterStub(channel).Session()
+        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot)))
+        log.info("connected to router %s", address)
+        self._channel = channel
+        for inbox in list(self._inboxes.values()):
+            self._issue(inbox)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for message in call:
+                for event in message.events:
+                    self._dispatch(event)
+            raise ConnectionError("the session ended")
+        finally:
+            writer.cancel()
+            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await writer
+            call.cancel()
+
+    def _lose_session(self) -> None:
+        self._channel = None
+        self._outgoing.clear()
+        now = asyncio.get_running_loop().time()
+        for inbox in self._inboxes.values():
+            if inbox.orphan_since is None:
+                inbox.orphan_since = now
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
+        while True:
+            await self._to_send.wait()
+            self._to_send.clear()
+            while self._outgoing:
+                await call.write(self._outgoing.popleft())
+
+    def _dispatch(self, event: RequestEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind is None:
+            return
+        inbox = self._inboxes.get(getattr(event, kind).request)
+        if inbox is not None:
+            inbox.put(inbox.flight.take(event))
+
+    # --- what the fleet offers
+
+    async def models(self) -> Sequence[ModelCard]:
+        async with self._models_lock:
+            now = asyncio.get_running_loop().time()
+            if self._models is None or now - self._models[0] > MODELS_AGE_S:
+                try:
+                    reply = await _answer(self._stub().ListModels(ListModelsRequest()))
+                except ServiceError:
+                    if self._models is None:
+                        raise
+                    return self._models[1]  # a restarting router does not unname the models
+                self._models = (now, tuple(reply.models))
+            return self._models[1]
+
+    async def blob(self, digest: str) -> bytes:
+        async with self._blob_lock:
+            if digest not in self._blobs:
+                data = bytearray()
+                stub = BlobsStub(self._live())
+                try:
+                    async for chunk in stub.GetBlob(BlobRequest(digest=digest), timeout=CALL_S * 6):
+                        data += chunk.data
+                        if len(data) > MAX_BLOB_BYTES:
+                            raise ServiceError(UNAVAILABLE, "a blob of the model is too large")
+                except grpc.aio.AioRpcError as error:
+                    raise ServiceError(UNAVAILABLE, "the model's files cannot be read") from error
+                if hashlib.sha256(data).hexdigest() != digest:
+                    raise ServiceError(UNAVAILABLE, "a blob of the model does not match its digest")
+                while len(self._blobs) >= MAX_BLOBS:
+                    self._blobs.pop(next(iter(self._blobs)))
+                self._blobs[digest] = bytes(data)
+            return self._blobs[digest]
+
+    async def fleet(self) -> FleetView:
+        return await _answer(self._stub().GetFleet(GetFleetRequest()))
+
+    def _live(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
+        return self._channel
+
+    def _stub(self) -> RouterStub:
+        return RouterStub(self._live())
+
+
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Wait for a connection. Raises ConnectionError when it is refused, TimeoutError."""
+    async with asyncio.timeout(CONNECT_S):
+        state = channel.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                raise ConnectionError("cannot connect")
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """A unary reply within CALL_S. Raises ServiceError UNAVAILABLE."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await call
+    except (grpc.aio.AioRpcError, TimeoutError) as error:
+        raise ServiceError(UNAVAILABLE, "the router does not answer", retry_after_s=1.0) from error

@@ -1,0 +1,256 @@
+"""Runs a prepared job at the router and turns its tokens into text: the core of every API.
+
+Ownership: a stream owns its requests at the router; closing it early cancels them at once.
+Each job ends with exactly one Usage, or raises one ServiceError.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
+from pdserve.gateway.limits import Place
+from pdserve.gateway.merge import merge
+from pdserve.gateway.meter import Meter
+from pdserve.gateway.sampling import Wishes
+from pdserve.gateway.upstream import Upstream
+from pdserve.protos.common_pb2 import (
+    CANCELLED,
+    INTERNAL,
+    Finished,
+    SamplingParams,
+    Start,
+    TokenLogprob,
+)
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.errors import ServiceError
+
+LAST_WORDS_S = 2.0  # for the router to end a request whose choices all ended here
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: Sequence[int]
+    text: str  # as echoed
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One API call, ready to run. Choice c of prompt p is answered as p * (n or best_of) + c."""
+
+    id: str
+    model: ServedModel
+    prompts: Sequence[Prompt]
+    wishes: Wishes
+    place: Place
+    meter: Meter
+    timeout_s: float
+    queue_timeout_s: float
+    continues: bool = False  # the answer goes on from the prompt's text
+    echo: bool = False
+    echo_only: bool = False  # the one generated token is not part of the answer
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole choice."""
+
+    index: int
+    text: str
+    tokens: list[ScoredToken]
+    num_tokens: int
+    finish: str
+
+
+class Completions:
+    def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
+        self._upstream = upstream
+        self._clock = clock
+
+    async def stream(self, job: Job) -> AsyncGenerator[Delta | Usage, None]:
+        """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
+        runs = [
+            _Run(self._upstream, job, index, self._clock()) for index in range(len(job.prompts))
+        ]
+        async with aclosing(merge([run.events() for run in runs])) as events:
+            async for delta in events:
+                yield delta
+        yield sum((run.usage() for run in runs), Usage(0, 0, 0))
+
+    async def collect(self, job: Job) -> tuple[list[Answer], Usage]:
+        """Whole answers; of best_of candidates the n with the best mean log-probability."""
+        runs = [
+            _Run(self._upstream, job, index, self._clock()) for index in range(len(job.prompts))
+        ]
+        texts: dict[int, list[str]] = {}
+        answers: dict[int, Answer] = {}
+        async with aclosing(merge([run.events() for run in runs])) as events:
+            async for delta in events:
+                answer = answers.setdefault(delta.choice, Answer(delta.choice, "", [], 0, ""))
+                texts.setdefault(delta.choice, []).append(delta.text)
+                answer.tokens += delta.tokens
+                answer.num_tokens = delta.num_tokens
+                answer.finish = delta.finish or answer.finish
+        kept: list[Answer] = []
+        for run in runs:
+            for choice in run.best(job.wishes.n):
+                answer = answers[choice.index]
+                answer.text = "".join(texts[choice.index])
+                answer.index = len(kept)
+                kept.append(answer)
+        completion_tokens = sum(answer.num_tokens for answer in kept)
+        total = sum((run.usage() for run in runs), Usage(0, 0, 0))
+        return kept, Usage(total.prompt_tokens, completion_tokens, total.cached_tokens)
+
+
+class _Run:
+    """One prompt of a job at the router."""
+
+    def __init__(self, upstream: Upstream, job: Job, index: int, now: float) -> None:
+        self._upstream = upstream
+        self._job = job
+        self._prompt = job.prompts[index]
+        self._request = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+        self._now = now
+        width = max(1, self._prompt.params.n)
+        self._choices = [
+            Choice(
+                index * width + c,
+                job.model.texts.tokenizer,
+                job.wishes,
+                continues=job.continues,
+                offset=len(self._prompt.text) if job.echo else 0,
+            )
+            for c in range(width)
+        ]
+        self._to_echo = set(range(width)) if job.echo else set()
+        self._prompt_scores: Sequence[TokenLogprob] | None = None
+        self._finished = Finished()
+
+    def usage(self) -> Usage:
+        counted = sum(choice.num_tokens for choice in self._choices)
+        return Usage(
+            len(self._prompt.ids),
+            0 if self._job.echo_only else counted,
+            self._finished.cached_tokens,
+        )
+
+    def best(self, n: int) -> list[Choice]:
+        """The n choices with the highest mean log-probability, or all in order."""
+        if n >= len(self._choices):
+            return self._choices
+        return sorted(
+            self._choices, key=lambda c: c.total_logprob / max(1, c.num_tokens), reverse=True
+        )[:n]
+
+    async def events(self) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self._upstream.open(self._start())) as events:
+            async for event in self._until_done(events):
+                kind = event.WhichOneof("event")
+                if kind == "tokens":
+                    delta = self._push(event)
+                    if delta is not None:
+                        yield delta
+                elif kind == "prompt_logprobs":
+                    self._prompt_scores = event.prompt_logprobs.logprobs
+                elif kind == "placed":
+                    self._job.meter.placed(event.placed)
+                elif kind == "finished":
+                    self._finished = event.finished
+                elif kind == "failed" and not (
+                    event.failed.failure.code == CANCELLED and self._all_closed()
+                ):
+                    raise ServiceError.from_failure(event.failed.failure)
+        if not self._all_closed():
+            raise ServiceError(INTERNAL, "an answer was cut short")
+        self._job.meter.finished(self._finished, [c.num_tokens for c in self._choices])
+
+    async def _until_done(self, events: AsyncIterator[RequestEvent]) -> AsyncIterator[RequestEvent]:
+        """The events; when every choice was ended here, the last ones only if they come soon."""
+        async for event in events:
+            yield event
+            if self._all_closed():
+                break
+        else:
+            return
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                rest = [event async for event in events]
+        except TimeoutError:
+            return
+        for event in rest:
+            yield event
+
+    def _all_closed(self) -> bool:
+        return all(choice.closed for choice in self._choices)
+
+    def _start(self) -> Start:
+        job = self._job
+        elapsed = self._now - job.meter.arrived
+        start = Start(
+            request=self._request,
+            model=job.model.card.name,
+            cache_salt=job.cache_salt,
+            prompt_ids=self._prompt.ids,
+            params=self._prompt.params,
+            remaining_ms=max(1, int((job.timeout_s - elapsed) * 1000)),
+            queue_remaining_ms=max(1, int((job.queue_timeout_s - elapsed) * 1000)),
+        )
+        seed = job.wishes.seed
+        start.seed = secrets.randbits(63) if seed is None else seed % 2**64
+        return start
+
+    def _push(self, event: RequestEvent) -> Delta | None:
+        tokens = event.tokens
+        choice = self._choices[tokens.choice]
+        if choice.closed:
+            return None
+        delta = choice.push(tokens)
+        self._job.place.answering()
+        self._job.meter.tokens(choice.index, len(tokens.ids))
+        if delta.finish is not None:
+            self._job.meter.ended(delta.finish)
+            if not tokens.finish:  # a stop string: decode does not know yet
+                self._upstream.cancel(self._request, [tokens.choice])
+        if tokens.choice in self._to_echo:
+            self._to_echo.remove(tokens.choice)
+            delta = self._echo(delta)
+        if not (delta.text or delta.tokens or delta.finish):
+            return None
+        return delta
+
+    def _echo(self, delta: Delta) -> Delta:
+        """The first delta of a choice, with the prompt before it."""
+        scores: tuple[ScoredToken, ...] = ()
+        if self._job.wishes.logprobs is not None:
+            scores = score_prompt(
+                self._job.model.texts.tokenizer, self._prompt.ids, self._prompt_scores or ()
+            )
+        if self._job.echo_only:
+            return Delta(delta.choice, self._prompt.text, scores, 0, "length")
+        return Delta(
+            delta.choice,
+            self._prompt.text + delta.text,
+            scores + delta.tokens,
+            delta.num_tokens,
+            delta.finish,
+        )

@@ -1,0 +1,110 @@
+"""The gRPC Text service: what the REST API does, for gRPC clients."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+import grpc
+
+from pdserve.gateway.completion import Usage
+from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.sampling import Wishes, refuse
+from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
+from pdserve.protos.common_pb2 import UNAUTHENTICATED, SamplingParams
+from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
+from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
+from pdserve.services.host.errors import ServiceError, abort
+
+SERVICE = "pdserve.v1.Text"
+TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TextServicer(TextBase):
+    def __init__(self, service: Service, keys: ApiKeys) -> None:
+        self._service = service
+        self._keys = keys
+
+    async def Chat(self, request: ChatRequest, context: Context) -> AsyncIterator[TextChunk]:
+        try:
+            self._check_key(context)
+            messages = [{"role": m.role, "content": m.content} for m in request.messages]
+            if not messages:
+                raise refuse("messages", "a conversation needs a message")
+            for message in messages:
+                if message["role"] not in ROLES:
+                    raise refuse("messages", f"unknown role {message['role'][:40]!r}")
+            ask = ChatAsk(request.model, messages, _wishes(request.options))
+            async with aclosing(self._run(ask)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def Complete(
+        self, request: CompleteRequest, context: Context
+    ) -> AsyncIterator[TextChunk]:
+        try:
+            self._check_key(context)
+            ask = CompleteAsk(request.model, [request.prompt], _wishes(request.options))
+            async with aclosing(self._run(ask)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ServiceError as error:
+            await abort(context, error)
+
+    def _check_key(self, context: Context) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        given = metadata.get("authorization", "")
+        if not self._keys.admits(given if isinstance(given, str) else ""):
+            raise ServiceError(UNAUTHENTICATED, "missing or wrong API key in 'authorization'")
+
+    async def _run(self, ask: ChatAsk | CompleteAsk) -> Any:
+        async with (
+            self._service.job(ask, f"text-{uuid4().hex}") as job,
+            aclosing(self._service.completions.stream(job)) as items,
+        ):
+            async for item in items:
+                if isinstance(item, Usage):
+                    usage = TextUsage(
+                        prompt_tokens=item.prompt_tokens,
+                        completion_tokens=item.completion_tokens,
+                        cached_tokens=item.cached_tokens,
+                    )
+                    yield TextChunk(usage=usage)
+                else:
+                    yield TextChunk(
+                        choice=item.choice, text=item.text, finish_reason=item.finish or ""
+                    )
+
+
+def _wishes(options: TextOptions) -> Wishes:
+    """Raises ServiceError for parameters that text has no place for."""
+    params = options.params
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name):
+            raise refuse(name, f"{name} is not part of text answers; use Router.Generate")
+    return Wishes(
+        temperature=_given(params, "temperature"),
+        top_k=params.top_k or None,
+        top_p=_given(params, "top_p"),
+        min_p=params.min_p or None,
+        repetition_penalty=_given(params, "repetition_penalty"),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        stop=tuple(options.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens or None,
+        n=params.n or 1,
+        seed=options.seed if options.HasField("seed") else None,
+    )
+
+
+def _given(params: SamplingParams, name: str) -> float | None:
+    return getattr(params, name) if params.HasField(name) else None

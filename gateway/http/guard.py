@@ -1,0 +1,51 @@
+"""The ASGI layer before every route: request ids in and out, and API keys.
+
+Invariant: with keys set, a request without one reaches no route but the open ones.
+"""
+
+import re
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdserve.gateway.http.errors import error_response
+from pdserve.gateway.keys import ApiKeys
+
+REQUEST_ID = "x-request-id"
+_GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Guard:
+    """Wraps the application; `open_paths` need no key."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID, "")
+        if not _GOOD_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        if scope["path"] not in self._open_paths and not self._keys.admits(
+            headers.get("authorization", "")
+        ):
+            message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
+            denial = error_response(
+                message, 401, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
+            await denial(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,166 @@
+"""Answers that take time: a whole one, or a stream of server-sent events.
+
+Both watch the connection while they work: when the client leaves, the work is cancelled at once.
+An error before the first byte is an ordinary error response; later it is the last event.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.gateway.http.errors import (
+    internal_error,
+    service_error_object,
+    service_error_response,
+)
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger("pdserve.gateway.http")
+
+STALL_S = 30.0  # a client that takes no byte for longer is cancelled
+MAX_BUFFER_BYTES = 1 << 20  # unsent events of one client
+DROP = "pdserve.drop"  # ASGI extension of our server: drops the connection
+DONE = b"data: [DONE]\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _public(error: Exception) -> ServiceError:
+    """The error as the client may see it; anything unforeseen goes to the log."""
+    if isinstance(error, ServiceError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return internal_error()
+
+
+class Reply(Response):
+    """Sends a JSON object once it is there; nothing if the client has left before."""
+
+    def __init__(self, work: Awaitable[dict[str, Any]]) -> None:
+        self._work = work
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        working = asyncio.ensure_future(self._work)
+        watching = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                return
+            try:
+                response = Response(to_json(working.result()), media_type="application/json")
+            except Exception as error:
+                response = service_error_response(_public(error))
+            await response(scope, receive, send)
+        finally:
+            await _end(working, watching)
+
+
+class EventStream(Response):
+    """Sends each object of a generator as a server-sent event, then [DONE].
+
+    What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
+    progress; beyond either the generator is closed, which cancels its requests.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        max_buffer_bytes: int = MAX_BUFFER_BYTES,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._events = events
+        self._max_buffer_bytes = max_buffer_bytes
+        self._stall_s = stall_s
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._more = asyncio.Event()
+        self._error: ServiceError | None = None
+        self._done = False
+        self._sent = False
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(scope, receive, send))
+        pumping = asyncio.create_task(self._pump(sending))
+        watching = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and not sending.cancelled():
+                sending.result()
+        except TimeoutError:
+            log.warning("a client took no byte for %g s", self._stall_s)
+        finally:
+            await _end(pumping, watching, sending)
+            if not self._sent:
+                await _drop_connection(scope)
+
+    async def _pump(self, sending: "asyncio.Task[None]") -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    self._put(b"data: " + to_json(event) + b"\n\n")
+                    if self._buffered > self._max_buffer_bytes:
+                        log.warning("a client left %d bytes unread", self._buffered)
+                        sending.cancel()
+                        return
+            self._put(DONE)
+            self._done = True
+        except Exception as error:
+            self._error = _public(error)
+            self._more.set()
+
+    def _put(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self._buffered += len(data)
+        self._more.set()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._more.wait()
+        if self._error is not None and not self._buffer:
+            await service_error_response(self._error)(scope, receive, send)
+            self._sent = True
+            return
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            last = self._done or self._error is not None
+            data, self._buffer, self._buffered = b"".join(self._buffer), [], 0
+            if self._error is not None:
+                data += b"data: " + to_json(service_error_object(self._error)) + b"\n\n"
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+            if last:
+                self._sent = True
+                return
+
+
+async def _drop_connection(scope: Scope) -> None:
+    """Close a connection whose response was not completed, with what it has not taken."""
+    drop = scope.get("extensions", {}).get(DROP)
+    if drop is not None:
+        drop()
+        await asyncio.sleep(0)  # the server notes the loss before this response returns
+
+
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

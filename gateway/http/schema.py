@@ -1,0 +1,281 @@
+"""Request bodies of the REST API: strict types here, bounds in gateway/sampling.py.
+
+Fields that nobody knows are ignored and named in the debug log, as vLLM does; known ones that
+would change the answer and are not supported are refused by name.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from pdserve.gateway.sampling import Wishes, refuse
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger("pdserve.gateway.http")
+
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 128
+MAX_STREAMED_NAMES = 20  # unknown fields that are named in the log
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Values that ask for nothing; any other value of these fields is refused.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "use_beam_search": (None, False),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "prompt_embeds": (None,),
+    "lora_request": (None,),
+}
+# Known, and ignored: they change no answer of ours.
+_HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort",
+     "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
+)  # fmt: skip
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict):
+            raise ValueError("a part must be an object with type and text")
+        kind = part.get("type")
+        if kind != "text":
+            raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported, only 'text'")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a text part must have a string 'text'")
+    return value
+
+
+def _role(value: str) -> str:
+    if value not in ROLES:
+        raise ValueError(f"unknown role {value[:40]!r}; known are {', '.join(ROLES)}")
+    return value
+
+
+def _stop(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(stop, str) for stop in value):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if _is_ids(value):
+        return [value]
+    if isinstance(value, list) and value:
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(value)}")
+        if all(isinstance(prompt, str) for prompt in value) or all(map(_is_ids, value)):
+            return value
+    raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
+
+
+class Body(BaseModel):
+    """Strict types: no "5" for 5, no true for 1, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Body):
+    """What chat and plain completions share."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": _biases(self.logit_bias or {}),
+            "stop": tuple(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+            "min_tokens": self.min_tokens or 0,
+            "n": 1 if self.n is None else self.n,
+            "seed": self.seed,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "skip_special_tokens": self.skip_special_tokens is not False,
+        }
+
+
+class Message(Body):
+    role: Annotated[str, AfterValidator(_role)]
+    content: Annotated[Any, AfterValidator(_content)]
+    name: str | None = None
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return {"role": self.role, "content": self.content}
+
+
+class ChatBody(Sampling):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    def wishes(self) -> Wishes:
+        """Raises ServiceError for fields that contradict each other."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
+        limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
+        if limit is None:
+            limit, limit_field = self.max_tokens, "max_tokens"
+        return Wishes(
+            **self._shared(),
+            max_tokens=limit,
+            max_tokens_field=limit_field,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+        )
+
+
+class CompletionBody(Sampling):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[Any, AfterValidator(_prompt)]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def echo_only(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def wishes(self) -> Wishes:
+        """Raises ServiceError for fields that contradict each other."""
+        n = 1 if self.n is None else self.n
+        if self.stream and self.best_of is not None and self.best_of > n:
+            raise refuse("best_of", "best_of cannot be streamed")
+        return Wishes(
+            **self._shared(),
+            max_tokens=1 if self.echo_only else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=bool(self.echo) and self.logprobs is not None,
+            best_of=self.best_of,
+        )
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: a prompt, or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    model: str = ""
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
+    for name, nothing in _UNSUPPORTED.items():
+        if name in body and not any(
+            type(body[name]) is type(value) and body[name] == value for value in nothing
+        ):
+            raise refuse(name, f"{name} is not supported by this server")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        raise _first_error(error) from None
+    unknown = sorted(set(parsed.model_extra or {}) - _HARMLESS - _UNSUPPORTED.keys())
+    if unknown:
+        names = ", ".join(repr(name[:40]) for name in unknown[:MAX_STREAMED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(unknown), names)
+    return parsed
+
+
+def _first_error(error: ValidationError) -> ServiceError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    if first["type"] == "missing":
+        return refuse(param, f"{param} is required")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return refuse(param, f"{param}: {message.removeprefix('input ')}")
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise refuse("logit_bias", f"logit_bias: {token[:40]!r} is not a token id")
+        biases[int(token)] = bias
+    return biases

@@ -1,0 +1,55 @@
+"""How much work the gateway takes at once: bounds on open requests and on unanswered ones.
+
+Invariant: a Place is given back exactly once, when its `with` block ends.
+"""
+
+from types import TracebackType
+
+from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.services.host.errors import ServiceError
+
+
+class Place:
+    """One request's place: waiting until its first token, then answering, then gone."""
+
+    def __init__(self, limits: "Limits") -> None:
+        self._limits = limits
+        self._waiting = True
+
+    def __enter__(self) -> "Place":
+        self._limits.open += 1
+        self._limits.waiting += 1
+        return self
+
+    def answering(self) -> None:
+        """It has its first token; may be called again."""
+        if self._waiting:
+            self._waiting = False
+            self._limits.waiting -= 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.answering()
+        self._limits.open -= 1
+
+
+class Limits:
+    """Counts requests; `max_requests` bounds the open ones, `max_queued` those without a token."""
+
+    def __init__(self, max_requests: int, max_queued: int) -> None:
+        self._max_requests = max_requests
+        self._max_queued = max_queued
+        self.open = 0
+        self.waiting = 0
+
+    def place(self) -> Place:
+        """To be entered at once. Raises ServiceError OVERLOADED."""
+        if self.open >= self._max_requests:
+            raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
+        if self.waiting >= self._max_queued:
+            raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
+        return Place(self)

@@ -1,0 +1,172 @@
+"""The gateway process: builds its parts, hands them down, and ends in order.
+
+Start-up waits for nobody: /health answers at once, /ready when a router has a decode worker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+
+import uvicorn
+import uvloop
+
+from pdserve.gateway.catalog import TextPool
+from pdserve.gateway.client import RouterClient
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.http.app import HttpLimits, create_app
+from pdserve.gateway.http.protocol import BoundedProtocol
+from pdserve.gateway.keys import ApiKeys, read_key_file
+from pdserve.gateway.limits import Limits
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.service import Service
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.host.lifecycle import Report, run_until_signal, silent
+from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.server import GrpcHost
+
+log = logging.getLogger("pdserve.gateway")
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+KEEP_ALIVE_S = 75  # longer than the minute after which common proxies drop an idle connection
+
+
+def run(settings: GatewaySettings, report: Report = silent) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Raises OSError naming a busy port or an unreadable key file, ValueError for settings that
+    cannot work. Reports "listening" {"url", "grpc"} and "ready" {}.
+    """
+    configure_logging("gateway", settings.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, report))
+
+
+async def _serve(settings: GatewaySettings, report: Report) -> int:
+    keys = ApiKeys(
+        (
+            *settings.api_keys,
+            *(read_key_file(settings.api_key_file) if settings.api_key_file else ()),
+        )
+    )
+    client = RouterClient(settings.routers, settings.cluster_secret, secrets.token_bytes(16))
+    listener = _listen(settings.host, settings.port)
+    executor = ThreadPoolExecutor(settings.text_threads, "text")
+    limits = Limits(settings.max_requests, settings.max_queued)
+    service = Service(
+        client,
+        TextPool(executor, settings.text_timeout),
+        limits,
+        GatewayMetrics(),
+        time.monotonic,
+        settings.request_timeout,
+        settings.queue_timeout,
+    )
+    readiness = Readiness(client)
+    app = create_app(
+        service,
+        readiness,
+        keys,
+        HttpLimits(
+            settings.max_body_bytes,
+            settings.body_timeout,
+            settings.max_buffer_bytes,
+            settings.stall_timeout,
+        ),
+        open_metrics=not settings.metrics_key,
+    )
+    http = _Server(app)
+    grpc_host = GrpcHost(
+        f"{settings.host}:{settings.grpc_port}",
+        settings.cluster_secret,
+        # Callers of Text show an API key, which the servicer checks.
+        (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
+        (SERVICE,),
+    )
+    add_TextServicer_to_server(TextServicer(service, keys), grpc_host.server)
+    grpc_port = await grpc_host.start()
+    await client.start()
+    serving = asyncio.create_task(http.serve([listener]), name="http")
+    port = listener.getsockname()[1]
+    report(
+        "listening",
+        {"url": f"http://{settings.host}:{port}", "grpc": f"{settings.host}:{grpc_port}"},
+    )
+    announcing = asyncio.create_task(_announce(readiness, grpc_host, report))
+
+    def set_serving(serving: bool) -> None:
+        announcing.cancel()
+        readiness.drain()
+        grpc_host.set_serving(serving)
+
+    async def drain() -> None:
+        while limits.open:
+            await asyncio.sleep(0.05)
+
+    async def stop(grace_s: float) -> None:
+        http.should_exit = True
+        http.config.timeout_graceful_shutdown = max(1, int(grace_s))
+        await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
+        await client.close()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+    return await run_until_signal(
+        set_serving=set_serving, drain=drain, stop=stop, drain_s=settings.drain_s, failed=serving
+    )
+
+
+async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -> None:
+    """Report "ready" once, and keep the gRPC health at what /ready says."""
+    announced = serving = False
+    while True:
+        models = await readiness.models()
+        if bool(models) != serving:
+            serving = bool(models)
+            grpc_host.set_serving(serving)
+        if serving and not announced:
+            announced = True
+            report("ready", {"models": models})
+        await asyncio.sleep(1.0 if announced else 0.1)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: the process's own does it."""
+
+    def __init__(self, app: object) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.set_inheritable(False)
+    return listener

@@ -1,0 +1,55 @@
+"""Several asynchronous streams as one, in order of arrival.
+
+Ownership: the merged stream owns its sources; closing it, or an error in one, closes all.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_AHEAD = 64  # items taken from the sources before the consumer has asked
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: Exception | None
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all sources. An exception of one is raised here after the others are closed."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for item in only:
+                yield item
+        return
+    queue: asyncio.Queue[T | _End] = asyncio.Queue(_AHEAD)
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    await queue.put(item)
+        except Exception as error:
+            await queue.put(_End(error))
+        else:
+            await queue.put(_End(None))
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        running = len(tasks)
+        while running:
+            taken = await queue.get()
+            if not isinstance(taken, _End):
+                yield taken
+            elif taken.error is not None:
+                raise taken.error
+            else:
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,125 @@
+"""What the gateway exports to Prometheus, under vLLM's names where they exist.
+
+Ownership: one private registry, made here and handed down; the fleet's figures are the last
+FleetView given to `FleetCollector.update`.
+"""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.protos.fleet_pb2 import Role
+from pdserve.protos.router_pb2 import FleetView
+
+_LATENCY_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
+    7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+
+
+class GatewayMetrics:
+    """The gateway's own figures, by served model."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.fleet = FleetCollector()
+        self.registry.register(self.fleet)
+        model = ("model_name",)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, model, buckets=_LATENCY_S, registry=self.registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = model) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice.")
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
+        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were returned.")
+        self.success = counter(
+            "vllm:request_success", "Choices that ended.", ("model_name", "finished_reason")
+        )
+        self.failures = counter(
+            "pdserve_request_failures", "Requests that ended in an error.", ("code",)
+        )
+        self.open = Gauge(
+            "pdserve_gateway_requests", "Requests in the gateway.", ("state",),
+            registry=self.registry,
+        )  # fmt: skip
+
+
+class FleetCollector(Collector):
+    """The router's view of its workers, as metrics."""
+
+    def __init__(self) -> None:
+        self._view = FleetView()
+
+    def update(self, view: FleetView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        view = self._view
+        labels = ("model_name", "worker", "role")
+        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Queued.", labels=labels)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Blocks in use; 1 is all.", labels=labels
+        )
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
+        queries = CounterMetricFamily(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up.", labels=labels
+        )
+        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Of them found.", labels=labels)
+        stale = CounterMetricFamily(
+            "pdserve_stale_messages", "Messages of ended attempts, ignored.", labels=labels
+        )
+        silent = GaugeMetricFamily(
+            "pdserve_worker_silent_seconds", "Since the router last heard it.",
+            labels=(*labels, "state"),
+        )  # fmt: skip
+        blocks = GaugeMetricFamily(
+            "pdserve_kv_blocks", "KV blocks by state.", labels=("worker", "state")
+        )
+        moved = [
+            CounterMetricFamily(name, text, labels=("worker", "transport"))
+            for name, text in (
+                ("pdserve_transfer_bytes", "KV payload sent or verified."),
+                ("pdserve_transfer_seconds", "Busy with it."),
+                ("pdserve_transfer_frames", "Frames."),
+                ("pdserve_transfer_frames_refused", "Frames that failed a check."),
+            )
+        ]
+        for worker in view.workers:
+            hello, load = worker.hello, worker.load
+            who = (hello.card.name, hello.address, Role.Name(hello.role).lower())
+            running.add_metric(who, load.running)
+            waiting.add_metric(who, load.waiting)
+            held = load.blocks_used + load.blocks_reserved
+            usage.add_metric(who, held / load.blocks_total if load.blocks_total else 0.0)
+            preempted.add_metric(who, load.preemptions)
+            queries.add_metric(who, load.prefix_queries)
+            hits.add_metric(who, load.prefix_hits)
+            stale.add_metric(who, load.stale_messages)
+            silent.add_metric((*who, worker.state), worker.silent_s)
+            for state in ("free", "used", "cached", "reserved", "total"):
+                blocks.add_metric((hello.address, state), getattr(load, f"blocks_{state}"))
+            for row in load.transports:
+                values = (row.bytes, row.seconds, row.frames, row.refused)
+                for family, value in zip(moved, values, strict=True):
+                    family.add_metric((hello.address, row.transport), value)
+        where = CounterMetricFamily(
+            "pdserve_prefill_requests", "Prompts, by who computed them.", labels=("where",)
+        )
+        where.add_metric(("local",), view.prefill_local)
+        where.add_metric(("remote",), view.prefill_remote)
+        retries = CounterMetricFamily("pdserve_router_retries", "Second and later tries.")
+        retries.add_metric((), view.retries)
+        return [
+            running, waiting, usage, preempted, queries, hits, stale, silent, blocks, *moved,
+            where, retries,
+        ]  # fmt: skip

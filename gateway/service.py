@@ -1,0 +1,198 @@
+"""From a client's request to a job that can run: limits, model, template, tokens, parameters.
+
+REST and gRPC both enter here. Invariant: whatever leaves the `job` block, the request's place is
+given back and its line is in the log.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pdserve.gateway.catalog import Catalog, ServedModel, TextPool
+from pdserve.gateway.completion import Completions, Job, Prompt
+from pdserve.gateway.limits import Limits
+from pdserve.gateway.meter import Meter
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.sampling import Wishes, check, refuse, resolve
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.upstream import Upstream
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
+from pdserve.services.host.errors import ServiceError
+
+# Longer texts are refused unread: real text has about 4 characters a token, the longest runs
+# of spaces in vocabularies of today some 64.
+CHARS_PER_TOKEN = 64
+MAX_TOTAL_CHOICES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A chat completion as asked; messages have the shape that templates expect."""
+
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    wishes: Wishes
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAsk:
+    """A plain completion of texts or token ids."""
+
+    model: str
+    prompts: Sequence[str | Sequence[int]]
+    wishes: Wishes
+    echo: bool = False
+    echo_only: bool = False
+    add_special_tokens: bool = True
+    cache_salt: bytes = b""
+
+
+class Service:
+    """What the APIs call; holds no state of its own."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        pool: TextPool,
+        limits: Limits,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+        timeout_s: float,
+        queue_timeout_s: float,
+    ) -> None:
+        self.upstream = upstream
+        self.catalog = Catalog(upstream, pool)
+        self.completions = Completions(upstream, clock)
+        self.limits = limits
+        self.metrics = metrics
+        self._pool = pool
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._queue_timeout_s = queue_timeout_s
+
+    @asynccontextmanager
+    async def job(self, ask: ChatAsk | CompleteAsk, request: str) -> AsyncIterator[Job]:
+        """The job to run inside the block. Raises ServiceError."""
+        meter = Meter(self.metrics, request, self._clock)
+        error: BaseException | None = None
+        try:
+            with self.limits.place() as place:
+                model = await self.catalog.get(ask.model)
+                check(ask.wishes, model.card)
+                if isinstance(ask, ChatAsk):
+                    prompts = [await self._chat_prompt(ask, model)]
+                else:
+                    prompts = await self._prompts(ask, model)
+                meter.begin(model.card.name, sum(len(prompt.ids) for prompt in prompts))
+                yield Job(
+                    id=request,
+                    model=model,
+                    prompts=prompts,
+                    wishes=ask.wishes,
+                    place=place,
+                    meter=meter,
+                    timeout_s=self._timeout_s,
+                    queue_timeout_s=self._queue_timeout_s,
+                    continues=isinstance(ask, CompleteAsk),
+                    echo=isinstance(ask, CompleteAsk) and ask.echo,
+                    echo_only=isinstance(ask, CompleteAsk) and ask.echo_only,
+                    cache_salt=ask.cache_salt,
+                )
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            meter.close(error)
+
+    async def chat_ids(
+        self, model: ServedModel, messages: Sequence[Mapping[str, Any]], *, answer: bool = True
+    ) -> list[int]:
+        """The token ids of a conversation; `answer` opens the assistant's turn."""
+        template = model.texts.template
+        if template is None:
+            raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+        chars = sum(len(str(message.get("content") or "")) for message in messages)
+        _check_chars(chars, model, "messages")
+        tokenizer = model.texts.tokenizer
+        return await self._pool.run(
+            lambda: tokenizer.encode_rendered(
+                template.render(messages, add_generation_prompt=answer)
+            )
+        )
+
+    async def text_ids(
+        self, model: ServedModel, text: str, param: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids of a text, special tokens in it parsed."""
+        _check_chars(len(text), model, param)
+        tokenizer = model.texts.tokenizer
+        return await self._pool.run(
+            lambda: tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, parse_special=True
+            )
+        )
+
+    async def decode(self, model: ServedModel, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of token ids."""
+        tokenizer = model.texts.tokenizer
+
+        def work() -> str:
+            tokenizer.check_ids(ids)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special)
+
+        return await self._pool.run(work)
+
+    async def _chat_prompt(self, ask: ChatAsk, model: ServedModel) -> Prompt:
+        ids = await self.chat_ids(model, ask.messages)
+        params = resolve(ask.wishes, model.card, model.texts.defaults, len(ids), "messages")
+        return Prompt(ids, "", params)
+
+    async def _prompts(self, ask: CompleteAsk, model: ServedModel) -> list[Prompt]:
+        choices = len(ask.prompts) * (ask.wishes.best_of or ask.wishes.n)
+        if choices > MAX_TOTAL_CHOICES:
+            raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
+        prompts = []
+        for prompt in ask.prompts:
+            if isinstance(prompt, str):
+                text = prompt
+                ids: Sequence[int] = await self.text_ids(
+                    model, prompt, "prompt", add_special_tokens=ask.add_special_tokens
+                )
+            else:
+                ids = prompt
+                _check_len(len(ids), model, "prompt")
+                text = await self._echo_text(ask, model, ids)
+            wishes = ask.wishes
+            if len(ids) < 2:  # a prompt's first token has no log-probability
+                wishes = replace(wishes, prompt_logprobs=False)
+            params = resolve(wishes, model.card, model.texts.defaults, len(ids), "prompt")
+            prompts.append(Prompt(ids, text, params))
+        return prompts
+
+    async def _echo_text(self, ask: CompleteAsk, model: ServedModel, ids: Sequence[int]) -> str:
+        try:
+            model.texts.tokenizer.check_ids(ids)
+        except TextError as error:
+            raise refuse("prompt", str(error)) from error
+        return await self.decode(model, ids, skip_special=False) if ask.echo else ""
+
+
+def _check_len(count: int, model: ServedModel, param: str) -> None:
+    if count >= model.card.context_len:
+        raise ServiceError(
+            CONTEXT_LENGTH_EXCEEDED,
+            f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
+            param=param,
+        )
+
+
+def _check_chars(count: int, model: ServedModel, param: str) -> None:
+    if count > model.card.context_len * CHARS_PER_TOKEN:
+        raise ServiceError(
+            CONTEXT_LENGTH_EXCEEDED,
+            f"the model's context is {model.card.context_len} tokens; "
+            f"a prompt of {count} characters cannot fit",
+            param=param,
+        )

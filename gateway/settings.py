@@ -1,0 +1,38 @@
+"""Options of the gateway: each is written once, here."""
+
+from dataclasses import dataclass
+
+from pdserve.services.host.options import option
+from pdserve.services.host.settings import LOG_LEVELS
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Where the gateway listens, whom it asks, and what it lets clients do."""
+
+    host: str = option("127.0.0.1", "address of the REST and gRPC servers")
+    port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
+    grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
+    routers: tuple[str, ...] = option((), "host:port of routers; the first that answers is used")
+    cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
+    api_keys: tuple[str, ...] = option(
+        (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
+    )
+    api_key_file: str = option("", "file with further API keys, one a line")
+    metrics_key: bool = option(False, "/metrics needs an API key too, if there are any")
+    request_timeout: float = option(
+        600.0, "seconds a request may take in all", min=0.001, max=86400
+    )
+    queue_timeout: float = option(
+        60.0, "seconds it may wait for its first step", min=0.001, max=86400
+    )
+    max_requests: int = option(2048, "requests open at once; more are answered 429", min=1)
+    max_queued: int = option(1024, "of them without a first token; more are answered 429", min=1)
+    max_body_bytes: int = option(8 << 20, "of a request's body", min=1024, max=1 << 30)
+    body_timeout: float = option(30.0, "seconds for a request's body to come", min=0.001)
+    max_buffer_bytes: int = option(1 << 20, "unread answer of a client that is kept", min=1024)
+    stall_timeout: float = option(30.0, "seconds without reading before it is cancelled", min=0.001)
+    text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
+    text_timeout: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    drain_s: float = option(30.0, "seconds that open requests get to end at a stop", min=0)
+    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
