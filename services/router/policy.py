@@ -1,0 +1,166 @@
+"""Where a request runs: prompt + fleet view -> Decision. Pure: randomness is an argument.
+
+Costs are in prompt tokens still to be computed before the request's own first token. The cost
+seams are `decode_cost`, `prefill_cost` and `pays`; today the last is a threshold.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+RemotePrefill = Literal["auto", "always", "never"]
+
+# A running row delays a new request about as much as this many prompt tokens.
+ROW_TOKENS = 64
+# Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
+NEAR_RATIO = 1.10
+# A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
+BUSIER_RATIO = 1.5
+BUSIER_REQUESTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker that can take work now, as the policy sees it."""
+
+    boot: bytes
+    kv_identity: bytes
+    requests: int = 0  # running, waiting, and sent by this router but not yet reported
+    waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
+    cached_tokens: int = 0  # of this prompt
+    wire_version: int = 1
+    transports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What matters of one request."""
+
+    num_tokens: int  # whose KV must exist before the first decode row: prefix ids less the last
+    may_go_remote: bool = True  # prompt logprobs keep a request local
+    prefill_failures: int = 0
+    failed_prefills: frozenset[bytes] = frozenset()  # boots
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The operator's choice."""
+
+    remote_prefill: RemotePrefill = "auto"
+    threshold: int = 512
+    max_prefill_failures: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Boot ids of the workers, and why."""
+
+    decode: bytes
+    prefill: bytes | None  # None: decode computes the prompt itself
+    reason: str
+    cached_tokens: int  # expected at decode
+
+
+def decide(
+    prompt: PromptFacts,
+    decodes: Sequence[WorkerFacts],
+    prefills: Sequence[WorkerFacts],
+    rules: Rules,
+    rng: Random,
+) -> Decision | None:
+    """The worker pair for a prompt, or None if no decode worker is given."""
+    decode = pick_decode(prompt, decodes, rng)
+    if decode is None:
+        return None
+    missing = missing_tokens(prompt, decode)
+    prefill, reason = pick_prefill(prompt, decode, missing, prefills, rules, rng)
+    boot = None if prefill is None else prefill.boot
+    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing)
+
+
+def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
+    """Prompt tokens that are not cached there."""
+    return max(0, prompt.num_tokens - worker.cached_tokens)
+
+
+def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
+    """Of a decode worker; `credit`: its cache counts."""
+    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return worker.waiting_tokens + new + ROW_TOKENS * worker.requests
+
+
+def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
+    """Of a prefill worker: its queue and the rest of this prompt."""
+    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return worker.waiting_tokens + new
+
+
+def pays(missing: int, rules: Rules) -> bool:
+    """Whether `missing` tokens are worth a hand-off."""
+    return rules.remote_prefill == "always" or missing >= rules.threshold
+
+
+def compatible(prefill: WorkerFacts, decode: WorkerFacts) -> bool:
+    """Whether KV of the one is KV of the other, and there is a way to move it."""
+    return (
+        prefill.kv_identity == decode.kv_identity
+        and prefill.wire_version == decode.wire_version
+        and not set(prefill.transports).isdisjoint(decode.transports)
+    )
+
+
+def pick_decode(
+    prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
+) -> WorkerFacts | None:
+    """The decode worker of least cost, by power of two choices among the best."""
+    within = within_balance(workers)
+    costs = [decode_cost(prompt, w, credit=w.boot in within) for w in workers]
+    return power_of_two(workers, costs, rng)
+
+
+def pick_prefill(
+    prompt: PromptFacts,
+    decode: WorkerFacts,
+    missing: int,
+    workers: Sequence[WorkerFacts],
+    rules: Rules,
+    rng: Random,
+) -> tuple[WorkerFacts | None, str]:
+    """The prefill worker, or None, with the reason."""
+    if missing == 0:
+        return None, "nothing to prefill"
+    if rules.remote_prefill == "never":
+        return None, "remote prefill is off"
+    if not prompt.may_go_remote:
+        return None, "prompt logprobs"
+    if not pays(missing, rules):
+        return None, "short prompt"
+    if prompt.prefill_failures >= rules.max_prefill_failures:
+        return None, "prefill failed too often"
+    fit = [w for w in workers if compatible(w, decode) and w.boot not in prompt.failed_prefills]
+    if not fit:
+        return None, "no prefill worker"
+    within = within_balance(fit)
+    costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
+    return power_of_two(fit, costs, rng), "remote prefill"
+
+
+def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
+    """Boots of the workers that are not much busier than the idlest."""
+    if not workers:
+        return set()
+    bound = min(w.requests for w in workers) * BUSIER_RATIO + BUSIER_REQUESTS
+    return {w.boot for w in workers if w.requests <= bound}
+
+
+def power_of_two(
+    workers: Sequence[WorkerFacts], costs: Sequence[int], rng: Random
+) -> WorkerFacts | None:
+    """Of two drawn among those near the least cost, the less loaded (Mitzenmacher, 2001)."""
+    if not workers:
+        return None
+    bound = min(costs) * NEAR_RATIO
+    near = [(w, c) for w, c in zip(workers, costs, strict=True) if c <= bound]
+    drawn = rng.sample(near, min(2, len(near)))
+    return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]
