@@ -43,6 +43,18 @@ class Ops(Protocol):
         soft_cap: float = 0.0,
     ) -> Tensor: ...
 
+    def gumbel_noise(
+        self, seeds: Tensor, choices: Tensor, positions: Tensor, vocab: int
+    ) -> Tensor: ...
+
+    def gumbel_at(
+        self, seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor
+    ) -> Tensor: ...
+
+    def gumbel_argmax(
+        self, scores: Tensor, seeds: Tensor, choices: Tensor, positions: Tensor
+    ) -> Tensor: ...
+
 
 _BACKENDS: dict[str, Ops] = {"cpu": reference, "cuda": reference}
 
