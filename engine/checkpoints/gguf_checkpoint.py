@@ -1,6 +1,5 @@
 """A GGUF model, in one file or split over several, presented in Hugging Face terms."""
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,19 @@ from torch import Tensor
 
 from pdserve.engine.checkpoints.gguf_config import common_config
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
+from pdserve.engine.checkpoints.gguf_parts import part_names
 from pdserve.engine.checkpoints.gguf_reader import GgufReader, TensorInfo
 from pdserve.engine.checkpoints.gguf_text import gguf_text_files
 from pdserve.engine.checkpoints.mapped import MappedFile
-from pdserve.engine.checkpoints.source import CheckpointError, RawTensor, TextFiles, unknown_tensor
+from pdserve.engine.checkpoints.source import (
+    CheckpointError,
+    Layout,
+    RawTensor,
+    TextFiles,
+    unknown_tensor,
+)
 from pdserve.engine.quant.registry import NATIVE, formats
 
-PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 ROPE_FACTORS = "rope_freqs.weight"
 
 # general.architecture -> (Hugging Face class name, mapping); raises CheckpointError
@@ -50,11 +55,17 @@ class GgufCheckpoint:
             if hf_name is None:
                 raise CheckpointError(f"{path}: tensor {name} is not known for {arch}")
             self._tensors[hf_name] = place
+        common = common_config(self._metadata, stored, factors)
+        try:
+            own = self._mapping.config(self._metadata)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: metadata of {arch} is malformed: {error}") from error
+        vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
             "architectures": [architecture],
-            "vocab_size": stored["token_embd.weight"][1].shape[0],
-            **common_config(self._metadata, stored, factors),
-            **self._mapping.config(self._metadata),
+            "vocab_size": vocab_size,
+            **common,
+            **own,
         }
 
     @property
@@ -67,6 +78,10 @@ class GgufCheckpoint:
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
+
+    def layout(self, name: str) -> Layout:
+        info = self._tensors[name][1]
+        return Layout(info.format, info.shape)
 
     def tensor(self, name: str) -> RawTensor:
         if name not in self._tensors:
@@ -87,19 +102,18 @@ class GgufCheckpoint:
 
 def _read_parts(path: Path) -> list[GgufReader]:
     """All parts, the first one first."""
-    part = PART.search(path.name)
-    if part is None:
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if len(paths) == 1:
         return [GgufReader(path)]
-    count = int(part.group(2))
-    stem = path.name[: part.start()]
-    paths = [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
-    missing = [other.name for other in paths if not other.exists()]
-    if missing or not paths:
-        raise CheckpointError(f"{path}: of {count} parts these are missing: {', '.join(missing)}")
-    readers = [GgufReader(other) for other in paths]
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {len(paths)} parts are missing: {', '.join(missing[:5])}"
+        )
+    readers = [GgufReader(part) for part in paths]
     for n, reader in enumerate(readers):
-        said = (reader.metadata.get("split.no", n), reader.metadata.get("split.count", count))
-        if said != (n, count):
+        said = (reader.metadata.get("split.no", n), reader.metadata.get("split.count", len(paths)))
+        if said != (n, len(paths)):
             raise CheckpointError(f"{reader.path} says it is part {said[0]} (from 0) of {said[1]}")
     return readers
 

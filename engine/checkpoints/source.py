@@ -6,13 +6,20 @@ A checkpoint owns its file mappings; tensors it hands out are views that keep th
 import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class CheckpointError(Exception):
     """A model cannot be found, read or understood; the message is for the person who named it."""
+
+
+class Layout(NamedTuple):
+    """How a tensor is stored."""
+
+    format: str  # GGUF's type names, for safetensors too
+    shape: tuple[int, ...]  # of the values, outermost first
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,8 @@ class RawTensor:
     """
 
     data: Tensor
-    format: str  # GGUF's type names, for safetensors too
-    shape: tuple[int, ...]  # of the values, outermost first
+    format: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,9 @@ class Checkpoint(Protocol):
 
     def names(self) -> Collection[str]:
         """Names of all tensors; a tied head is absent."""
+
+    def layout(self, name: str) -> Layout:
+        """Of one of `names()`."""
 
     def tensor(self, name: str) -> RawTensor:
         """One tensor, without reading it: pages come from disk at first use.

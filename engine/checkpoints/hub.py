@@ -1,0 +1,88 @@
+"""Fetches a model from the Hugging Face hub into its usual cache: weights and data, never code."""
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf_parts import part_names
+from pdserve.engine.checkpoints.source import CheckpointError
+
+DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
+# Subfolders hold the model in other formats; "consolidated" is a second copy of the weights.
+IGNORED = ("*/*", "consolidated*")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A repository at a revision, or one GGUF file of it."""
+
+    repo: str
+    revision: str | None = None  # None: main
+    file: str | None = None
+
+
+def download(
+    model: HubModel, progress: Callable[[str, float], None], cache: Path | None = None
+) -> Path:
+    """The directory of the snapshot, or the file in it; what is in the cache is not fetched again.
+
+    HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE work as everywhere; `cache` overrides.
+    Raises CheckpointError.
+    """
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+
+    wanted = list(part_names(model.file) if model.file else DIRECTORY_FILES)
+    try:
+        folder = snapshot_download(
+            model.repo,
+            revision=model.revision,
+            cache_dir=cache,
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            allow_patterns=wanted,
+            ignore_patterns=None if model.file else list(IGNORED),
+            tqdm_class=_bar(model.repo, progress),
+        )
+    except Exception as error:  # the package and its HTTP client have no common base class
+        raise CheckpointError(
+            f"{model.repo} is no path here and cannot be fetched from the hub: {error}"
+        ) from error
+    path = Path(folder)
+    if model.file is None:
+        return path
+    if not (path / model.file).exists():
+        raise CheckpointError(f"{model.repo} has no file {model.file}")
+    return path / model.file
+
+
+def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
+    """A class in tqdm's shape that reports bytes to `progress` and draws nothing."""
+    import huggingface_hub.utils
+
+    tqdm: Any = vars(huggingface_hub.utils)["tqdm"]  # untyped, and not declared as exported
+
+    highest = 0.0
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            """Draws nothing."""
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal highest
+            self.n += n or 0
+            if self.unit == "B" and self.total:
+                # Totals grow as files are found: never go back.
+                highest = max(highest, min(1.0, self.n / self.total))
+                progress(f"fetching {repo}", highest)
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    return Bar

@@ -1,0 +1,37 @@
+"""JSON files beside the weights: read with a bound, always an object."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.checkpoints.source import CheckpointError
+
+MAX_BYTES = 64 << 20
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """A whole file. Raises CheckpointError if it cannot be read or is larger than `limit`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if len(data) > limit:
+        raise CheckpointError(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises CheckpointError if it is anything else."""
+    try:
+        value = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """Like read_json; an absent file is an empty object."""
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,131 @@
+"""From an engine's options to a decoder with its weights, and the card that describes it."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.checkpoints.digest import DigestCache
+from pdserve.engine.checkpoints.directory import DirectoryCheckpoint
+from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
+from pdserve.engine.checkpoints.label import quantization_label
+from pdserve.engine.checkpoints.resolve import Resolved, resolve
+from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
+from pdserve.engine.checkpoints.weights import WeightLoader, check_names
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.models.build import tensor_shapes
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.spec import known_specs, parse_config
+from pdserve.kernels.ops import select
+
+log = logging.getLogger(__name__)
+
+MAX_THREADS = 16
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    decoder: Decoder
+    card: CardData
+
+
+def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
+    """Finds, reads and expands the model that `config` names.
+
+    `progress` gets what is being done and the fraction of it, from any thread.
+    Raises CheckpointError with a message for the person who named the model.
+    """
+    found = resolve(config.model, progress)
+    checkpoint = open_checkpoint(found.path)
+    try:
+        model = parse_config(checkpoint.hf_config)
+    except UnsupportedModel as error:
+        raise CheckpointError(f"{found.path}: {error}") from error
+    decoder, digest = _load_weights(config, checkpoint, model, progress)
+    card = _card(config, found, checkpoint, model, digest)
+    return LoadedModel(decoder, card)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file or a model directory. Raises CheckpointError."""
+    return DirectoryCheckpoint(path) if path.is_dir() else GgufCheckpoint(path, find_mapping)
+
+
+def find_mapping(arch: str) -> tuple[str, GgufMapping]:
+    """By GGUF's general.architecture. Raises CheckpointError that lists the known ones."""
+    known = {spec.gguf.arch: spec for spec in known_specs() if spec.gguf}
+    if arch not in known:
+        names = ", ".join(sorted(known))
+        raise CheckpointError(f"GGUF architecture {arch!r} is not known; known: {names}")
+    spec = known[arch]
+    assert spec.gguf is not None
+    return spec.architectures[0], spec.gguf
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """What the model computes in; quantized weights are expanded to it at each use."""
+    by_device = "float32" if config.device == "cpu" else "bf16"
+    return DTYPES[config.weights if config.weights in DTYPES else by_device]
+
+
+def _load_weights(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, progress: Progress
+) -> tuple[Decoder, str]:
+    """(decoder, weights digest)."""
+    shapes = tensor_shapes(model)
+    check_names(checkpoint, shapes, model.tied_head)
+    dtype, device = compute_dtype(config), torch.device(config.device)
+    kv_dtype = DTYPES[config.kv_dtype] if config.kv_dtype != "auto" else dtype
+    cache = DigestCache()
+    digest = cache.get(checkpoint.files)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with WeightLoader(
+        checkpoint,
+        shapes,
+        None if config.weights == "quantized" else dtype,
+        device,
+        threads,
+        hashed=digest is None,
+        progress=lambda fraction: progress("loading weights", fraction),
+    ) as weights:
+        kv_name = str(kv_dtype).removeprefix("torch.")
+        decoder = Decoder(model, weights, select(config.device), dtype, kv_name, device)
+        if digest is None:
+            digest = weights.digest()
+            cache.put(checkpoint.files, digest)
+    if weights.expanded_bytes:
+        log.info("weights expanded to %s: %.0f MB", dtype, weights.expanded_bytes / 1e6)
+    return decoder, digest
+
+
+def _card(
+    config: EngineConfig, found: Resolved, checkpoint: Checkpoint, model: ModelConfig, digest: str
+) -> CardData:
+    text = checkpoint.text_files()
+    stats = [os.stat(file) for file in checkpoint.files]
+    return CardData(
+        name=config.served_name or found.name,
+        architecture=model.architecture,
+        context_len=min(config.context_len or model.context_len, model.context_len),
+        vocab_size=model.vocab_size,
+        eos_ids=text.eos_ids,
+        bos_id=text.bos_id,
+        adds_bos=text.adds_bos,
+        tokenizer_json=text.tokenizer_json,
+        chat_template=text.chat_template,
+        weights_digest=digest,
+        quantization=quantization_label(checkpoint, tensor_shapes(model)),
+        created=int(max(stat.st_mtime for stat in stats)),
+        weights_bytes=sum(stat.st_size for stat in stats),
+        generation_config=text.generation_config,
+    )
