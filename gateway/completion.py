@@ -88,19 +88,19 @@ class Completions:
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta | Usage, None]:
         """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
-        runs = [
-            _Run(self._upstream, job, index, self._clock()) for index in range(len(job.prompts))
-        ]
+        runs = self._runs(job)
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 yield delta
         yield sum((run.usage() for run in runs), Usage(0, 0, 0))
 
+    def _runs(self, job: Job) -> list["_Run"]:
+        now = self._clock()
+        return [_Run(self._upstream, job, index, now) for index in range(len(job.prompts))]
+
     async def collect(self, job: Job) -> tuple[list[Answer], Usage]:
         """Whole answers; of best_of candidates the n with the best mean log-probability."""
-        runs = [
-            _Run(self._upstream, job, index, self._clock()) for index in range(len(job.prompts))
-        ]
+        runs = self._runs(job)
         texts: dict[int, list[str]] = {}
         answers: dict[int, Answer] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:

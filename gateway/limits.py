@@ -3,6 +3,7 @@
 Invariant: a Place is given back exactly once, when its `with` block ends.
 """
 
+import asyncio
 from types import TracebackType
 
 from pdserve.protos.common_pb2 import OVERLOADED
@@ -17,6 +18,7 @@ class Place:
         self._waiting = True
 
     def __enter__(self) -> "Place":
+        self._limits.idle.clear()
         self._limits.open += 1
         self._limits.waiting += 1
         return self
@@ -35,6 +37,8 @@ class Place:
     ) -> None:
         self.answering()
         self._limits.open -= 1
+        if not self._limits.open:
+            self._limits.idle.set()
 
 
 class Limits:
@@ -45,6 +49,8 @@ class Limits:
         self._max_queued = max_queued
         self.open = 0
         self.waiting = 0
+        self.idle = asyncio.Event()  # no request is open
+        self.idle.set()
 
     def place(self) -> Place:
         """To be entered at once. Raises ServiceError OVERLOADED."""

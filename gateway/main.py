@@ -49,12 +49,8 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
 
 
 async def _serve(settings: GatewaySettings, report: Report) -> int:
-    keys = ApiKeys(
-        (
-            *settings.api_keys,
-            *(read_key_file(settings.api_key_file) if settings.api_key_file else ()),
-        )
-    )
+    from_file = read_key_file(settings.api_key_file) if settings.api_key_file else ()
+    keys = ApiKeys((*settings.api_keys, *from_file))
     client = RouterClient(settings.routers, settings.cluster_secret, secrets.token_bytes(16))
     listener = _listen(settings.host, settings.port)
     executor = ThreadPoolExecutor(settings.text_threads, "text")
@@ -106,8 +102,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
-        while limits.open:
-            await asyncio.sleep(0.05)
+        await limits.idle.wait()
 
     async def stop(grace_s: float) -> None:
         http.should_exit = True

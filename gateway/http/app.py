@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from pdserve.gateway.http.body import read_json
 from pdserve.gateway.http.chat import Chat
 from pdserve.gateway.http.completions import Completion
-from pdserve.gateway.http.errors import error_response, service_error_response
+from pdserve.gateway.http.errors import error_response, internal_error, service_error_response
 from pdserve.gateway.http.guard import Guard
 from pdserve.gateway.http.models import model_object
 from pdserve.gateway.http.replies import EventStream, Reply
@@ -56,7 +56,7 @@ def create_app(
 ) -> ASGIApp:
     """The ASGI application; `open_metrics` lets /metrics in without a key."""
     # No generated docs: with keys set, a route that is not listed here does not exist.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app)
     _add_completions(app, service, limits)
     _add_models(app, service)
@@ -134,6 +134,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def service_error(request: Request, error: ServiceError) -> Response:
         return service_error_response(error)
+
+    @app.exception_handler(Exception)  # the server logs it as well
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return service_error_response(internal_error())
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

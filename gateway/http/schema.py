@@ -17,8 +17,7 @@ log = logging.getLogger("pdserve.gateway.http")
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
-MAX_STREAMED_NAMES = 20  # unknown fields that are named in the log
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 # Values that ask for nothing; any other value of these fields is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
@@ -47,28 +46,6 @@ _HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort",
      "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
 )  # fmt: skip
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    for part in value:
-        if not isinstance(part, dict):
-            raise ValueError("a part must be an object with type and text")
-        kind = part.get("type")
-        if kind != "text":
-            raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported, only 'text'")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a text part must have a string 'text'")
-    return value
-
-
-def _role(value: str) -> str:
-    if value not in ROLES:
-        raise ValueError(f"unknown role {value[:40]!r}; known are {', '.join(ROLES)}")
-    return value
 
 
 def _stop(value: Any) -> Any:
@@ -161,8 +138,10 @@ class Sampling(Body):
 
 
 class Message(Body):
-    role: Annotated[str, AfterValidator(_role)]
-    content: Annotated[Any, AfterValidator(_content)]
+    """Roles and contents are checked where templates are filled, by gateway/text."""
+
+    role: str
+    content: Any = None
     name: str | None = None
 
     def as_template(self) -> dict[str, Any]:
@@ -255,7 +234,7 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
         raise _first_error(error) from None
     unknown = sorted(set(parsed.model_extra or {}) - _HARMLESS - _UNSUPPORTED.keys())
     if unknown:
-        names = ", ".join(repr(name[:40]) for name in unknown[:MAX_STREAMED_NAMES])
+        names = ", ".join(repr(name[:40]) for name in unknown[:MAX_LOGGED_NAMES])
         log.debug("ignored %d unknown fields: %s", len(unknown), names)
     return parsed
 

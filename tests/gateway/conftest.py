@@ -1,0 +1,84 @@
+"""Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from fake_router import FakeRouter, Play
+from starlette.types import ASGIApp
+
+from pdserve.gateway.catalog import TextPool
+from pdserve.gateway.http.app import HttpLimits, create_app
+from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.limits import Limits
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.service import Service
+
+BOUNDS = HttpLimits(
+    max_body_bytes=1 << 16, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=0.3
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def make_service(executor: ThreadPoolExecutor) -> Callable[..., Service]:
+    def make(router: FakeRouter, limits: Limits | None = None) -> Service:
+        clock = asyncio.get_running_loop().time
+        return Service(
+            router,
+            TextPool(executor, 5.0),
+            limits or Limits(64, 32),
+            GatewayMetrics(),
+            clock,
+            timeout_s=600.0,
+            queue_timeout_s=60.0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
+    def make(
+        router: FakeRouter,
+        keys: tuple[str, ...] = (),
+        limits: Limits | None = None,
+        bounds: HttpLimits = BOUNDS,
+        open_metrics: bool = True,
+    ) -> ASGIApp:
+        service = make_service(router, limits)
+        return create_app(service, Readiness(router), ApiKeys(keys), bounds, open_metrics)
+
+    return make
+
+
+@pytest.fixture
+async def make_http(
+    make_app: Callable[..., ASGIApp], anyio_backend: str
+) -> AsyncIterator[Callable[..., httpx.AsyncClient]]:
+    """Plain HTTP clients of an application over a scripted router."""
+    clients: list[httpx.AsyncClient] = []
+
+    def make(play: Play | FakeRouter, **options: Any) -> httpx.AsyncClient:
+        router = play if isinstance(play, FakeRouter) else FakeRouter(play)
+        transport = httpx.ASGITransport(make_app(router, **options))
+        clients.append(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.aclose()

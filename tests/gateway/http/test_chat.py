@@ -1,0 +1,58 @@
+"""/v1/chat/completions against a scripted router."""
+
+import json
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, saying
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_whole_answer(make_http):
+    router = FakeRouter(saying("hello world", cached=4))
+    reply = await make_http(router).post(URL, json={"model": "tiny", "messages": HI})
+    body = reply.json()
+    assert reply.status_code == 200, body
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "hello world", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    start = router.starts[0]
+    generated = len(router.encode("hello world")) + 1
+    assert body["usage"] == {
+        "prompt_tokens": len(start.prompt_ids),
+        "completion_tokens": generated,
+        "total_tokens": len(start.prompt_ids) + generated,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert start.params.max_tokens == 512 - len(start.prompt_ids)
+    assert start.remaining_ms > 590_000
+    assert 0 < start.queue_remaining_ms <= 60_000
+
+
+async def test_stream(make_http):
+    client = make_http(saying("hello world"))
+    asked = {
+        "model": "tiny", "messages": HI, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    reply = await client.post(URL, json=asked)
+    chunks = events(reply.text)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
+    assert text == "hello world"
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 1
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])

@@ -1,0 +1,249 @@
+"""A router that answers from a script, and a small model for it to serve: no process, no socket.
+
+The tokenizer is byte-level with a few merges, so that characters and stop strings cross tokens.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.services.host.errors import ServiceError
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"))
+
+Event = router_pb2.RequestEvent
+Play = Callable[["FakeRouter", pb.Start], AsyncGenerator[Event, None]]
+
+
+def tokenizer_json() -> bytes:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(alphabet)}
+    for left, right in MERGES:
+        vocab[left + right] = len(vocab)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer.to_str().encode()
+
+
+def served(
+    name: str = "tiny", context_len: int = 512, generation: dict[str, object] | None = None
+) -> tuple[pb.ModelCard, dict[str, bytes]]:
+    """A card and the blobs that it names."""
+    words = tokenizer_json()
+    reader = tokenizers.Tokenizer.from_str(words.decode())
+    contents = [words, TEMPLATE.encode(), json.dumps(generation or {}).encode()]
+    blobs = {hashlib.sha256(data).hexdigest(): data for data in contents}
+    digests = [hashlib.sha256(data).hexdigest() for data in contents]
+    card = pb.ModelCard(
+        name=name,
+        architecture="llama",
+        context_len=context_len,
+        vocab_size=reader.get_vocab_size() + 5,
+        eos_ids=[reader.token_to_id("<|im_end|>"), reader.token_to_id("<|endoftext|>")],
+        tokenizer_digest=digests[0],
+        template_digest=digests[1],
+        generation_config_digest=digests[2],
+        weights_digest="ab" * 32,
+        quantization="Q4_1",
+        kv_identity=b"\1\2",
+        numerics_id="torch-f32",
+        created=1700000000,
+        weights_bytes=98,
+    )
+    return card, blobs
+
+
+class FakeRouter:
+    """An Upstream; `play` says what it answers. Records what it was asked."""
+
+    def __init__(
+        self,
+        play: Play,
+        cards: Sequence[pb.ModelCard] | None = None,
+        blobs: dict[str, bytes] | None = None,
+    ) -> None:
+        card, its_blobs = served()
+        self.play = play
+        self.cards = [card] if cards is None else list(cards)
+        self.blobs = its_blobs if blobs is None else blobs
+        self.words = tokenizers.Tokenizer.from_buffer(tokenizer_json())
+        self.starts: list[pb.Start] = []
+        self.cancels: list[tuple[str, tuple[int, ...]]] = []
+        self.left: list[str] = []  # requests whose iterator was closed before the end
+        self.closed = asyncio.Event()  # one was
+        self.view: router_pb2.FleetView | None = router_pb2.FleetView(
+            workers=[
+                router_pb2.WorkerView(
+                    hello=fleet_pb2.WorkerHello(
+                        role=fleet_pb2.DECODE, address="127.0.0.1:1", card=self.cards[0]
+                    ),
+                    load=fleet_pb2.Load(
+                        running=3, waiting=2, blocks_total=10, blocks_free=4, blocks_used=3,
+                        blocks_cached=2, blocks_reserved=1, preemptions=5, prefix_queries=100,
+                        prefix_hits=60,
+                        transports=[
+                            fleet_pb2.TransportCounters(
+                                transport="tcp", bytes=1000, frames=7, seconds=0.5, refused=1
+                            )
+                        ],
+                    ),
+                    state="live",
+                )
+            ],
+            prefill_local=11,
+            prefill_remote=4,
+        ) if self.cards else router_pb2.FleetView()  # fmt: skip
+
+    def open(self, start: pb.Start) -> AsyncGenerator[Event, None]:
+        self.starts.append(start)
+        return self._events(start)
+
+    async def _events(self, start: pb.Start) -> AsyncGenerator[Event, None]:
+        ended = False
+        events = self.play(self, start)
+        try:
+            async for event in events:
+                ended = event.WhichOneof("event") in ("finished", "failed")
+                yield event
+                if ended:
+                    return
+        finally:
+            if not ended:
+                self.left.append(start.request)
+                self.closed.set()
+            await events.aclose()
+
+    def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
+        self.cancels.append((request, tuple(choices)))
+
+    async def models(self) -> Sequence[pb.ModelCard]:
+        return self.cards
+
+    async def blob(self, digest: str) -> bytes:
+        return self.blobs[digest]
+
+    async def fleet(self) -> router_pb2.FleetView:
+        if self.view is None:
+            raise ServiceError(pb.UNAVAILABLE, "no router can be reached")
+        return self.view
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.words.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def eos(self) -> int:
+        return int(self.words.token_to_id("<|im_end|>"))
+
+
+def logprob(position: int, choice: int = 0) -> pb.TokenLogprob:
+    """What the fakes score a token with: less certain with each position and choice."""
+    return pb.TokenLogprob(logprob=-0.5 * (position + 1) - choice)
+
+
+def scored(start: pb.Start, token: int, position: int, choice: int) -> list[pb.TokenLogprob]:
+    if not start.params.HasField("logprobs"):
+        return []
+    score = logprob(position, choice)
+    for rank in range(start.params.logprobs):
+        score.top_ids.append((token + rank) % 256)
+        score.top_logprobs.append(score.logprob - rank)
+    return [score]
+
+
+def placed(start: pb.Start) -> Event:
+    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
+    return Event(
+        placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
+    )
+
+
+def tokens(
+    start: pb.Start,
+    ids: Sequence[int],
+    position: int,
+    choice: int = 0,
+    finish: int = pb.FINISH_REASON_UNSPECIFIED,
+) -> Event:
+    scores = [
+        score
+        for offset, token in enumerate(ids)
+        for score in scored(start, token, position + offset, choice)
+    ]
+    return Event(
+        tokens=pb.Tokens(
+            request=start.request, epoch=start.epoch, choice=choice, position=position, ids=ids,
+            logprobs=scores, finish=finish,
+        )
+    )  # fmt: skip
+
+
+def finished(start: pb.Start, **fields: object) -> Event:
+    phases = pb.Phases(queue_s=0.01, prefill_s=0.02, transfer_s=0.003, first_token_s=0.004)
+    return Event(
+        finished=pb.Finished(request=start.request, epoch=start.epoch, phases=phases, **fields)  # type: ignore[arg-type]
+    )
+
+
+def failed(start: pb.Start, code: int, message: str = "no", retry_after_ms: int = 0) -> Event:
+    failure = pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)
+    return Event(failed=pb.Failed(request=start.request, epoch=start.epoch, failure=failure))
+
+
+def saying(*texts: str, cached: int = 0) -> Play:
+    """Each choice says its text (the last one again if there are more choices), a token at a
+    time, round robin; then eos. Obeys max_tokens, ignore_eos and cancelled choices."""
+
+    async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
+        yield placed(start)
+        if start.params.HasField("prompt_logprobs"):
+            scores = [
+                score
+                for position, token in enumerate(start.prompt_ids[1:])
+                for score in scored(start, token, position, 0)
+            ]
+            yield Event(prompt_logprobs=pb.PromptLogprobs(request=start.request, logprobs=scores))
+        width = max(1, start.params.n)
+        lines = []
+        for choice in range(width):
+            ids = router.encode(texts[min(choice, len(texts) - 1)])
+            lines.append(ids if start.params.ignore_eos else [*ids, router.eos])
+        open_choices = set(range(width))
+        position = 0
+        while open_choices:
+            for choice in sorted(open_choices):
+                cancelled = any(
+                    request == start.request and (not named or choice in named)
+                    for request, named in router.cancels
+                )
+                if cancelled:
+                    open_choices.discard(choice)
+                    yield tokens(start, [], position, choice, pb.ABORTED)
+                    continue
+                line = lines[choice]
+                token = line[position % len(line)]
+                finish = pb.FINISH_REASON_UNSPECIFIED
+                if token in (router.eos, *start.params.stop_token_ids):
+                    finish = pb.STOP
+                elif position + 1 >= start.params.max_tokens:
+                    finish = pb.LENGTH
+                if finish:
+                    open_choices.discard(choice)
+                yield tokens(start, [token], position, choice, finish)
+            position += 1
+            await asyncio.sleep(0)
+        yield finished(start, cached_tokens=cached)
+
+    return play
