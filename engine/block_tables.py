@@ -162,20 +162,28 @@ class BlockTables:
                 if table[block] != NULL_BLOCK:
                     pool.register(table[block], sequence.parent_hash)
             sequence.num_published += 1
+        self._trim(sequence)
+
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            pool.commit(b for b in table if b != NULL_BLOCK)
+        # First, since nobody has filled what the window had passed before the hand-off.
+        sequence.num_computed = num_computed
+        self._trim(sequence)
+        self.advance(sequence, num_computed)
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Gives back the blocks that the window has passed."""
         for group, window in enumerate(self.windows):
-            first, trimmed = self.first_seen(num_computed, window), sequence.num_trimmed[group]
+            first = self.first_seen(sequence.num_computed, window)
+            trimmed = sequence.num_trimmed[group]
             if first > trimmed:
                 table = sequence.block_tables[group]
                 self.pools[group].release(table[trimmed:first])
                 table[trimmed:first] = [NULL_BLOCK] * (first - trimmed)
                 sequence.num_trimmed[group] = first
                 sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
-
-    def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            pool.commit(b for b in table if b != NULL_BLOCK)
-        self.advance(sequence, num_computed)
 
     def close(self, sequence: Sequence, reserved: bool = False) -> None:
         """Gives all blocks back; the last one is the first to be evicted."""

@@ -109,6 +109,11 @@ class Roster:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
+    def return_slot(self, job: Job) -> None:
+        """A choice has ended before the prefix was computed: one place less is needed."""
+        if job.slots:
+            self._free_slots.append(job.slots.pop())
+
     def end(self, job: Job) -> None:
         """The job leaves, in whatever state it is; every block is back."""
         self._close_sequences(job, reserved=job.key in self.reserved)

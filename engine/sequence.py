@@ -5,7 +5,7 @@ sequence until its last token has run; then each choice goes on as a sequence of
 """
 
 from collections.abc import Sequence as Seq
-from typing import Final
+from typing import Any, Final
 
 from pdserve.engine.request import FinishReason, Request, TokenLogprob, prefix_of
 
@@ -76,6 +76,7 @@ class Job:
         resumed = any(self.generated) or any(self.finish)
         wants_scores = request.params.prompt_logprobs is not None and not resumed
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
+        self.sampling: dict[int, Any] = {}  # the sampler's notes, per choice
 
     @property
     def unfinished(self) -> list[int]:
@@ -86,6 +87,15 @@ class Job:
     def num_places(self) -> int:
         """Rows that it may have in one batch."""
         return 1 if self.request.prefill_only else len(self.unfinished)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the prefix still to be computed, as far as is known before a cache look-up."""
+        if self.sequences:
+            return self.sequences[0].num_left
+        unfinished = self.unfinished
+        more = len(self.generated[unfinished[0]]) if len(unfinished) == 1 else 0
+        return len(self.request.prompt_ids) + more
 
     def prefix(self) -> tuple[int, ...]:
         """`prefix_ids` of the request as it stands now."""

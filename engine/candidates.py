@@ -1,0 +1,51 @@
+"""top_k, top_p and min_p: which tokens of one row may be picked.
+
+All three are floors under the scaled logits, so equal logits share a fate whatever their order.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.request import SamplingParams
+
+FIRST_SORT = 1024  # top_p rarely needs more of the vocabulary
+
+
+def filters(params: SamplingParams) -> bool:
+    """Whether the parameters leave tokens out."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def candidates(scaled: Tensor, params: SamplingParams) -> Tensor:
+    """Ids, ascending, int64 [n], that the filters leave of logits / T [vocab].
+
+    In this order: the k best; of those the best whose probabilities sum to top_p; of those the ones
+    with at least min_p times the best one's probability. The best token always stays.
+    """
+    vocab = len(scaled)
+    peak = floor = scaled.max()
+    if 0 < params.top_k < vocab:
+        floor = scaled.topk(params.top_k).values[-1]
+    else:
+        floor = torch.full_like(peak, -math.inf)
+    if params.top_p < 1:
+        floor = torch.maximum(floor, _nucleus_floor(scaled, floor, params.top_p))
+    if params.min_p > 0:
+        floor = torch.maximum(floor, peak + math.log(params.min_p))
+    return (scaled >= torch.minimum(floor, peak)).nonzero()[:, 0]
+
+
+def _nucleus_floor(scaled: Tensor, floor: Tensor, top_p: float) -> Tensor:
+    """The logit of the last token of the nucleus (Holtzman et al., arXiv:1904.09751)."""
+    kept = scaled[scaled >= floor].double()
+    total = kept.logsumexp(0)
+    count = min(len(kept), FIRST_SORT)
+    while True:
+        best = kept.topk(count).values
+        mass = (best - total).exp().cumsum(0)
+        inside = int((mass < top_p).sum())
+        if inside < count or count == len(kept):
+            return best[min(inside, count - 1)].to(scaled.dtype)
+        count = len(kept)

@@ -1,0 +1,246 @@
+"""The engine: requests in, steps and their events out. Every method runs on one thread.
+
+Owns the KV pool through its parts: the Roster says whose each block is, the KvCache holds the
+bytes. Every submitted request ends with exactly one Finished or RequestFailed event, but a
+prefill_only one, whose last event is Computed(done) and whose blocks are held until release_held.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.engine import reservation as reservations
+from pdserve.engine.block_hash import cache_seed
+from pdserve.engine.block_tables import BlockTables
+from pdserve.engine.errors import InvalidRequest, QueueFull
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.limits import Limits
+from pdserve.engine.plan import Outcome, Plan
+from pdserve.engine.progress import Progress
+from pdserve.engine.request import Event, Request, Step
+from pdserve.engine.reservation import Reservation, ReservationState
+from pdserve.engine.roster import Roster
+from pdserve.engine.runner import Launched, Model, ModelRunner
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.engine.stats import EngineStats, StepMeter
+from pdserve.kernels.ops import Ops
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step. With an error the forward pass has failed."""
+
+    plan: Plan
+    launched: Launched | None
+    started_s: float
+    error: str = ""
+
+
+class Engine:
+    """Continuous batching over one model and one KV pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KvCache,
+        limits: Limits,
+        ops: Ops,
+        kv_identity: bytes = b"",
+        prefix_cache: bool = True,
+        device: str = "cpu",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.kv_identity = kv_identity
+        self._clock = clock
+        tables = BlockTables(kv.spec, kv.num_blocks, prefix_cache)
+        # The group that stands for all in figures and prefix events.
+        self._main_pool = tables.pools[tables.windows.index(0) if 0 in tables.windows else 0]
+        self._roster = Roster(tables, limits.max_running)
+        self._scheduler = Scheduler(self._roster, limits)
+        self._progress = Progress(self._roster, limits)
+        self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len, device)
+        self._sampler = Sampler(limits, ops)
+        self._meter = StepMeter()
+        self._reservations: dict[str, Reservation] = {}
+        self._events: list[Event] = []  # of the next step
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is queued or in the batch, or an event waits to be told."""
+        return bool(self._roster.waiting or self._roster.running or self._events)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequest, ContextLengthExceeded or QueueFull."""
+        job = self._new_job(request)
+        if len(self._roster.waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(self._roster.waiting)} requests are waiting")
+        self._roster.jobs[job.key] = job
+        self._roster.waiting[job.key] = job
+        self._events += self._progress.start(job)
+
+    def abort(self, key: str, choices: Sequence[int] = ()) -> bool:
+        """Ends a request, or some choices of it, in any state; their blocks are free on return.
+
+        Unfinished choices get a last NewTokens with ABORTED in the next step, and Finished follows
+        when none is left. An aborted reservation is closed. False if the key is unknown.
+        """
+        job = self._roster.jobs.get(key)
+        if job is None:
+            return False
+        known = [c for c in choices if 0 <= c < len(job.finish)]
+        if choices and not known:
+            return True
+        self._events += self._progress.abort(job, known)
+        if key not in self._roster.jobs and key in self._reservations:
+            self._reservations.pop(key).state = ReservationState.ABORTED
+        return True
+
+    def schedule(self) -> Plan | None:
+        """What the next step computes; None when there is nothing to do."""
+        plan = self._scheduler.schedule(self._clock(), self._events)
+        self._events = []  # not before: if scheduling raises they are told later
+        return plan
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Pending:
+        """Starts the step. A model that raises fails the requests of this step only."""
+        started_s = self._clock()
+        try:
+            return Pending(plan, self._runner.launch(plan), started_s)
+        except Exception as error:
+            log.exception("the forward pass failed")
+            return Pending(plan, None, started_s, f"{type(error).__name__}: {error}")
+
+    @torch.inference_mode()
+    def collect(self, pending: Pending) -> Step:
+        """Waits for the step, samples, and says what has happened."""
+        plan = pending.plan
+        outcomes: list[Outcome] = []
+        error = pending.error
+        if pending.launched is not None:
+            try:
+                outcomes = self._sampler.sample(plan.rows, pending.launched.logits)
+            except Exception as raised:
+                log.exception("sampling failed")
+                error = f"{type(raised).__name__}: {raised}"
+        events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
+        wall_s = self._clock() - pending.started_s
+        self._meter.count(plan, wall_s)
+        return Step(
+            index=self._meter.step,
+            num_tokens=plan.num_tokens,
+            num_rows=len(plan.rows),
+            events=(*plan.events, *events),
+            wall_s=wall_s,
+        )
+
+    def step(self) -> Step | None:
+        """schedule, launch and collect; None when there is nothing to do."""
+        plan = self.schedule()
+        return None if plan is None else self.collect(self.launch(plan))
+
+    def fail_all(self, message: str) -> None:
+        """Gives up every request that is not a hand-off; the next step tells."""
+        for job in [*self._roster.running, *self._roster.waiting.values()]:
+            self._events += self._progress.fail(job, message)
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Blocks for the prefix that a prefill worker will send, or None if they are short.
+
+        Raises like submit, but the queue's bound does not apply.
+        """
+        if request.prefill_only or request.params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt logprobs are computed where the prompt is", "prompt")
+        job = self._new_job(request)
+        if not job.unfinished:
+            raise InvalidRequest("every choice has ended", "choices")
+        made = reservations.reserve(self._roster, job)
+        if made is None:
+            return None
+        reservation, copies = made
+        with torch.inference_mode():
+            self.kv.copy(copies)
+        self._roster.jobs[job.key] = job
+        self._reservations[job.key] = reservation
+        return reservation
+
+    def commit(self, reservation: Reservation) -> None:
+        """KV of reservation.num_tokens tokens is in its blocks: the request joins the batch."""
+        reservations.commit(self._roster, reservation)
+        del self._reservations[reservation.key]
+        self._events += self._progress.start(reservation.job)
+
+    def release(self, reservation: Reservation) -> None:
+        """Frees the blocks; no event. Raises ValueError if it was committed or released before."""
+        reservations.release(self._roster, reservation)
+        self._reservations.pop(reservation.key, None)
+
+    def held_blocks(self, key: str) -> list[list[int]]:
+        """A prefill_only request's blocks per group, from Scheduled to release_held or abort.
+
+        Block i holds tokens [i * block_size, ...); 0 where the window has passed it.
+        Raises KeyError if the request holds none.
+        """
+        job = self._roster.jobs[key]
+        if not job.request.prefill_only or not job.sequences:
+            raise KeyError(key)
+        return [list(table) for table in job.sequences[0].block_tables]
+
+    def release_held(self, key: str) -> None:
+        """Frees a computed prefill_only request's blocks. Raises KeyError if it is not held."""
+        self._roster.end(self._roster.held[key])
+
+    def stats(self) -> EngineStats:
+        """Figures as they are now."""
+        roster = self._roster
+        computing = [s for job in roster.running for s in job.sequences if s.num_left > 1]
+        return EngineStats(
+            running=len(roster.running),
+            waiting=len(roster.waiting),
+            waiting_tokens=sum(j.num_left for j in roster.waiting.values())
+            + sum(s.num_left for s in computing),
+            held=len(roster.held),
+            reserved=len(roster.reserved),
+            blocks=self._main_pool.counts(),
+            step=self._meter.step,
+            prefill_tokens_s=self._meter.prefill_tokens_s,
+            prompt_tokens=self._meter.prompt_tokens,
+            generation_tokens=self._progress.generated_tokens,
+            preemptions=roster.preemptions,
+            prefix_queries=roster.prefix_queries,
+            prefix_hits=roster.prefix_hits,
+        )
+
+    def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Net (added, removed) chain hashes of the first full-attention group since last asked."""
+        for pool in self._roster.tables.pools:
+            if pool is not self._main_pool:
+                pool.take_events()
+        return self._main_pool.take_events()
+
+    def _new_job(self, request: Request) -> Job:
+        max_tokens = self.limits.check(request)
+        if request.key in self._roster.jobs:
+            raise InvalidRequest(f"a request {request.key!r} is under way", "request")
+        self._arrivals += 1
+        seed_hash = cache_seed(self.kv_identity, request.cache_salt)
+        return Job(request, self._arrivals, self._clock(), max_tokens, seed_hash)
+
+    def _fail_step(self, plan: Plan, message: str) -> list[Event]:
+        jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}
+        return [
+            event
+            for key, job in jobs.items()
+            if self._roster.jobs.get(key) is job
+            for event in self._progress.fail(job, message)
+        ]

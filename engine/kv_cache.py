@@ -1,0 +1,90 @@
+"""The tensors of the KV pool. Only the engine thread writes them; who may is decided elsewhere.
+
+Per layer group one tensor [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order,
+so blocks leave and enter as they lie. Block 0 is the null block: it pads tables and holds zeros.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.block_tables import BlockCopy
+from pdserve.engine.kv_spec import KvSpec
+
+
+class KvCache:
+    """`num_blocks` blocks per group beside the null block; memory is committed when touched."""
+
+    def __init__(self, spec: KvSpec, num_blocks: int, device: str = "cpu") -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.data: list[Tensor] = []
+        self._layers: dict[int, tuple[Tensor, int]] = {}
+        for number, group in enumerate(spec.groups):
+            two, heads, head_dim = group.block_shape
+            shape = (len(group.layers), num_blocks + 1, two, heads, spec.block_size, head_dim)
+            data = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+            self.data.append(data)
+            for i, layer in enumerate(group.layers):
+                self._layers[layer] = (data[i], number)
+        # [layers, blocks, bytes of a block]: what read and write move
+        self._bytes = [d.view(*d.shape[:2], -1).view(torch.uint8) for d in self.data]
+
+    def layer(self, n: int) -> tuple[Tensor, int]:
+        """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index)."""
+        return self._layers[n]
+
+    def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:
+        """Size of what read and write move."""
+        return len(layers) * len(blocks) * int(self._bytes[group].shape[2])
+
+    def read(self, group: int, layers: range, blocks: Sequence[int], out: memoryview) -> None:
+        """Copies whole blocks to `out`: [layers, blocks, 2, kv_heads, block_size, head_dim].
+
+        `layers` counts within the group: layer i is model layer spec.groups[group].layers[i].
+        Raises ValueError if a layer or block does not exist or `out` has another size.
+        """
+        index = self._check(group, layers, blocks, out.nbytes)
+        if not index.numel() or not layers:
+            return
+        source = self._bytes[group]
+        target = torch.frombuffer(out, dtype=torch.uint8).view(len(layers), len(blocks), -1)
+        for i, layer in enumerate(layers):
+            if source.is_cuda:
+                target[i].copy_(source[layer].index_select(0, index.to(source.device)))
+            else:
+                torch.index_select(source[layer], 0, index, out=target[i])
+
+    def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
+        """Copies `payload`, in the order of `read`, into whole blocks. Raises like `read`."""
+        index = self._check(group, layers, blocks, payload.nbytes)
+        if not index.numel() or not layers:
+            return
+        target = self._bytes[group]
+        # torch cannot wrap read-only memory; such a payload takes one more copy.
+        data = bytearray(payload) if payload.readonly else payload
+        source = torch.frombuffer(data, dtype=torch.uint8).view(len(layers), len(blocks), -1)
+        for i, layer in enumerate(layers):
+            target[layer].index_copy_(0, index.to(target.device), source[i].to(target.device))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Block copies in order, over all layers of their group."""
+        for one in copies:
+            data = self.data[one.group]
+            data[:, one.target].copy_(data[:, one.source])
+
+    def _check(self, group: int, layers: range, blocks: Sequence[int], nbytes: int) -> Tensor:
+        if not 0 <= group < len(self.data):
+            raise ValueError(f"no layer group {group}")
+        num_layers = self.data[group].shape[0]
+        if layers and not (min(layers) >= 0 and max(layers) < num_layers):
+            raise ValueError(f"layers {layers} of a group of {num_layers}")
+        if blocks and not (min(blocks) > 0 and max(blocks) <= self.num_blocks):
+            raise ValueError("a block outside the pool")
+        if nbytes != self.num_bytes(group, layers, blocks):
+            raise ValueError(
+                f"{nbytes} bytes for {len(layers)} layers of {len(blocks)} blocks, which are "
+                f"{self.num_bytes(group, layers, blocks)}"
+            )
+        return torch.tensor(list(blocks), dtype=torch.int64)

@@ -1,0 +1,57 @@
+"""What a step is to compute, and what was picked from its logits: plain data. Pure."""
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.block_tables import BlockCopy
+from pdserve.engine.request import Event, TokenLogprob
+from pdserve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens [start, end) of one sequence; logits are wanted from token `first_output` on."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    choices: tuple[int, ...]  # that sample from the last token's logits
+    first_output: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_outputs(self) -> int:
+        return self.end - self.first_output
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `copies` come before anything is computed; without rows it has events only."""
+
+    events: list[Event]
+    copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # those with one token first
+    num_decode_rows: int = 0  # rows with one token
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The next token of one choice, or why there is none."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the sampler made of one row."""
+
+    picks: tuple[Pick, ...] = ()  # one per choice of the row
+    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, when asked for

@@ -1,0 +1,116 @@
+"""Turns a plan into the flat batch and runs the model on it.
+
+Block tables live in arrays with one row per slot of the batch; a step adds only what has changed.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.block_tables import blocks_for
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.plan import Plan, Row
+from pdserve.engine.sequence import Sequence
+
+Ints = NDArray[np.int64]
+
+
+class Model(Protocol):
+    """What the engine needs of a decoder."""
+
+    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+        """float32 logits [len(batch.logit_tokens), vocab]."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way: its plan and the logits that it will have."""
+
+    plan: Plan
+    logits: Tensor | None  # [outputs, vocab] in the order of the rows; None without outputs
+
+
+class ModelRunner:
+    """Owns the slots' tables; the KvCache is the engine's."""
+
+    def __init__(
+        self, model: Model, kv: KvCache, num_slots: int, context_len: int, device: str = "cpu"
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._device = torch.device(device)
+        self._block_size = kv.spec.block_size
+        width = blocks_for(context_len, self._block_size)
+        self._tables: list[Ints] = [
+            np.zeros((num_slots, width), dtype=np.int64) for _ in kv.spec.groups
+        ]
+
+    def launch(self, plan: Plan) -> Launched:
+        """Carries out the copies, then the forward pass; on CPU both are complete on return."""
+        self._kv.copy(plan.copies)
+        if not plan.rows:
+            return Launched(plan, None)
+        batch = self._batch(plan.rows, plan.num_decode_rows)
+        logits = self._model.forward(batch, self._kv)
+        return Launched(plan, None if batch.kv_only else logits)
+
+    def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch:
+        for row in rows:
+            self._sync(row.sequence)
+        slots = np.array([row.sequence.slot for row in rows])
+        starts, outputs = [0], list[int]()
+        for row in rows:
+            outputs.extend(
+                range(starts[-1] + row.first_output - row.start, starts[-1] + row.num_tokens)
+            )
+            starts.append(starts[-1] + row.num_tokens)
+        ids = [row.sequence.ids[row.start] for row in rows[:num_decode_rows]]
+        positions = [row.start for row in rows[:num_decode_rows]]
+        token_slots = slots[:num_decode_rows]
+        for row in rows[num_decode_rows:]:
+            ids.extend(row.sequence.ids[row.start : row.end])
+            positions.extend(range(row.start, row.end))
+        if len(rows) > num_decode_rows:
+            token_slots = np.repeat(slots, [row.num_tokens for row in rows])
+        position = np.array(positions)
+        block, offset = np.divmod(position, self._block_size)
+        width = blocks_for(max(row.end for row in rows), self._block_size)
+        groups = tuple(
+            GroupTable(
+                self._tensor(table[slots, :width]),
+                self._tensor(table[token_slots, block] * self._block_size + offset),
+            )
+            for table in self._tables
+        )
+        return Batch(
+            token_ids=self._tensor(np.array(ids)),
+            positions=self._tensor(position),
+            starts=tuple(starts),
+            kv_lens=tuple(row.end for row in rows),
+            num_decode_rows=num_decode_rows,
+            groups=groups,
+            logit_tokens=self._tensor(np.array(outputs, dtype=np.int64)),
+            kv_only=not outputs,
+        )
+
+    def _sync(self, sequence: Sequence) -> None:
+        """Takes over what has changed in the sequence's tables since its last step."""
+        for group, (table, blocks) in enumerate(
+            zip(self._tables, sequence.block_tables, strict=True)
+        ):
+            start = sequence.rewritten_from[group]
+            if start < len(blocks):
+                line = table[sequence.slot]
+                line[start : len(blocks)] = blocks[start:]
+                if not start:
+                    line[len(blocks) :] = 0  # another sequence had the slot before
+                sequence.rewritten_from[group] = len(blocks)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,116 @@
+"""Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
+
+Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
+is computed together does not depend on the load. Prefill takes the shortest remaining first, and
+waiting counts in a request's favour. When blocks run out, the youngest request is preempted: it
+loses its blocks, keeps its tokens and is computed again later.
+"""
+
+from pdserve.engine.limits import Limits
+from pdserve.engine.plan import Plan, Row
+from pdserve.engine.request import Computed, Event, Scheduled
+from pdserve.engine.roster import Roster
+from pdserve.engine.sequence import Job, Sequence
+
+AGEING_CHUNKS_S = 5.0  # a second of waiting counts as this many chunks less to compute
+
+
+class Scheduler:
+    """Plans steps over the jobs of a roster; what a step did comes back through Progress."""
+
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self._roster = roster
+        self._limits = limits
+
+    def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
+        """The next step with `events` to tell first, or None when there is nothing to do."""
+        plan = Plan(events)
+        in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
+        for job in list(self._roster.running):
+            self._add_decode_rows(job, plan, in_step)
+        self._add_chunks(now_s, plan, in_step)
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
+        return plan if plan.rows or plan.copies or plan.events else None
+
+    def _add_decode_rows(self, job: Job, plan: Plan, in_step: set[int]) -> None:
+        rows = [self._row(s) for s in job.sequences if s.num_left == 1]
+        if rows and self._grow(job, rows, plan, in_step):
+            plan.rows += rows
+            in_step.add(job.order)
+
+    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int]) -> None:
+        """Fills the budget, best score first; a job that cannot be admitted holds up later ones."""
+        budget = self._limits.step_tokens - len(plan.rows)
+        blocked = False
+        for job, sequence in self._queue(now_s):
+            if budget <= 0:
+                break
+            if sequence is None:
+                if blocked or min(job.num_left, self._limits.chunk_size) > budget:
+                    continue
+                sequence = self._admit(job, plan)
+                if sequence is None:
+                    blocked = True
+                    continue
+            elif sequence not in job.sequences:
+                continue  # preempted in this step
+            if not sequence.num_left:
+                continue
+            row = self._row(sequence)
+            if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
+                plan.rows.append(row)
+                in_step.add(job.order)
+                budget -= row.num_tokens
+
+    def _queue(self, now_s: float) -> list[tuple[Job, Sequence | None]]:
+        """Sequences in prefill, and waiting jobs with None, the next to compute first."""
+        ageing = AGEING_CHUNKS_S * self._limits.chunk_size
+        queue: list[tuple[float, int, Job, Sequence | None]] = []
+        for job in self._roster.running:
+            credit = ageing * (now_s - job.arrived_s)
+            for s in job.sequences:
+                if s.num_left > 1:
+                    queue.append((s.num_left - credit, job.order, job, s))
+        for job in self._roster.waiting.values():
+            credit = ageing * (now_s - job.arrived_s)
+            queue.append((job.num_left - credit, job.order, job, None))
+        queue.sort(key=lambda entry: entry[:2])
+        return [(job, sequence) for _, _, job, sequence in queue]
+
+    def _admit(self, job: Job, plan: Plan) -> Sequence | None:
+        copies = self._roster.admit(job)
+        if copies is None:
+            return None
+        plan.copies += copies
+        (sequence,) = job.sequences
+        if not job.announced:
+            job.announced = True
+            plan.events.append(Scheduled(job.key, job.cached_tokens))
+        if not sequence.num_left:  # a prefill_only request, all of it from the cache
+            plan.events.append(Computed(job.key, sequence.num_computed, True))
+            self._roster.hold(job)
+        return sequence
+
+    def _grow(self, job: Job, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
+        """Blocks for the rows of a job, if need be those of the youngest; False: not this step."""
+        for row in rows:
+            while (copies := self._roster.tables.extend(row.sequence, row.end)) is None:
+                victim = self._roster.victim(in_step)
+                if victim is None:
+                    return False
+                self._roster.preempt(victim)
+                if victim is job:
+                    return False
+            plan.copies += copies
+        return True
+
+    def _row(self, sequence: Sequence) -> Row:
+        """What the sequence computes next: up to the next chunk border, or all that is left."""
+        start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
+        end = min(total, (start // chunk + 1) * chunk)
+        choices = sequence.choices if end == total else ()
+        first_output = end - 1 if choices else end
+        if sequence.is_prefix and sequence.job.prompt_scores is not None:
+            first_output = start
+        return Row(sequence, start, end, choices, first_output)

@@ -1,0 +1,49 @@
+"""Figures of an engine for routing and metrics; counters run from its construction."""
+
+from dataclasses import dataclass
+
+from pdserve.engine.block_pool import BlockCounts
+from pdserve.engine.plan import Plan
+
+SMOOTHING = 0.2  # weight of the last prefill step in the measured rate
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot between two steps."""
+
+    running: int  # requests in the batch
+    waiting: int  # requests queued
+    waiting_tokens: int  # prefix tokens not yet computed
+    held: int  # prefill_only requests that hold their blocks
+    reserved: int  # hand-offs that are not committed
+    blocks: BlockCounts  # of the first full-attention group
+    step: int
+    prefill_tokens_s: float  # measured rate; 0: unknown
+    prompt_tokens: int  # counters from here on: prompt tokens computed
+    generation_tokens: int
+    preemptions: int
+    prefix_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_hits: int  # of them found
+
+
+class StepMeter:
+    """Counts steps and measures the prefill rate."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.prompt_tokens = 0
+        self.prefill_tokens_s = 0.0
+
+    def count(self, plan: Plan, wall_s: float) -> None:
+        """One step that took `wall_s`."""
+        self.step += 1
+        chunks = 0
+        for row in plan.rows:
+            prompt_len = len(row.sequence.job.request.prompt_ids)
+            self.prompt_tokens += max(0, min(row.end, prompt_len) - row.start)
+            chunks += row.num_tokens if row.num_tokens > 1 else 0
+        if 2 * chunks > plan.num_tokens and wall_s > 0:
+            rate = chunks / wall_s
+            old = self.prefill_tokens_s or rate
+            self.prefill_tokens_s = old + SMOOTHING * (rate - old)

@@ -1,0 +1,138 @@
+"""The engine's thread: the only one that touches the Engine, between start() and close().
+
+A turn carries out what was posted, lets the polls work for a moment, then runs one engine step.
+The thread ends with close() only: what raises is logged, and the requests concerned are told.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.request import Step
+
+log = logging.getLogger(__name__)
+
+POLL_BUDGET_S = 0.001  # that each poll may take between two steps
+IDLE_TURN_S = 1.0  # an engine that waits for blocks still turns, so that it is not taken for frozen
+
+
+class EngineThread:
+    """Runs an engine. `on_step` is called on the engine thread and must not block."""
+
+    def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._posted: deque[tuple[Callable[[Engine], object], Future[Any]]] = deque()
+        self._polls: list[Callable[[float], bool]] = []
+        self._woken = threading.Condition()
+        self._wake = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self.steps = 0  # turns: it advances at least once a second while work is queued
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the turn it is in; what is still posted is cancelled."""
+        with self._woken:
+            self._closing = True
+            self._woken.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._cancel_posted()
+
+    def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
+        """Calls fn(engine) between steps, in the order of posting; its result is the future's.
+
+        After close() the future is cancelled.
+        """
+        future: Future[Any] = Future()
+        with self._woken:
+            if self._closing:
+                future.cancel()
+                return future
+            self._posted.append((fn, future))
+            self._wake = True
+            self._woken.notify()
+        return future
+
+    def add_poll(self, fn: Callable[[float], bool]) -> None:
+        """Calls fn(budget_s) in every turn; True means that it has more to do at once."""
+        with self._woken:
+            self._polls = [*self._polls, fn]
+            self._wake = True
+            self._woken.notify()
+
+    def wake(self) -> None:
+        """Makes an idle thread take a turn, for the sake of a poll."""
+        with self._woken:
+            self._wake = True
+            self._woken.notify()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._closing:
+                self.steps += 1
+                self._carry_out_posted()
+                more = self._poll()
+                if not self._step() and not more:
+                    self._idle()
+
+    def _idle(self) -> None:
+        with self._woken:
+            if not self._wake and not self._closing:
+                self._woken.wait(IDLE_TURN_S if self._engine.has_work else None)
+            self._wake = False
+
+    def _carry_out_posted(self) -> None:
+        for _ in range(len(self._posted)):
+            fn, future = self._posted.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = fn(self._engine)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _poll(self) -> bool:
+        more = False
+        for poll in self._polls:
+            try:
+                more |= poll(POLL_BUDGET_S)
+            except Exception:
+                log.exception("a poll of the engine thread failed")
+        return more
+
+    def _step(self) -> bool:
+        """Runs one step; False if the engine had nothing to do."""
+        try:
+            step = self._engine.step()
+        except Exception as error:
+            log.exception("an engine step failed; all its requests are given up")
+            try:
+                self._engine.fail_all(f"{type(error).__name__}: {error}")
+            except Exception:
+                log.critical("the engine cannot give its requests up", exc_info=True)
+                return False  # turns go on once a second; the next step is tried then
+            return True
+        if step is None:
+            return False
+        try:
+            self._on_step(step)
+        except Exception:
+            log.exception("on_step failed; step %d", step.index)
+        return True
+
+    def _cancel_posted(self) -> None:
+        while self._posted:
+            self._posted.popleft()[1].cancel()
