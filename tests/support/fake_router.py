@@ -158,7 +158,7 @@ def scored(start: pb.Start, token: int, position: int, choice: int) -> list[pb.T
         return []
     score = logprob(position, choice)
     for rank in range(start.params.logprobs):
-        score.top_ids.append((token + rank) % 256)
+        score.top_ids.append(token if rank == 0 else (token + rank) % 256)
         score.top_logprobs.append(score.logprob - rank)
     return [score]
 
