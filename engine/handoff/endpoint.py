@@ -1,0 +1,228 @@
+"""What the two shells of a hand-off share: live attempts, an inbox, Progress, the clock.
+
+The engine thread owns every attempt and runs the machine; threads of a connection only append to
+the inbox, and the ticker thread only signs Progress and wakes the engine. Whatever names a ticket
+that is not live here is counted and ignored.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import FrameError
+from pdserve.engine.handoff.keys import TagKey, Ticket
+from pdserve.engine.handoff.machine import (
+    PROGRESS_S,
+    Action,
+    Ended,
+    Event,
+    Handoff,
+    Heard,
+    Progress,
+    Tick,
+    step,
+)
+from pdserve.engine.transport.link import Link
+
+log = logging.getLogger(__name__)
+
+MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
+
+
+@dataclass(slots=True)
+class TransportFigures:
+    """Counters of one transport since the start; KV payload only."""
+
+    num_bytes: int = 0
+    frames: int = 0
+    seconds: float = 0.0
+    refused: int = 0
+
+
+class Attempt:
+    """One side of one hand-off."""
+
+    def __init__(self, ticket: Ticket, state: Handoff, own: TagKey, peer: TagKey) -> None:
+        self.ticket = ticket
+        self.state = state
+        self.link: Link | None = None
+        self.peer_key = peer
+        self.progress: Progress | None = None  # the newest; set by the reader thread
+        self.own_key = own
+        self.sequence = itertools.count(1)  # of everything that this side signs
+
+    def post(self, body: control.Body) -> None:
+        """Sign and send; any thread."""
+        if self.link is not None:
+            sequence = next(self.sequence)
+            self.link.post(control.sign(body, self.ticket.id, sequence, self.own_key))
+
+
+AttemptT = TypeVar("AttemptT", bound=Attempt)
+
+
+class Endpoint(Generic[AttemptT]):
+    """`wake` makes the engine thread call `poll`; `progress` gives (its step counter, has work).
+
+    Subclasses map every action of the machine that their side can see to a method.
+    """
+
+    actions: dict[Action, Callable[[AttemptT], None]]
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        progress: Callable[[], tuple[int, bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
+        self.figures: dict[str, TransportFigures] = {}  # by transport
+        self._wake = wake
+        self._progress = progress
+        self._clock = clock
+        self._live: dict[bytes, AttemptT] = {}  # by ticket id
+        self._by_attempt: dict[bytes, AttemptT] = {}
+        self._links: set[Link] = set()  # until their threads are over
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._next_tick = 0.0
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick_loop, name="kv-progress")
+
+    def start(self) -> None:
+        self._ticker.start()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    # the engine thread
+
+    def poll(self, budget_s: float) -> bool:
+        """Handle what arrived, for about `budget_s`; True: there is more to do."""
+        end = self._clock() + budget_s
+        while self._inbox:
+            self._inbox.popleft()()
+        more = self._work(end)
+        now = self._clock()
+        if now >= self._next_tick:
+            self._next_tick = now + PROGRESS_S
+            for attempt in list(self._live.values()):
+                self._check(attempt)
+            self._links -= {link for link in list(self._links) if link.ended}
+        return more
+
+    def _work(self, end: float) -> bool:
+        """The side's own part of a poll."""
+        return False
+
+    def cancel(self, attempt: bytes, reason: str) -> bool:
+        """End an attempt here and at the peer; False: it is not live."""
+        found = self._by_attempt.get(attempt)
+        if found is None:
+            return False
+        self._advance(found, Ended(reason))
+        return True
+
+    def _add(self, attempt: AttemptT) -> None:
+        self._live[attempt.ticket.id] = attempt
+        self._by_attempt[attempt.ticket.attempt] = attempt
+
+    def _advance(self, attempt: AttemptT, event: Event) -> None:
+        """One step of the machine and its actions; a final attempt is forgotten first, so a
+        report never finds it."""
+        attempt.state, actions = step(attempt.state, event, self._clock())
+        if attempt.state.final:
+            self._live.pop(attempt.ticket.id, None)
+            self._by_attempt.pop(attempt.ticket.attempt, None)
+        for action in actions:
+            if action is Action.COUNT_STALE:
+                self.counters["stale"] += 1
+            else:
+                self.actions[action](attempt)
+
+    def _check(self, attempt: AttemptT) -> None:
+        link = attempt.link
+        if attempt.state.linked:  # without a link yet: dialling, which has its own bound
+            self._advance(attempt, Heard(link.heard if link is not None else self._clock()))
+        if attempt.progress is not None:
+            self._advance(attempt, attempt.progress)
+        self._advance(attempt, Tick())
+        if link is not None and attempt.state.reason in ("peer silent", "peer frozen"):
+            link.end(attempt.state.reason)  # its window is abandoned
+
+    def _drop_link(self, link: Link, reason: str) -> None:
+        """Every attempt on a closed connection ends."""
+        for attempt in [a for a in self._live.values() if a.link is link]:
+            self._advance(attempt, Ended(f"connection: {reason}", told=True))
+
+    def _figures(self, link: Link) -> TransportFigures:
+        figures = self.figures.setdefault(link.transport, TransportFigures())
+        figures.seconds += link.take_busy_s()
+        return figures
+
+    def _close_links(self, reason: str) -> None:
+        for link in list(self._links):
+            link.close(reason)
+        self._links.clear()
+
+    # threads of the connections
+
+    def _post(self, action: Callable[[], None]) -> None:
+        if len(self._inbox) >= MAX_INBOX:
+            raise FrameError("the engine does not keep up")
+        self._inbox.append(action)
+        self._wake()
+
+    def _genuine(self, message: control.Signed, link: Link) -> AttemptT | None:
+        """The live attempt that a message is about, its tag checked; None: ignore it."""
+        attempt = self._live.get(message.ticket)
+        if attempt is None:
+            self.counters["stale"] += 1
+            return None
+        if attempt.link is not None and attempt.link is not link:
+            raise FrameError("a message of another connection's attempt")
+        if not message.genuine(attempt.peer_key):
+            self.counters["refused"] += 1
+            raise FrameError("control message with a bad tag")
+        return attempt
+
+    def _shared(self, attempt: AttemptT, message: control.Signed) -> bool:
+        """What both sides take from their peer; True: done."""
+        match message.body:
+            case control.Progress(steps, busy):
+                attempt.progress = Progress(self._clock(), steps, busy)
+            case control.Abort(reason):
+                end = Ended(f"peer: {reason}", told=True)
+                self._post(partial(self._advance, attempt, end))
+            case _:
+                return False
+        return True
+
+    def closed(self, link: Link, reason: str) -> None:
+        """LinkHandler: the connection is over."""
+        self._inbox.append(partial(self._drop_link, link, reason))
+        self._wake()
+
+    # the ticker thread
+
+    def _tick_loop(self) -> None:
+        while not self._stop.wait(PROGRESS_S):
+            live = list(self._live.values())
+            steps, busy = self._progress()
+            for attempt in live:
+                if attempt.state.linked:
+                    attempt.post(control.Progress(steps, busy))
+            if live:
+                self._wake()
+
+    def _stop_ticker(self) -> None:
+        self._stop.set()
+        if self._ticker.is_alive():
+            self._ticker.join()

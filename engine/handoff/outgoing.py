@@ -1,0 +1,115 @@
+"""One attempt at prefill, and the reading and signing of its frames.
+
+A frame is built on the connection's writer thread, under the attempt's lock; freeing the blocks
+takes the same lock first, so no frame is ever signed over bytes that have a new owner.
+"""
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from pdserve.engine.handoff.endpoint import Attempt
+from pdserve.engine.handoff.frames import FrameHeader
+from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys
+from pdserve.engine.handoff.layout import Piece
+from pdserve.engine.handoff.machine import Handoff
+from pdserve.engine.kv_spec import KvSpec
+
+
+class ReadableKv(Protocol):
+    spec: KvSpec
+
+    def read(self, group: int, layers: range, blocks: list[int], out: memoryview) -> None: ...
+
+
+@dataclass(slots=True)
+class SendTimes:
+    """Clock readings of one attempt; 0: not reached."""
+
+    started: float
+    picked: float = 0.0
+    computed: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How an attempt ended at prefill; `reason` is empty if every block was acknowledged."""
+
+    attempt: bytes
+    reason: str
+    cached_tokens: int
+    num_bytes: int
+    transport: str
+    times: SendTimes
+
+
+class Outgoing(Attempt):
+    """An attempt at prefill."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        state: Handoff,
+        keys: TicketKeys,
+        address: str,
+        num_tokens: int,
+        times: SendTimes,
+    ) -> None:
+        super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
+        self.key = ticket.attempt.hex()
+        self.address = address
+        self.num_tokens = num_tokens
+        self.num_computed = 0
+        self.done = False  # the engine only holds the blocks now
+        self.cached_tokens = 0
+        self.lock = threading.Lock()  # held while a job reads blocks
+        self.readable = True  # until the blocks are given back; under the lock
+        self.next_blocks: list[int] = []  # per group, once granted
+        self.pending: dict[int, tuple[Piece, int]] = {}  # sequence -> what, resends so far
+        self.num_bytes = 0  # sent, resends included
+        self.num_frames = 0
+        self.times = times
+
+    def push(self, kv: ReadableKv, piece: Piece, table: list[int], resends: int) -> None:
+        """Queue one frame; it is read and signed when a slot is free."""
+        if self.link is not None:
+            blocks = [table[block] for block in piece.blocks]
+            self.link.push(partial(self._build, kv, piece, blocks, resends))
+
+    def _build(
+        self,
+        kv: ReadableKv,
+        piece: Piece,
+        blocks: list[int],
+        resends: int,
+        slot: int,
+        buffer: memoryview,
+    ) -> tuple[bytes, int] | None:
+        """The frame's signed record and payload size; None if the blocks are given back."""
+        spec = kv.spec
+        group = spec.groups[piece.group]
+        size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
+        payload = buffer[:size]
+        with self.lock:
+            if not self.readable:
+                return None
+            kv.read(piece.group, piece.layers, blocks, payload)
+        sequence = next(self.sequence)
+        header = FrameHeader(
+            ticket=self.ticket.id,
+            sequence=sequence,
+            slot=slot,
+            group=piece.group,
+            layers=piece.layers,
+            tokens=range(piece.blocks.start * spec.block_size, piece.blocks.stop * spec.block_size),
+            heads=range(group.head_start, group.head_end),
+            payload_bytes=size,
+            payload_tag=self.own_key.tag(Domain.PAYLOAD, sequence, payload),
+        )
+        self.pending[sequence] = (piece, resends)
+        self.num_bytes += size
+        self.num_frames += 1
+        covered = header.pack()
+        return covered + self.own_key.tag(Domain.HEADER, sequence, covered), size

@@ -1,0 +1,350 @@
+"""Decode's side of a hand-off: promises, claims in FIFO order, frames into blocks, commit.
+
+Everything but the link callbacks runs on the engine thread, which alone writes the pool. A frame's
+payload is verified on the connection's thread, on the private copy that is later written; the
+engine thread writes in slices between steps. When an attempt ends its blocks are free at once:
+frames of it that wait here are dropped, and the rest goes to scratch in the transport.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from pdserve.engine.errors import EngineError
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.endpoint import Endpoint
+from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
+from pdserve.engine.handoff.incoming import Incoming, Received, ReceiveTimes
+from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys
+from pdserve.engine.handoff.layout import Bitmap, decode_spec, spec_difference, spec_digest
+from pdserve.engine.handoff.machine import (
+    Action,
+    Claimed,
+    Ended,
+    Filled,
+    Handoff,
+    Reserved,
+    Side,
+)
+from pdserve.engine.handoff.promise import Promises, promise_blocks
+from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.request import Request, prefix_ids
+from pdserve.engine.transport.base import KvTransport, Listener, TransportRefused, Wire
+from pdserve.engine.transport.link import Link
+
+MAX_STRANGERS = 16  # connections that have not proven themselves
+
+
+class ReceivingEngine(Protocol):
+    """The part of Engine that a Receiver uses."""
+
+    def reserve(self, request: Request) -> Any: ...
+    def commit(self, reservation: Any) -> None: ...
+    def release(self, reservation: Any) -> None: ...
+    def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
+    def stats(self) -> Any: ...
+
+
+class WritableKv(Protocol):
+    spec: KvSpec
+    num_blocks: int
+
+    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """A verified frame on its way into the pool."""
+
+    attempt: Incoming
+    link: Link
+    header: FrameHeader
+    payload: memoryview = field(repr=False)
+
+
+class Receiver(Endpoint[Incoming]):
+    """`on_received(Received)` and `on_lost(attempt, reason)` are called on the engine thread."""
+
+    def __init__(
+        self,
+        engine: ReceivingEngine,
+        kv: WritableKv,
+        *,
+        boot: bytes,
+        identity: bytes,
+        on_received: Callable[[Received], None],
+        on_lost: Callable[[bytes, str], None],
+        wake: Callable[[], None],
+        progress: Callable[[], tuple[int, bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(wake, progress, clock)
+        self.promises = Promises(kv.spec.block_size)
+        self._engine = engine
+        self._kv = kv
+        self._boot = boot
+        self._identity = identity
+        self._digest = spec_digest(kv.spec)
+        self._on_received = on_received
+        self._on_lost = on_lost
+        self._claims: deque[Incoming] = deque()
+        self._parcels: deque[_Parcel] = deque()
+        self._to_ack: set[Incoming] = set()
+        self._listeners: list[Listener] = []
+        self.actions = {
+            Action.QUEUE_CLAIM: self._claims.append,
+            Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
+            Action.SEND_GRANTED: self._grant,
+            Action.FREE_BLOCKS: lambda a: self._engine.release(a.reservation),
+            Action.COMMIT: self._commit,
+            Action.SEND_COMPLETE: self._complete,
+            Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
+            Action.SEND_GONE: self._gone,
+            Action.REPORT_DONE: self._report_done,
+            Action.REPORT_LOST: lambda a: self._on_lost(a.ticket.attempt, a.state.reason),
+        }
+
+    # from the service
+
+    def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
+        """Open the listeners: name -> address. A transport that was asked for by name
+        (`chosen`) must work; otherwise one that does not is left out. Raises TransportRefused,
+        OSError."""
+        addresses = {}
+        for transport in transports:
+            try:
+                listener = transport.listen(self._boot, partial(self._accepted, transport.name))
+            except TransportRefused:
+                if chosen:
+                    raise
+                continue
+            self._listeners.append(listener)
+            addresses[transport.name] = listener.address
+        return addresses
+
+    def admit(
+        self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
+    ) -> Ticket | None:
+        """Promise blocks to a prompt that `prefill_boot` will send; None: busy. O(1)."""
+        choices = sum(c.finish is None for c in request.choices) or request.params.n
+        tokens = len(prefix_ids(request))
+        stats = self._engine.stats()
+        blocks = promise_blocks(tokens, choices, self._kv.spec.block_size)
+        blocks = min(blocks, stats.blocks.total)  # the engine knows what can never fit
+        if not self.promises.offer(blocks, stats.blocks.free + stats.blocks.cached, stats.running):
+            return None
+        ticket = Ticket(
+            os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
+        )
+        keys = derive_keys(ticket, self._digest, self._identity)
+        state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
+        self._add(Incoming(ticket, state, keys, request, blocks, times))
+        return ticket
+
+    def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
+        """Leave single choices out once the request joins the batch; False: it is not live."""
+        found = self._by_attempt.get(attempt)
+        if found is None:
+            return False
+        found.cancelled.update(choices)
+        return True
+
+    @property
+    def promised_tokens(self) -> int:
+        return self.promises.blocks * self._kv.spec.block_size
+
+    @property
+    def num_waiting(self) -> int:
+        """Attempts that are not in the batch yet."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """End every attempt and connection; call on the engine thread, or after it has ended."""
+        for listener in self._listeners:
+            listener.close()
+        for incoming in list(self._live.values()):
+            self._advance(incoming, Ended("decode stops"))
+        self._close_links("decode stops")
+        self._stop_ticker()
+
+    # the engine thread
+
+    def _work(self, end: float) -> bool:
+        self._grant_claims()
+        while self._parcels and self._clock() < end:
+            self._write(self._parcels.popleft())
+        for incoming in self._to_ack:
+            self._acknowledge(incoming)
+        self._to_ack.clear()
+        return bool(self._parcels)
+
+    def _grant_claims(self) -> None:
+        """Strict FIFO: nobody behind the head takes blocks before it has all of its own."""
+        while self._claims:
+            head = self._claims[0]
+            if not head.state.final:
+                try:
+                    reservation = self._engine.reserve(head.request)
+                except EngineError as err:
+                    self._claims.popleft()
+                    self._advance(head, Ended(f"reservation: {err}"))
+                    continue
+                if reservation is None:
+                    return
+                head.reservation = reservation
+                head.times.granted = self._clock()
+                head.bitmap = Bitmap(self._kv.spec, reservation.num_tokens, reservation.first_block)
+            self._claims.popleft()
+            if head.bitmap is not None:
+                self._advance(head, Reserved())
+                self._fill(head)
+
+    def _claim(self, incoming: Incoming, link: Link, num_tokens: int) -> None:
+        if incoming.state.final or not link.open:
+            self._gone(incoming, link)
+            return
+        if incoming.link is None:
+            incoming.link = link
+            incoming.times.claimed = self._clock()
+        self._advance(incoming, Claimed())
+        if num_tokens != incoming.num_tokens:
+            reason = f"claim of {num_tokens} tokens, not {incoming.num_tokens}"
+            self._advance(incoming, Ended(reason))
+
+    def _grant(self, incoming: Incoming) -> None:
+        assert incoming.reservation is not None
+        incoming.post(control.Granted(tuple(incoming.reservation.first_block)))
+
+    def _gone(self, incoming: Incoming, link: Link | None = None) -> None:
+        target = link or incoming.link
+        if target is not None:
+            target.post(control.encode(control.Gone(incoming.ticket.id)))
+
+    def _write(self, parcel: _Parcel) -> None:
+        incoming, header = parcel.attempt, parcel.header
+        try:
+            if incoming.bitmap is None or not incoming.state.holds:
+                self.counters["late_frames"] += 1
+                return
+            assert incoming.reservation is not None
+            piece = incoming.bitmap.piece(header)
+            if not incoming.bitmap.has(piece):
+                table = incoming.reservation.blocks[piece.group]
+                blocks = [table[block] for block in piece.blocks]
+                self._kv.write(piece.group, piece.layers, blocks, parcel.payload)
+                incoming.bitmap.add(piece)
+                incoming.num_bytes += header.payload_bytes
+                figures = self._figures(parcel.link)
+                figures.num_bytes += header.payload_bytes
+                figures.frames += 1
+            incoming.acks.append(header.sequence)
+            self._to_ack.add(incoming)
+            self._fill(incoming)
+        except FrameError as err:
+            self._figures(parcel.link).refused += 1
+            self._advance(incoming, Ended(f"frame: {err}"))
+        finally:
+            parcel.link.credit(header.slot)
+
+    def _fill(self, incoming: Incoming) -> None:
+        if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
+            self._acknowledge(incoming)
+            self._advance(incoming, Filled())
+
+    def _acknowledge(self, incoming: Incoming) -> None:
+        for at in range(0, len(incoming.acks), control.MAX_SEQUENCES):
+            incoming.post(control.Ack(tuple(incoming.acks[at : at + control.MAX_SEQUENCES])))
+        incoming.acks.clear()
+
+    def _commit(self, incoming: Incoming) -> None:
+        incoming.times.committed = self._clock()
+        self._engine.commit(incoming.reservation)
+
+    def _complete(self, incoming: Incoming) -> None:
+        incoming.post(control.Complete())
+
+    def _report_done(self, incoming: Incoming) -> None:
+        assert incoming.reservation is not None
+        assert incoming.link is not None
+        cached = max(incoming.reservation.cached_tokens, incoming.prefill_cached)
+        self._on_received(
+            Received(
+                incoming.ticket.attempt,
+                incoming.link.transport,
+                incoming.num_bytes,
+                cached,
+                incoming.times,
+            )
+        )
+        if incoming.cancelled:
+            self._engine.abort(incoming.request.key, sorted(incoming.cancelled))
+
+    # threads of the connections
+
+    def _accepted(self, transport: str, wire: Wire) -> None:
+        strangers = sum(link.open and not link.genuine for link in list(self._links))
+        if strangers >= MAX_STRANGERS:
+            self.counters["strangers_refused"] += 1
+            wire.close()
+            return
+        link = Link(wire, transport, self)
+        self._links.add(link)
+        link.accept()
+
+    def introduced(self, link: Link, hello: control.Hello) -> str:
+        if hello.decode_boot != self._boot:
+            return "this is another decode process than the ticket's"
+        if hello.identity != self._identity:
+            return (
+                f"KV identity {self._identity.hex()[:12]} here, {hello.identity.hex()[:12]} there"
+            )
+        return spec_difference(self._kv.spec, decode_spec(hello.spec))
+
+    def message(self, link: Link, message: control.Message) -> None:
+        if not isinstance(message, control.Signed):
+            raise FrameError(f"unexpected {type(message).__name__}")
+        incoming = self._genuine(message, link)
+        if incoming is None:
+            if isinstance(message.body, control.Claim):
+                link.post(control.encode(control.Gone(message.ticket)))
+            return
+        if incoming.ticket.prefill_boot != link.peer:
+            raise FrameError("a ticket of another prefill process")
+        if isinstance(message.body, control.Claim):
+            link.trust()
+            claim = partial(self._claim, incoming, link, message.body.num_tokens)
+            self._post(claim)
+        elif not self._shared(incoming, message):
+            if not isinstance(message.body, control.Computed):
+                raise FrameError(f"unexpected {type(message.body).__name__}")
+            incoming.prefill_cached = message.body.cached_tokens
+            incoming.times.computed = self._clock()
+
+    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        incoming = self._live.get(header.ticket)
+        if incoming is None or incoming.link is not link:
+            self.counters["late_frames"] += 1
+            return False
+        if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
+            self.counters["refused"] += 1
+            raise FrameError("frame header with a bad tag")
+        return True
+
+    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
+        incoming = self._live.get(header.ticket)
+        if incoming is None:
+            self.counters["late_frames"] += 1
+            link.credit(header.slot)
+            return
+        key = incoming.peer_key
+        if not key.matches(Domain.PAYLOAD, header.sequence, payload, header.payload_tag):
+            self.counters["corrupt_frames"] += 1
+            link.credit(header.slot)
+            incoming.post(control.Nack(header.sequence))
+            return
+        self._parcels.append(_Parcel(incoming, link, header, payload))
+        self._wake()

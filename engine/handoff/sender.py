@@ -1,0 +1,324 @@
+"""Prefill's side of a hand-off: claim when the engine has picked the prompt, push what is computed.
+
+Everything but the link callbacks and the building of frames (outgoing.py) runs on the engine
+thread. Blocks are held from Picked until decode's Complete, or the attempt's end. A prefill_only
+request is never preempted (engine/roster.py), so a block's bytes never change between its first
+frame and a resend of it; were it computed anew, the bytes would be equal within one numerics id,
+and decode ignores frames of blocks that it has.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.endpoint import Endpoint
+from pdserve.engine.handoff.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.keys import Ticket, derive_keys
+from pdserve.engine.handoff.layout import cut, encode_spec, slot_bytes, spec_digest
+from pdserve.engine.handoff.machine import (
+    Action,
+    Ended,
+    Filled,
+    Granted,
+    Handoff,
+    Heard,
+    Picked,
+    Side,
+)
+from pdserve.engine.handoff.outgoing import Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.request import (
+    Computed,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    Scheduled,
+    Step,
+)
+from pdserve.engine.transport.base import KvTransport, Target, TransportRefused
+from pdserve.engine.transport.dial import Dialer
+from pdserve.engine.transport.link import Link
+
+log = logging.getLogger(__name__)
+
+MAX_RESENDS = 2
+DIALERS = 4
+
+
+class SendingEngine(Protocol):
+    """The part of Engine that a Sender uses."""
+
+    def submit(self, request: Request) -> None: ...
+    def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
+    def held_blocks(self, key: str) -> list[list[int]]: ...
+    def release_held(self, key: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A decode process: its connection, or the attempts that wait for it."""
+
+    link: Link | None = None
+    waiting: list[Outgoing] = field(default_factory=list)
+
+
+class Sender(Endpoint[Outgoing]):
+    """`on_ended(Sent)` is called on the engine thread, once per started attempt."""
+
+    def __init__(
+        self,
+        engine: SendingEngine,
+        kv: ReadableKv,
+        transports: Sequence[KvTransport],
+        *,
+        boot: bytes,
+        identity: bytes,
+        on_ended: Callable[[Sent], None],
+        wake: Callable[[], None],
+        progress: Callable[[], tuple[int, bool]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(wake, progress, clock)
+        self._engine = engine
+        self._kv = kv
+        self._boot = boot
+        self._identity = identity
+        self._spec = encode_spec(kv.spec)
+        self._digest = spec_digest(kv.spec)
+        self._slot_bytes = slot_bytes(kv.spec)
+        self._on_ended = on_ended
+        self._dialer = Dialer(transports, self)
+        self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
+        self._peers: dict[bytes, _Peer] = {}  # by decode boot
+        self._by_key: dict[str, Outgoing] = {}
+        self.actions = {
+            Action.SEND_CLAIM: self._send_claim,
+            Action.SEND_FRAMES: self._push_computed,
+            Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
+            Action.LEAVE_QUEUE: self._leave,
+            Action.FREE_BLOCKS: self._leave,
+            Action.REPORT_DONE: self._report,
+            Action.REPORT_LOST: self._report,
+        }
+
+    # from the service
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """By transport: how often it was tried and refused."""
+        return self._dialer.refusals
+
+    def start_sending(
+        self,
+        ticket: Ticket,
+        address: str,
+        ids: tuple[int, ...],
+        cache_salt: bytes,
+        deadline: float,
+    ) -> None:
+        """Queue a prompt's prefill. Raises the engine's errors."""
+        key = ticket.attempt.hex()
+        params = SamplingParams(max_tokens=1)
+        self._engine.submit(
+            Request(key, ids, params, seed=0, cache_salt=cache_salt, prefill_only=True)
+        )
+        keys = derive_keys(ticket, self._digest, self._identity)
+        state = Handoff(Side.SEND, deadline)
+        outgoing = Outgoing(ticket, state, keys, address, len(ids), SendTimes(self._clock()))
+        self._by_key[key] = outgoing
+        self._add(outgoing)
+
+    def on_step(self, step: Step) -> None:
+        """What the engine did; call on the engine thread after every step."""
+        for event in step.events:
+            outgoing = self._by_key.get(event.key)
+            if outgoing is None:
+                continue
+            match event:
+                case Scheduled(_, cached_tokens):
+                    outgoing.cached_tokens = cached_tokens
+                    outgoing.times.picked = self._clock()
+                    self._advance(outgoing, Picked())
+                case Computed(_, num_tokens, done):
+                    self._computed(outgoing, num_tokens, done)
+                case RequestFailed():
+                    outgoing.readable = False  # the engine has taken the blocks back
+                    self._advance(outgoing, Ended("the engine gave it up"))
+
+    def close(self) -> None:
+        """End every attempt and connection; call on the engine thread, or after it has ended."""
+        for outgoing in list(self._live.values()):
+            self._advance(outgoing, Ended("prefill stops"))
+        self._dial_threads.shutdown()
+        while self._inbox:
+            self._inbox.popleft()()  # a connection that was just opened
+        self._close_links("prefill stops")
+        self._stop_ticker()
+
+    # the engine thread
+
+    def _computed(self, outgoing: Outgoing, num_tokens: int, done: bool) -> None:
+        outgoing.num_computed = num_tokens
+        outgoing.done = done
+        if done:
+            outgoing.times.computed = self._clock()
+            outgoing.post(control.Computed(outgoing.cached_tokens))
+        self._push_computed(outgoing)
+
+    def _push_computed(self, outgoing: Outgoing) -> None:
+        """Frames of the blocks that are computed, were asked for, and have not been sent."""
+        if not outgoing.next_blocks or not outgoing.state.holds or outgoing.link is None:
+            return
+        size = self._kv.spec.block_size
+        full = outgoing.num_computed // size
+        ready = -(-outgoing.num_tokens // size) if outgoing.done else full
+        if all(start >= ready for start in outgoing.next_blocks):
+            return
+        tables = self._engine.held_blocks(outgoing.key)
+        for group, start in enumerate(outgoing.next_blocks):
+            if start < ready:
+                outgoing.next_blocks[group] = ready
+                for piece in cut(self._kv.spec, group, range(start, ready), self._slot_bytes):
+                    outgoing.push(self._kv, piece, tables[group], 0)
+
+    def _send_claim(self, outgoing: Outgoing) -> None:
+        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Peer())
+        if peer.link is not None and peer.link.open:
+            self._claim_on(outgoing, peer.link)
+            return
+        peer.link = None
+        peer.waiting.append(outgoing)
+        if len(peer.waiting) == 1:
+            target = Target(outgoing.address, outgoing.ticket.decode_boot)
+            self._dial_threads.submit(self._dial, target)
+
+    def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
+        outgoing.link = link
+        self._advance(outgoing, Heard(self._clock()))
+        outgoing.post(control.Claim(outgoing.num_tokens))
+        if outgoing.done:
+            outgoing.post(control.Computed(outgoing.cached_tokens))
+
+    def _dialed(self, boot: bytes, link: Link | None, reason: str) -> None:
+        peer = self._peers[boot]
+        peer.link = link
+        if link is not None:
+            self._links.add(link)
+        waiting, peer.waiting = peer.waiting, []
+        for outgoing in waiting:
+            if outgoing.state.final:
+                continue
+            if link is not None and link.open:
+                self._claim_on(outgoing, link)
+            else:
+                end = Ended(reason or "the connection closed at once", told=True)
+                self._advance(outgoing, end)
+
+    def _granted(self, outgoing: Outgoing, first_blocks: tuple[int, ...]) -> None:
+        if len(first_blocks) != len(self._kv.spec.groups):
+            self._advance(outgoing, Ended("granted for another KV layout"))
+            return
+        if not outgoing.next_blocks:
+            outgoing.next_blocks = list(first_blocks)
+        self._advance(outgoing, Granted())
+
+    def _acknowledged(self, outgoing: Outgoing, sequences: tuple[int, ...]) -> None:
+        for sequence in sequences:
+            if outgoing.pending.pop(sequence, None) is None:
+                self.counters["stale"] += 1
+
+    def _refused(self, outgoing: Outgoing, sequence: int) -> None:
+        """Decode read something else than was signed: once more, then give up."""
+        found = outgoing.pending.pop(sequence, None)
+        if found is None or not outgoing.state.holds or outgoing.link is None:
+            self.counters["stale"] += 1
+            return
+        piece, resends = found
+        if resends >= MAX_RESENDS:
+            self._advance(outgoing, Ended(f"a frame was refused {resends + 1} times"))
+            return
+        self.counters["resent"] += 1
+        table = self._engine.held_blocks(outgoing.key)[piece.group]
+        outgoing.push(self._kv, piece, table, resends + 1)
+
+    def _leave(self, outgoing: Outgoing) -> None:
+        """Give the blocks back, once no job reads them."""
+        with outgoing.lock:
+            readable, outgoing.readable = outgoing.readable, False
+        if readable and outgoing.done:
+            self._engine.release_held(outgoing.key)
+        elif readable:
+            self._engine.abort(outgoing.key)
+
+    def _report(self, outgoing: Outgoing) -> None:
+        self._by_key.pop(outgoing.key, None)
+        outgoing.times.ended = self._clock()
+        transport = ""
+        if outgoing.link is not None:
+            transport = outgoing.link.transport
+            figures = self._figures(outgoing.link)
+            figures.num_bytes += outgoing.num_bytes
+            figures.frames += outgoing.num_frames
+        self._on_ended(
+            Sent(
+                outgoing.ticket.attempt,
+                outgoing.state.reason,
+                outgoing.cached_tokens,
+                outgoing.num_bytes,
+                transport,
+                outgoing.times,
+            )
+        )
+
+    # other threads
+
+    def _dial(self, target: Target) -> None:
+        hello = control.Hello(self._boot, target.boot, self._identity, "", self._spec)
+        link, reason = None, ""
+        try:
+            link = self._dialer.dial(target, hello)
+        except TransportRefused as err:
+            reason = f"cannot reach decode: {err}"
+        except Exception:
+            log.exception("dialling failed")
+            reason = "internal error"
+        self._inbox.append(partial(self._dialed, target.boot, link, reason))
+        self._wake()
+
+    def introduced(self, link: Link, hello: control.Hello) -> str:
+        return "prefill accepts no connections"
+
+    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        raise FrameError("decode does not send frames")
+
+    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
+        raise FrameError("decode does not send frames")
+
+    def message(self, link: Link, message: control.Message) -> None:
+        if isinstance(message, control.Gone):
+            gone = self._live.get(message.ticket)
+            if gone is not None and gone.link is link:
+                end = Ended("gone at decode", told=True)
+                self._post(partial(self._advance, gone, end))
+            return
+        if not isinstance(message, control.Signed):
+            raise FrameError(f"unexpected {type(message).__name__}")
+        outgoing = self._genuine(message, link)
+        if outgoing is None or self._shared(outgoing, message):
+            return
+        match message.body:
+            case control.Granted(first_blocks):
+                self._post(partial(self._granted, outgoing, first_blocks))
+            case control.Ack(sequences):
+                self._post(partial(self._acknowledged, outgoing, sequences))
+            case control.Nack(sequence):
+                self._post(partial(self._refused, outgoing, sequence))
+            case control.Complete():
+                self._post(partial(self._advance, outgoing, Filled()))
+            case _:
+                raise FrameError(f"unexpected {type(message.body).__name__}")

@@ -1,0 +1,175 @@
+"""What a KV transport is: it opens wires between a prefill and a decode process.
+
+A wire is a stream socket for records plus the transport's own way to move a frame's payload
+through numbered slots. A transport never sees a ticket, a block or a key: see link.py and
+engine/handoff for those. Adding one is a file here with a KvTransport subclass.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
+
+
+class TransportRefused(Exception):
+    """This transport cannot reach that peer; the text says why."""
+
+
+class WireClosed(Exception):
+    """The connection has ended, or its peer took longer than its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """Where a process listens and looks for its peers."""
+
+    data_bind: str = "127.0.0.1:0"  # tcp
+    shm_dir: str = ""  # shm: directory of unix sockets; empty: shm is off
+    slot_bytes: int = 1 << 20  # the largest payload; both sides derive it from their KvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A decode process, as a ticket names it."""
+
+    address: str  # host:port of its tcp listener; empty if it has none
+    boot: bytes
+
+
+class Wire(ABC):
+    """One connection. Reads happen on one thread and writes on one thread."""
+
+    def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
+        self.sock = sock
+        self.slot_bytes = slot_bytes
+        self.deadline: float | None = None  # of the reads, until the peer has proven itself
+        self.heard = time.monotonic()
+
+    def read(self, out: memoryview) -> None:
+        """Fill `out` from the stream. Raises WireClosed."""
+        filled = 0
+        while filled < len(out):
+            if self.deadline is not None:
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise WireClosed("peer took too long to introduce itself")
+                self.sock.settimeout(left)
+            try:
+                count = self.sock.recv_into(out[filled:])
+            except TimeoutError:
+                continue
+            except OSError as err:
+                raise WireClosed(f"connection lost: {err.strerror or err}") from None
+            if count == 0:
+                raise WireClosed("connection closed by the peer")
+            self.heard = time.monotonic()
+            filled += count
+
+    def trust(self) -> None:
+        """The peer has proven itself: no deadline any more."""
+        self.deadline = None
+        self.sock.settimeout(None)
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Send all parts, in order. Raises WireClosed."""
+        views = [memoryview(part) for part in parts if len(part)]
+        try:
+            while views:
+                sent = self.sock.sendmsg(views)
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+        except OSError as err:
+            raise WireClosed(f"connection lost: {err.strerror or err}") from None
+
+    @abstractmethod
+    def setup(self) -> None:
+        """decode: read what comes before the first record. Raises WireClosed."""
+
+    @abstractmethod
+    def proof(self) -> bytes:
+        """16 bytes that both ends see only if the payload's way works. Raises TransportRefused."""
+
+    @abstractmethod
+    def outgoing(self, slot: int) -> memoryview:
+        """prefill: the slot's bytes, to be filled before `send_frame`."""
+
+    @abstractmethod
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        """prefill: send a frame's record and the first `size` bytes of its slot."""
+
+    @abstractmethod
+    def receive_payload(self, slot: int, out: memoryview) -> None:
+        """decode: copy the payload of the record just read into private memory."""
+
+    @abstractmethod
+    def skip_payload(self, slot: int, size: int) -> None:
+        """decode: leave the payload of the record just read."""
+
+    def interrupt(self) -> None:
+        """Wake every thread that reads or writes here; any thread may call it."""
+        with contextlib.suppress(OSError):  # not connected any more: they have woken already
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give back the socket and the window; no thread may be using them."""
+        self.sock.close()
+
+
+class Listener:
+    """Accepts connections on a thread of its own until closed; owns the listening socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        accepted: Callable[[socket.socket], None],
+        cleanup: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._accepted = accepted
+        self._cleanup = cleanup
+        self._thread = threading.Thread(target=self._run, name="kv-accept")
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._sock.close()
+        self._cleanup()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                peer, _ = self._sock.accept()
+            except OSError:
+                return  # closed
+            self._accepted(peer)
+
+
+class KvTransport(ABC):
+    """A way from prefill to decode."""
+
+    name: ClassVar[str]
+    preference: ClassVar[int]  # `auto` tries the lowest first
+
+    def __init__(self, options: TransportOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+        """decode: hand every new wire to `accept`. Raises OSError, or TransportRefused if this
+        machine or these options do not have it."""
+
+    @abstractmethod
+    def dial(self, target: Target, timeout_s: float) -> Wire:
+        """prefill: a wire to that process. Raises TransportRefused."""

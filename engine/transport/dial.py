@@ -1,0 +1,51 @@
+"""Which transport a pair uses: the first that works, or the one asked for by name.
+
+Every refusal is kept with its reason, logged and counted; nothing is replaced silently.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdserve.engine.handoff.control import Hello
+from pdserve.engine.transport.base import KvTransport, Target, TransportRefused
+from pdserve.engine.transport.link import Link, LinkHandler
+
+log = logging.getLogger(__name__)
+
+DIAL_S = 1.0  # in all; later the attempt is lost and the router tries again
+
+
+class Dialer:
+    """Opens links from prefill. `refusals` counts (transport, reason without its address)."""
+
+    def __init__(self, transports: Sequence[KvTransport], handler: LinkHandler) -> None:
+        self._transports = transports
+        self._handler = handler
+        self.refusals: Counter[str] = Counter()
+
+    def dial(self, target: Target, hello: Hello) -> Link:
+        """Blocks for at most DIAL_S. Raises TransportRefused with every reason."""
+        end = time.monotonic() + DIAL_S
+        reasons = []
+        for transport in self._transports:
+            left = max(0.01, end - time.monotonic())
+            try:
+                wire = transport.dial(target, left)
+                left = max(0.01, end - time.monotonic())
+                named = replace(hello, transport=transport.name)
+                link = Link.dial(wire, transport.name, self._handler, named, left)
+            except TransportRefused as err:
+                self.refusals[transport.name] += 1
+                reasons.append(f"{transport.name}: {err}")
+                log.info("transport %s to %s refused: %s", transport.name, _short(target), err)
+                continue
+            log.info("transport %s to %s", transport.name, _short(target))
+            return link
+        raise TransportRefused("; ".join(reasons))
+
+
+def _short(target: Target) -> str:
+    return f"decode {target.boot.hex()[:8]}"

@@ -1,0 +1,307 @@
+"""One connection between a prefill and a decode process: its two threads, records and credits.
+
+Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
+thread alone writes. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot
+belongs to prefill until sent, then to decode until its Credit arrives.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import (
+    FRAME_BODY_BYTES,
+    FRAME_TYPE,
+    PREFIX_BYTES,
+    FrameError,
+    FrameHeader,
+    Prefix,
+)
+from pdserve.engine.transport.base import SLOTS, TransportRefused, Wire, WireClosed
+
+log = logging.getLogger(__name__)
+
+INTRODUCTION_S = 5.0  # from accept to the first genuine Claim
+MAX_POSTED = 4096  # control records waiting for a peer that does not read
+
+# Fills the slot (its number, its bytes) and returns (signed record, payload bytes), or None.
+FrameJob = Callable[[int, memoryview], tuple[bytes, int] | None]
+
+
+class LinkHandler(Protocol):
+    """Called on the link's threads; must not block. A FrameError closes the link."""
+
+    def introduced(self, link: "Link", hello: control.Hello) -> str:
+        """decode: why this peer is refused; empty: welcome."""
+
+    def message(self, link: "Link", message: control.Message) -> None: ...
+
+    def frame(self, link: "Link", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        """decode: may its payload be received? The header's tag is checked here."""
+
+    def payload(self, link: "Link", header: FrameHeader, payload: memoryview) -> None:
+        """decode: private bytes, not yet verified; `credit` the slot when done with them."""
+
+    def closed(self, link: "Link", reason: str) -> None:
+        """Once, whatever the cause."""
+
+
+class Link:
+    """Use `Link.dial` at prefill; `Link(...)`, then `accept()`, at decode."""
+
+    def __init__(self, wire: Wire, transport: str, handler: LinkHandler) -> None:
+        self.transport = transport
+        self.peer = b""  # boot id, once introduced
+        self._wire = wire
+        self._handler = handler
+        self._wake = threading.Condition()
+        self._posted: deque[bytes] = deque()
+        self._jobs: deque[FrameJob] = deque()
+        self._free = deque(range(SLOTS))
+        self._in_flight: set[int] = set()  # prefill: slots that await their credit
+        self._lent: set[int] = set()  # decode: slots whose private copy is in use
+        self._private: dict[int, memoryview] = {}
+        self._genuine = False
+        self._reason = ""
+        self._busy_s = 0.0  # moving payloads, since last taken
+        self._reader = threading.Thread(target=self._read_loop, name=f"kv-{transport}-read")
+        self._writer = threading.Thread(target=self._write_loop, name=f"kv-{transport}-write")
+
+    @classmethod
+    def dial(
+        cls,
+        wire: Wire,
+        transport: str,
+        handler: LinkHandler,
+        hello: control.Hello,
+        timeout_s: float,
+    ) -> "Link":
+        """prefill: introduce ourselves on a new wire. Raises TransportRefused."""
+        link = cls(wire, transport, handler)
+        link.peer = hello.decode_boot
+        try:
+            wire.deadline = time.monotonic() + timeout_s
+            wire.write(control.encode(hello))
+            match link._read_control(link._read_prefix()):
+                case control.Welcome(proof) if proof == wire.proof():
+                    wire.trust()
+                case control.Welcome():
+                    raise TransportRefused("decode does not see this window")
+                case control.Refused(reason):
+                    raise TransportRefused(f"refused by decode: {reason}")
+                case _:
+                    raise TransportRefused("no welcome")
+        except (WireClosed, FrameError) as err:
+            wire.close()
+            raise TransportRefused(str(err)) from None
+        except TransportRefused:
+            wire.close()
+            raise
+        link._genuine = True
+        link._start()
+        return link
+
+    def accept(self) -> None:
+        """decode: hear the peer out on the reader thread; memory stays small until `trust`."""
+        self._wire.deadline = time.monotonic() + INTRODUCTION_S
+        self._start()
+
+    @property
+    def heard(self) -> float:
+        """When the last byte arrived (time.monotonic)."""
+        return self._wire.heard
+
+    @property
+    def open(self) -> bool:
+        return not self._reason
+
+    @property
+    def ended(self) -> bool:
+        """Its threads are over and its socket is closed."""
+        return not self.open and not self._reader.is_alive()
+
+    def take_busy_s(self) -> float:
+        """Seconds spent moving payloads since the last call."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    @property
+    def genuine(self) -> bool:
+        return self._genuine
+
+    def trust(self) -> None:
+        """decode: a tagged Claim has arrived; called by the handler on the reader thread."""
+        if not self._genuine:
+            self._genuine = True
+            self._wire.trust()
+
+    def post(self, record: bytes) -> None:
+        """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
+        with self._wake:
+            self._posted.append(record)
+            full = len(self._posted) > MAX_POSTED
+            self._wake.notify()
+        if full:
+            self.end("the peer does not read")
+
+    def push(self, job: FrameJob) -> None:
+        """Queue a frame; its job runs on the writer thread when a slot is free."""
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify()
+
+    def credit(self, slot: int) -> None:
+        """decode: the payload in that slot is done with."""
+        self._lent.discard(slot)
+        self.post(control.encode(control.Credit(slot)))
+
+    def close(self, reason: str = "closed here") -> None:
+        """End it and wait for its threads, unless called on one of them."""
+        self.end(reason)
+        if threading.current_thread() not in (self._reader, self._writer):
+            self._reader.join()
+
+    def end(self, reason: str) -> None:
+        """Wake both threads to end; never waits. The first reason counts."""
+        with self._wake:
+            if self._reason:
+                return
+            self._reason = reason
+            self._wake.notify_all()
+        self._wire.interrupt()
+        self._handler.closed(self, reason)
+
+    def _start(self) -> None:
+        self._writer.start()
+        self._reader.start()
+
+    # the reader thread
+
+    def _read_loop(self) -> None:
+        try:
+            if not self._genuine:
+                self._hear_out()
+            while True:
+                prefix = self._read_prefix()
+                if prefix.type == FRAME_TYPE:
+                    self._read_frame(prefix)
+                    continue
+                message = self._read_control(prefix)
+                if isinstance(message, control.Credit):
+                    self._credited(message.slot)
+                else:
+                    self._handler.message(self, message)
+        except (WireClosed, FrameError, TransportRefused) as err:
+            self.end(str(err))
+        except Exception:
+            log.exception("hand-off connection failed")
+            self.end("internal error")
+        finally:
+            self._writer.join()
+            self._wire.close()
+
+    def _hear_out(self) -> None:
+        self._wire.setup()
+        hello = self._read_control(self._read_prefix())
+        if not isinstance(hello, control.Hello):
+            raise FrameError("no hello")
+        reason = self._handler.introduced(self, hello)
+        if not reason and hello.transport != self.transport:
+            reason = f"transport {hello.transport} on a {self.transport} listener"
+        try:
+            reply = control.Refused(reason) if reason else control.Welcome(self._wire.proof())
+        except TransportRefused as err:
+            reply = control.Refused(str(err))
+        self.peer = hello.prefill_boot
+        if isinstance(reply, control.Refused):
+            self._wire.write(control.encode(reply))  # the writer has nothing to send yet
+            raise TransportRefused(reply.reason)
+        self.post(control.encode(reply))
+
+    def _read_prefix(self) -> Prefix:
+        head = bytearray(PREFIX_BYTES)
+        self._wire.read(memoryview(head))
+        return Prefix.unpack(bytes(head))
+
+    def _read_control(self, prefix: Prefix) -> control.Message:
+        body = bytearray(prefix.length)
+        self._wire.read(memoryview(body))
+        return control.decode(prefix.pack() + bytes(body))
+
+    def _read_frame(self, prefix: Prefix) -> None:
+        if not self._genuine:
+            raise FrameError("a frame before a genuine claim")
+        body = bytearray(FRAME_BODY_BYTES)
+        self._wire.read(memoryview(body))
+        header, covered, tag = FrameHeader.unpack(prefix.pack() + bytes(body))
+        if header.slot >= SLOTS or header.payload_bytes > self._wire.slot_bytes:
+            raise FrameError("slot out of range")
+        if header.slot in self._lent:
+            raise FrameError("slot used without credit")
+        if not self._handler.frame(self, header, covered, tag):
+            self._wire.skip_payload(header.slot, header.payload_bytes)
+            self.credit(header.slot)
+            return
+        self._lent.add(header.slot)
+        payload = self._copy_of(header.slot)[: header.payload_bytes]
+        start = time.monotonic()
+        self._wire.receive_payload(header.slot, payload)
+        self._busy_s += time.monotonic() - start
+        self._handler.payload(self, header, payload)
+
+    def _copy_of(self, slot: int) -> memoryview:
+        if slot not in self._private:
+            self._private[slot] = memoryview(bytearray(self._wire.slot_bytes))
+        return self._private[slot]
+
+    def _credited(self, slot: int) -> None:
+        with self._wake:
+            if slot not in self._in_flight:
+                raise FrameError("credit for a slot that is not in flight")
+            self._in_flight.remove(slot)
+            self._free.append(slot)
+            self._wake.notify()
+
+    # the writer thread
+
+    def _write_loop(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                if isinstance(work, bytes):
+                    self._wire.write(work)
+                else:
+                    self._write_frame(*work)
+        except WireClosed as err:
+            self.end(str(err))
+        except Exception:
+            log.exception("hand-off connection failed")
+            self.end("internal error")
+
+    def _next(self) -> bytes | tuple[int, FrameJob] | None:
+        with self._wake:
+            while True:
+                if self._reason:
+                    return None
+                if self._posted:
+                    records = b"".join(self._posted)
+                    self._posted.clear()
+                    return records
+                if self._jobs and self._free:
+                    return self._free.popleft(), self._jobs.popleft()
+                self._wake.wait()
+
+    def _write_frame(self, slot: int, job: FrameJob) -> None:
+        built = job(slot, self._wire.outgoing(slot))
+        if built is None:
+            self._free.appendleft(slot)
+            return
+        record, size = built
+        with self._wake:
+            self._in_flight.add(slot)
+        start = time.monotonic()
+        self._wire.send_frame(record, slot, size)
+        self._busy_s += time.monotonic() - start

@@ -1,0 +1,27 @@
+"""The transports there are, found by looking into this folder."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import pdserve.engine.transport as package
+from pdserve.engine.transport.base import KvTransport, TransportOptions
+
+
+def transports() -> dict[str, type[KvTransport]]:
+    """name -> class, in the order in which `auto` tries them."""
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return {cls.name: cls for cls in sorted(_subclasses(), key=lambda cls: cls.preference)}
+
+
+def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]:
+    """The transports that `choice` (a name, or auto) allows, best first. Raises ValueError."""
+    known = transports()
+    if choice != "auto" and choice not in known:
+        raise ValueError(f"unknown transport {choice!r}; there are auto, {', '.join(known)}")
+    return [cls(options) for name, cls in known.items() if choice in ("auto", name)]
+
+
+def _subclasses() -> Iterator[type[KvTransport]]:
+    yield from KvTransport.__subclasses__()

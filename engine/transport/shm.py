@@ -1,0 +1,170 @@
+"""KV through memory shared on one host: prefill's sealed memfd, mapped read-only by decode.
+
+The memfd belongs to prefill and travels once over a unix socket (SCM_RIGHTS), so it works between
+containers that share the socket's directory. It is sealed against shrinking (no SIGBUS) and
+growing. Decode copies a slot to private memory and checks the copy, never the slot: a frozen
+writer that wakes up can only spoil bytes that nobody reads any more. Without a name there is no
+segment to leave behind; the memory goes with the last of the two processes.
+"""
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from pdserve.engine.transport.base import (
+    SLOTS,
+    KvTransport,
+    Listener,
+    Target,
+    TransportRefused,
+    Wire,
+    WireClosed,
+)
+
+_SLOT = struct.Struct("<H")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MAX_PATH = 107  # sun_path less its terminating zero
+_HEAD = b"K"
+PROOF_BYTES = 16
+
+
+class ShmWriter(Wire):
+    """prefill's end: owns the memfd."""
+
+    def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
+        super().__init__(sock, slot_bytes)
+        size = SLOTS * slot_bytes
+        fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory = mmap.mmap(fd, size)
+            self._nonce = os.urandom(PROOF_BYTES)
+            self._memory[:PROOF_BYTES] = self._nonce
+            socket.send_fds(sock, [_HEAD], [fd])
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._memory)
+
+    def setup(self) -> None:
+        raise WireClosed("prefill accepts no connections")
+
+    def proof(self) -> bytes:
+        return self._nonce
+
+    def outgoing(self, slot: int) -> memoryview:
+        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        self.write(record)
+
+    def receive_payload(self, slot: int, out: memoryview) -> None:
+        raise WireClosed("decode does not send frames")
+
+    def skip_payload(self, slot: int, size: int) -> None:
+        raise WireClosed("decode does not send frames")
+
+    def close(self) -> None:
+        super().close()
+        self._view.release()
+        self._memory.close()
+
+
+class ShmReader(Wire):
+    """decode's end: maps the memfd read-only."""
+
+    _memory: mmap.mmap | None = None
+
+    def setup(self) -> None:
+        fds: list[int] = []
+        try:
+            self.sock.settimeout(1.0)
+            head, fds, _, _ = socket.recv_fds(self.sock, 1, 1)
+            if head != _HEAD or len(fds) != 1:
+                raise WireClosed("no window was passed")
+            if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise WireClosed("the window is not sealed")
+            self._memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as err:
+            raise WireClosed(f"no window: {err}") from None
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def proof(self) -> bytes:
+        if self._memory is None or len(self._memory) != SLOTS * self.slot_bytes:
+            raise TransportRefused("the window has another size")
+        return self._memory[:PROOF_BYTES]
+
+    def outgoing(self, slot: int) -> memoryview:
+        raise WireClosed("decode does not send frames")
+
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        raise WireClosed("decode does not send frames")
+
+    def receive_payload(self, slot: int, out: memoryview) -> None:
+        assert self._memory is not None  # proof() has passed
+        start = slot * self.slot_bytes
+        with memoryview(self._memory) as view:
+            out[:] = view[start : start + len(out)]
+
+    def skip_payload(self, slot: int, size: int) -> None:
+        """Nothing of it is in the stream."""
+
+    def close(self) -> None:
+        super().close()
+        if self._memory is not None:
+            self._memory.close()
+
+
+class ShmTransport(KvTransport):
+    """Both ends see one directory of unix sockets, named by decode's boot id."""
+
+    name = "shm"
+    preference = 10
+
+    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+        path = self._path(boot)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as err:
+            raise TransportRefused(f"{path.parent}: {err.strerror}") from None
+        try:
+            sock.bind(str(path))
+            path.chmod(0o600)
+            sock.listen(2 * SLOTS)
+        except OSError as err:
+            sock.close()
+            raise TransportRefused(f"{path}: {err.strerror}") from None
+        size = self.options.slot_bytes
+        return Listener(
+            sock,
+            str(path),
+            lambda peer: accept(ShmReader(peer, size)),
+            lambda: path.unlink(missing_ok=True),
+        )
+
+    def dial(self, target: Target, timeout_s: float) -> Wire:
+        path = self._path(target.boot)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(str(path))
+            sock.settimeout(None)
+            return ShmWriter(sock, self.options.slot_bytes)
+        except OSError as err:
+            sock.close()
+            raise TransportRefused(f"{path}: {err.strerror or err}") from None
+
+    def _path(self, boot: bytes) -> Path:
+        if not self.options.shm_dir:
+            raise TransportRefused("no directory for its sockets (shm_dir) is set")
+        path = Path(self.options.shm_dir) / f"{boot.hex()}.sock"
+        if len(os.fsencode(path)) > _MAX_PATH:
+            raise TransportRefused(f"path longer than {_MAX_PATH} bytes: {path}")
+        return path

@@ -1,0 +1,98 @@
+"""KV over a TCP connection: payloads follow their record in the stream."""
+
+import os
+import socket
+from collections.abc import Callable
+
+from pdserve.engine.transport.base import (
+    SLOTS,
+    KvTransport,
+    Listener,
+    Target,
+    TransportOptions,
+    TransportRefused,
+    Wire,
+)
+
+SOCKET_BUFFER_BYTES = 4 << 20
+_SCRATCH_BYTES = 64 << 10
+
+
+class TcpWire(Wire):
+    """sendmsg copies a slot into the kernel before it returns, so one staging buffer serves all
+    slots; a slot number is only credit here."""
+
+    def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
+        super().__init__(sock, slot_bytes)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        self._staging: bytearray | None = None
+
+    def setup(self) -> None:
+        """The Hello is the first thing in the stream."""
+
+    def proof(self) -> bytes:
+        return bytes(16)  # a stream that carried the Hello carries the rest
+
+    def outgoing(self, slot: int) -> memoryview:
+        if self._staging is None:
+            self._staging = bytearray(self.slot_bytes)
+        return memoryview(self._staging)
+
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        self.write(record, self.outgoing(slot)[:size])
+
+    def receive_payload(self, slot: int, out: memoryview) -> None:
+        self.read(out)
+
+    def skip_payload(self, slot: int, size: int) -> None:
+        scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
+        while size:
+            part = scratch[: min(size, len(scratch))]
+            self.read(part)
+            size -= len(part)
+
+
+class TcpTransport(KvTransport):
+    """One connection per (prefill boot, decode boot)."""
+
+    name = "tcp"
+    preference = 100
+
+    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+        host, port = split_address(self.options.data_bind)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(2 * SLOTS)
+        except OSError as err:
+            sock.close()
+            raise OSError(err.errno, f"{os.strerror(err.errno or 0)}: {host}:{port}") from None
+        name = f"[{host}]" if ":" in host else host
+        address = f"{name}:{sock.getsockname()[1]}"
+        return Listener(sock, address, lambda peer: accept(_wire(peer, self.options)))
+
+    def dial(self, target: Target, timeout_s: float) -> Wire:
+        if not target.address:
+            raise TransportRefused("decode has no tcp listener")
+        try:
+            sock = socket.create_connection(split_address(target.address), timeout_s)
+        except (OSError, ValueError) as err:
+            raise TransportRefused(f"{target.address}: {err}") from None
+        sock.settimeout(None)
+        return _wire(sock, self.options)
+
+
+def _wire(sock: socket.socket, options: TransportOptions) -> TcpWire:
+    return TcpWire(sock, options.slot_bytes)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """host:port, [v6]:port. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"not an address: {address!r}")
+    return host.strip("[]"), int(port)
