@@ -1,0 +1,169 @@
+"""GGUF files written by the gguf package hold the same model as the directory they came from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, write_tiny
+from write_gguf import write_gguf
+
+from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.load import open_checkpoint
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.spec import parse_config
+from pdserve.engine.quant.registry import unpack
+
+# The format cannot state gemma's own attention scale.
+OWN = {"gemma3": {"query_pre_attn_scalar": 20}}
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+
+
+def config_of(path: Path) -> ModelConfig:
+    return parse_config(open_checkpoint(path).hf_config)
+
+
+def assert_same_tensors(gguf: Path, folder: Path) -> None:
+    got, expected = open_checkpoint(gguf), open_checkpoint(folder)
+    names = set(expected.names())
+    assert set(got.names()) == names
+    for name in names:
+        a, b = got.tensor(name), expected.tensor(name)
+        assert a.shape == b.shape == tuple(got.layout(name).shape)
+        values = unpack(b, torch.float32)
+        # Gemma's norms lose a bit when one is added and taken off again.
+        slack = 1e-6 if name.endswith("norm.weight") else 0
+        torch.testing.assert_close(unpack(a, torch.float32), values, rtol=0, atol=slack)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_same_config_and_tensors(arch: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", arch, **OWN.get(arch, {}))
+    gguf = write_gguf(folder, tmp_path / "model.gguf")
+    assert_same_tensors(gguf, folder)
+    got, expected = config_of(gguf), config_of(folder)
+    if arch == "mistral":  # is written as llama, which has no window
+        assert got.architecture == "LlamaForCausalLM"
+        return
+    assert got.norm_eps == pytest.approx(expected.norm_eps)
+    for field in ModelConfig.__dataclass_fields__:
+        if field != "norm_eps":
+            assert getattr(got, field) == getattr(expected, field), field
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_stored_blocks_with_permuted_rows(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "intermediate_size": 512}
+    folder = write_tiny(tmp_path / "hf", "llama", num_attention_heads=4, **sizes)
+    gguf = write_gguf(folder, tmp_path / "model.gguf", kind, rounded=tmp_path / "rounded")
+    layout = open_checkpoint(gguf).layout("model.layers.0.self_attn.q_proj.weight")
+    assert layout == (kind, (256, 256))
+    assert_same_tensors(gguf, tmp_path / "rounded")
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_scaling(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "qwen2", rope_parameters=ROPE[kind])
+    got = config_of(write_gguf(folder, tmp_path / "model.gguf"))
+    assert got.layers == config_of(folder).layers
+    assert got.layers[0].rope.kind == kind
+
+
+def test_llama3_rope_comes_as_factors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 500.0,
+    }
+    folder = write_tiny(tmp_path / "hf", "llama", rope_parameters=scaling)
+    rope = config_of(write_gguf(folder, tmp_path / "model.gguf")).layers[0].rope
+    assert rope.kind == "factors"
+    assert len(rope.factors) == 6
+    assert min(rope.factors) == 1
+    assert max(rope.factors) == 8
+
+
+def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    first = write_gguf(folder, tmp_path / "model.gguf", max_tensors_per_part=10)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 3
+    assert first == parts[0]
+    assert_same_tensors(parts[-1], folder)
+    assert open_checkpoint(first).files == tuple(map(str, parts))
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 3 parts .*00002-of-00003"):
+        open_checkpoint(first)
+
+
+def test_a_part_in_the_wrong_place_is_found_out(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    write_gguf(folder, tmp_path / "model.gguf", max_tensors_per_part=10)
+    one, two, _ = sorted(tmp_path.glob("model-*.gguf"))
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+    with pytest.raises(CheckpointError, match="says it is part"):
+        open_checkpoint(one)
+
+
+def test_tied_head_is_seen(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "qwen2")
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
+    assert checkpoint.hf_config["tie_word_embeddings"]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        checkpoint.tensor("lm_head.weight")
+
+
+def test_text_files(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    got = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf")).text_files()
+    expected = open_checkpoint(folder).text_files()
+    assert (got.eos_ids, got.bos_id, got.adds_bos) == ((258,), 256, True)
+    assert (expected.eos_ids, expected.bos_id, expected.adds_bos) == ((258,), 256, True)
+    assert got.chat_template == expected.chat_template
+
+
+def test_end_of_turn_token_of_the_template_ends_a_generation(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", eos_token_id=257)
+    text = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf")).text_files()
+    assert text.eos_ids == (257, 258)  # <|im_end|> is 258
+
+
+def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    gguf = write_gguf(folder, tmp_path / "model.gguf")
+    data = gguf.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
+    gguf.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"'mamba' is not known; known: gemma3, llama"):
+        open_checkpoint(gguf)
+
+
+def test_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    gguf = write_gguf(folder, tmp_path / "model.gguf")
+    gguf.write_bytes(gguf.read_bytes().replace(b"blk.1.ffn_up", b"blk.1.ffn_xx", 1))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_xx\.weight is not known for llama"):
+        open_checkpoint(gguf)
+
+
+def test_gguf_checkpoint_takes_its_mapping_from_the_caller(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    gguf = write_gguf(folder, tmp_path / "model.gguf")
+
+    def nothing(arch: str) -> tuple[str, object]:
+        raise CheckpointError(f"asked for {arch}")
+
+    with pytest.raises(CheckpointError, match="asked for llama"):
+        GgufCheckpoint(gguf, nothing)  # type: ignore[arg-type]

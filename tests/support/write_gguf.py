@@ -1,0 +1,236 @@
+"""Writes GGUF files of Hugging Face directories with the gguf package's writer and name tables.
+
+Independent of the reader under test: names, permutations and metadata follow llama.cpp's converter.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+ARCHS = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+NORMAL, CONTROL = 1, 3  # token types
+
+
+def write_gguf(
+    source: Path,
+    target: Path,
+    kind: str = "F32",
+    *,
+    max_tensors_per_part: int = 0,
+    rounded: Path | None = None,
+    **metadata: str | int | float | bool,
+) -> Path:
+    """Write the model in folder `source` as GGUF `target` and return it (the first part).
+
+    `kind` is the type of matrices whose rows it divides, F32 of all others; one that gguf cannot
+    quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new folder that gets the model
+    as the file holds it, in float32 safetensors: what a reader of the GGUF must be equal to.
+    `metadata` adds keys; "tokenizer.ggml.pre" replaces the default one.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = ARCHS[config["architectures"][0]]
+    writer = gguf.GGUFWriter(target, arch, split_max_tensors=max_tensors_per_part)
+    _write_config(writer, config)
+    _write_tokenizer(writer, source, config, metadata)
+    held = _write_tensors(writer, source, config, arch, GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if rounded is not None:
+        shutil.copytree(source, rounded, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file(held, rounded / "model.safetensors")
+    if max_tensors_per_part:
+        return next(target.parent.glob(f"{target.stem}-00001-of-*.gguf"))
+    return target
+
+
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_name("tiny")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    if config["architectures"] == ["Gemma3ForCausalLM"]:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config["sliding_window"])
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        # What the format cannot state: readers take the head size, or 168 for 27B.
+        assert config["query_pre_attn_scalar"] == head_dim
+        rope = rope["full_attention"]
+    else:
+        writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    _write_rope_scaling(writer, rope, head_dim)
+
+
+def _write_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, Any], head_dim: int) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    low_wave = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high_wave = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    factors = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        if wave < high_wave:
+            factors.append(1.0)
+        elif wave > low_wave:
+            factors.append(rope["factor"])
+        else:
+            span = rope["high_freq_factor"] - rope["low_freq_factor"]
+            smooth = (
+                rope["original_max_position_embeddings"] / wave - rope["low_freq_factor"]
+            ) / span
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def _write_tokenizer(
+    writer: gguf.GGUFWriter, source: Path, config: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    document = json.loads((source / "tokenizer.json").read_text())
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    texts = {index: text for text, index in document["model"]["vocab"].items()}
+    special = {token["id"]: token["content"] for token in document["added_tokens"]}
+    size = config["vocab_size"]
+    tokens = [special.get(i) or texts.get(i) or f"[PAD{i}]" for i in range(size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(str(metadata.pop("tokenizer.ggml.pre", "gpt-2")))
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if i in special else NORMAL for i in range(size)])
+    # The writer leaves out an empty list; a merge into a control token changes nothing.
+    merges = document["model"]["merges"] or [(text[:1], text[1:]) for text in special.values()]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_bos_token_id(config["bos_token_id"])
+    eos = config["eos_token_id"]
+    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
+    writer.add_add_bos_token(bool(document["post_processor"]))
+    template = source / "chat_template.jinja"
+    text = template.read_text() if template.exists() else settings.get("chat_template")
+    if text:
+        writer.add_chat_template(text)
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+
+def _write_tensors(
+    writer: gguf.GGUFWriter,
+    source: Path,
+    config: dict[str, Any],
+    arch: str,
+    kind: GGMLQuantizationType,
+) -> dict[str, torch.Tensor]:
+    """Returns Hugging Face name -> the float32 values that the file holds."""
+    names = gguf.get_tensor_name_map(_model_arch(arch), config["num_hidden_layers"])
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        stored |= load_file(file)
+    held: dict[str, torch.Tensor] = {}
+    generator = np.random.default_rng(0)
+    for hf_name, tensor in stored.items():
+        values = tensor.float().numpy()
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, hf_name
+        heads = {
+            "q_proj": config["num_attention_heads"],
+            "k_proj": config["num_key_value_heads"],
+        }.get(hf_name.split(".")[-2], 0)
+        permuted = arch == "llama" and heads
+        if permuted:
+            values = _permute(values, heads)
+        if arch == "gemma3" and hf_name.endswith("norm.weight"):
+            values = values + 1
+        values = _add(writer, name, values, kind, generator)
+        if permuted:
+            values = _permute_back(values, heads)
+        if arch == "gemma3" and hf_name.endswith("norm.weight"):
+            values = values - 1
+        held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
+    return held
+
+
+def _add(
+    writer: gguf.GGUFWriter,
+    name: str,
+    values: np.ndarray,
+    kind: GGMLQuantizationType,
+    generator: np.random.Generator,
+) -> np.ndarray:
+    """Adds a tensor and returns the values that the file then holds."""
+    block_values = gguf.GGML_QUANT_SIZES[kind][0]
+    if values.ndim < 2 or values.shape[-1] % block_values:
+        kind = GGMLQuantizationType.F32
+    try:
+        data = gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        data = _random_blocks(values.shape, kind, generator)
+    writer.add_tensor(name, data, raw_dtype=kind)
+    return np.array(gguf.quants.dequantize(data, kind), np.float32).reshape(values.shape)
+
+
+def _random_blocks(
+    shape: tuple[int, ...], kind: GGMLQuantizationType, generator: np.random.Generator
+) -> np.ndarray:
+    """Blocks whose values are finite and small: blocks with others are drawn again."""
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    count = math.prod(shape) // block_values
+    blocks = np.zeros((count, block_bytes), np.uint8)
+    bad = np.ones(count, bool)
+    while bad.any():
+        drawn = generator.integers(0, 256, (int(bad.sum()), block_bytes), np.uint8)
+        drawn[:, 1::2] &= 0xA3  # float16 scales become small, whichever byte is theirs
+        blocks[bad] = drawn
+        values = gguf.quants.dequantize(blocks, kind).reshape(count, -1)
+        with np.errstate(invalid="ignore"):
+            bad = ~(np.abs(values).max(axis=1) < 0.5)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _permute(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (half, pair) to (pair, half)."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
+
+
+def _permute_back(values: np.ndarray, heads: int) -> np.ndarray:
+    split = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
+
+
+def _model_arch(name: str) -> gguf.MODEL_ARCH:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
