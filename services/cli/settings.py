@@ -16,6 +16,12 @@ class UpSettings:
     )
     prefill: int = option(1, "prefill workers per model; 0: decode workers do all", min=0, max=64)
     decode: int = option(1, "decode workers per model", min=1, max=64)
+    router_port: int = option(
+        0, "port of the router's gRPC service; 0: any free one", min=0, max=65535
+    )
+    cluster_secret: str = option(
+        "", "shared secret of all internal hops; empty: a random one", secret=True
+    )
     threads: int = option(
         0, "compute threads of each worker, a core each; 0: all cores, shared out", min=0, max=1024
     )

@@ -1,0 +1,84 @@
+"""The commands of single processes: gateway, router, prefill, decode. Each imports its own part."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from pdserve.services.cli.child import take
+from pdserve.services.cli.cores import Share, machine_cores
+from pdserve.services.cli.options import OptionError
+from pdserve.services.cli.sources import Settings
+
+
+def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
+    from pdserve.gateway.main import run
+    from pdserve.gateway.settings import GatewaySettings
+
+    require(settings, "routers", "cluster_secret")
+    return guarded(lambda: run(settings.build(GatewaySettings)))
+
+
+def router(settings: Settings, positionals: Mapping[str, str]) -> int:
+    from pdserve.services.router.main import run
+    from pdserve.services.router.settings import RouterSettings
+
+    require(settings, "cluster_secret")
+    return guarded(lambda: run(settings.build(RouterSettings)))
+
+
+def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
+    from pdserve.engine.config import EngineConfig
+    from pdserve.services.prefill.settings import PrefillSettings
+
+    require(settings, "routers", "cluster_secret")
+    mine = settings.build(PrefillSettings)
+    limit_threads(mine.threads)
+    from pdserve.services.prefill.main import run
+
+    return guarded(lambda: run(mine, settings.build(EngineConfig)))
+
+
+def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
+    from pdserve.engine.config import EngineConfig
+    from pdserve.services.decode.settings import DecodeSettings
+
+    require(settings, "routers", "cluster_secret")
+    mine = settings.build(DecodeSettings)
+    limit_threads(mine.threads)
+    from pdserve.services.decode.main import run
+
+    return guarded(lambda: run(mine, settings.build(EngineConfig)))
+
+
+def require(settings: Settings, *names: str) -> None:
+    """Raises OptionError for an option that has no sensible default and was not given."""
+    for option in settings.options():
+        if option.name in names and not settings.values[option.name].value:
+            raise OptionError(f"{option.flag} is needed (or {option.env})")
+
+
+def limit_threads(threads: int) -> None:
+    """Fix the thread counts of this process before torch is imported. Raises OptionError."""
+    _, worth = machine_cores()
+    if threads > worth:
+        raise OptionError(f"--threads {threads}: {worth} cores may be used")
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and given and given != str(threads):
+        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={given}")
+    take(Share(threads or (int(given) if given.isdecimal() else worth)))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """A failure that the person can mend is a line, not a traceback."""
+    try:
+        return run()
+    except Exception as error:
+        if not isinstance(error, OSError | ValueError) and not is_typed(error):
+            raise
+        print(f"pdserve: {error}", file=sys.stderr)
+        return 1
+
+
+def is_typed(error: BaseException) -> bool:
+    """Whether it is an exception class of ours: its message is meant to be read."""
+    return type(error).__module__.startswith("pdserve.")

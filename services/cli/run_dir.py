@@ -1,0 +1,43 @@
+"""A temporary folder that a process owns while it lives.
+
+A lock on the folder says that its owner is alive; what a killed owner left behind is removed by the
+next one.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "pdserve-up-"
+
+
+@contextmanager
+def run_dir(parent: Path | None = None) -> Iterator[Path]:
+    """A private folder, removed at the end. Its path is short: unix sockets allow 107 bytes."""
+    base = parent or Path(tempfile.gettempdir())
+    sweep(base)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep(base: Path) -> None:
+    """Remove this user's folders whose owner has died."""
+    for path in base.glob(PREFIX + "*"):
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

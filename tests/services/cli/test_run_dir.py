@@ -1,0 +1,31 @@
+"""The temporary folder of `up`: private, removed, and swept after a kill."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pdserve.services.cli.run_dir import PREFIX, run_dir
+
+
+def test_it_is_private_and_removed(tmp_path: Path) -> None:
+    with run_dir(tmp_path) as folder:
+        (folder / "a.sock").touch()
+        assert folder.stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_owner_is_swept_and_a_living_one_kept(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, signal\n"
+        "from pdserve.services.cli.run_dir import run_dir\n"
+        f"with run_dir(pathlib.Path({str(tmp_path)!r})):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(PREFIX)
+    with run_dir(tmp_path) as first:
+        assert not left.exists()
+        with run_dir(tmp_path) as second:
+            assert first.exists()
+            assert second.exists()

@@ -1,0 +1,155 @@
+"""Children are restarted, stopped in order, killed after the bound, and never orphaned."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve.services.cli.child import Task
+from pdserve.services.cli.cores import Share
+from pdserve.services.cli.supervisor import Child, StartError, Supervisor, restart_delay
+
+Events = list[tuple[str, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+@pytest.fixture
+def supervisor(events: Events) -> Iterator[Supervisor]:
+    def note(child: Child, event: str, figures: dict[str, Any]) -> None:
+        events.append((child.name, event, figures))
+
+    with Supervisor(note) as made:
+        yield made
+
+
+def start(supervisor: Supervisor, behaviour: str, *args: Any, share: Share | None = None) -> Child:
+    task = Task(f"fake_service:{behaviour}", args, share)
+    return supervisor.start(behaviour, lambda: task)
+
+
+def all_ready(supervisor: Supervisor) -> bool:
+    return supervisor.run_until(lambda: all(c.ready for c in supervisor.children), 20.0)
+
+
+def test_a_child_gets_its_share_before_any_import(supervisor: Supervisor, events: Events) -> None:
+    core = min(os.sched_getaffinity(0))
+    child = start(supervisor, "good", "an argument", share=Share(1, (core,)))
+    assert all_ready(supervisor)
+    assert [event for _, event, _ in events] == ["listening", "loading", "ready"]
+    facts = child.figures
+    assert facts["cores"] == [core]
+    assert (facts["omp"], facts["wait"], facts["torch"]) == ("1", "PASSIVE", False)
+    assert facts["args"] == ["'an argument'"]
+    assert facts["pgid"] == facts["pid"]
+    assert supervisor.stop([[child]], 10.0)
+    assert not psutil.pid_exists(facts["pid"])
+
+
+def test_a_killed_child_is_restarted_at_once(supervisor: Supervisor, events: Events) -> None:
+    child = start(supervisor, "good")
+    assert all_ready(supervisor)
+    first = child.figures["pid"]
+    os.kill(first, signal.SIGKILL)
+    killed = time.monotonic()
+    assert supervisor.run_until(lambda: child.restarts == 1 and child.ready, 20.0)
+    assert child.figures["pid"] != first
+    assert ("good", "restart", {}) in events
+    died = next(figures for _, event, figures in events if event == "died")
+    assert died["code"] == -signal.SIGKILL
+    assert child.started_at - killed < 0.9  # no delay
+
+
+def test_one_that_dies_again_is_restarted_with_a_delay(supervisor: Supervisor) -> None:
+    child = start(supervisor, "mortal")
+    assert supervisor.run_until(lambda: child.deaths_in_a_row == 2, 20.0)
+    assert child.restarts == 1
+    assert child.restart_at is not None
+    assert 0.5 < child.restart_at - time.monotonic() <= 1.0
+
+
+def test_delays() -> None:
+    assert [restart_delay(n) for n in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_child_that_never_was_ready_is_an_error(supervisor: Supervisor) -> None:
+    start(supervisor, "broken")
+    with pytest.raises(StartError, match=r"broken could not start: no such model: nowhere\.gguf"):
+        all_ready(supervisor)
+
+
+def test_an_unforeseen_failure_is_named(supervisor: Supervisor) -> None:
+    start(supervisor, "surprised")
+    with pytest.raises(StartError, match=r"KeyError: 'oops'"):
+        all_ready(supervisor)
+
+
+def test_stages_end_one_after_the_other(supervisor: Supervisor, tmp_path: Path) -> None:
+    log = tmp_path / "order"
+    children = [start(supervisor, "logged", str(log), name) for name in "abc"]
+    assert all_ready(supervisor)
+    assert supervisor.stop([[children[2]], [children[0]], [children[1]]], 10.0)
+    assert log.read_text().split() == ["c", "a", "b"]
+
+
+def test_a_stubborn_child_is_killed_after_the_bound(supervisor: Supervisor) -> None:
+    children = [start(supervisor, "stubborn"), start(supervisor, "good")]
+    assert all_ready(supervisor)
+    started = time.monotonic()
+    assert not supervisor.stop([children], 0.5)
+    assert 0.5 <= time.monotonic() - started < 5
+    assert not any(psutil.pid_exists(child.figures["pid"]) for child in children)
+
+
+def test_a_second_signal_kills_at_once(supervisor: Supervisor) -> None:
+    child = start(supervisor, "stubborn")
+    assert all_ready(supervisor)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert supervisor.run_until(lambda: False, 5.0)
+    assert supervisor.signals == [signal.SIGTERM]
+    again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    again.start()
+    started = time.monotonic()
+    assert not supervisor.stop([[child]], 60.0)
+    assert time.monotonic() - started < 10
+    again.join()
+    assert not psutil.pid_exists(child.figures["pid"])
+
+
+def test_no_orphan_when_the_parent_is_killed() -> None:
+    """The whole tree goes, though the parent could do nothing."""
+    code = (
+        "import os\n"
+        "from pdserve.services.cli.child import Task\n"
+        "from pdserve.services.cli.supervisor import Supervisor\n"
+        "if __name__ == '__main__':\n"
+        "    with Supervisor(lambda *_: None) as s:\n"
+        "        c = s.start('x', lambda: Task('fake_service:stubborn', ()))\n"
+        "        assert s.run_until(lambda: c.ready, 20)\n"
+        "        print(c.figures['pid'], flush=True)\n"
+        "        s.run_until(lambda: False)\n"
+    )
+    support = str(Path(__file__).parents[2] / "support")
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": support},
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        child = psutil.Process(pid)
+        parent.kill()
+        psutil.wait_procs([child], timeout=5)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

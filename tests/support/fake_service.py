@@ -1,0 +1,107 @@
+"""Services for tests of what supervises them: each behaves in one way, none does any work."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pdserve.services.host.lifecycle import Report
+
+
+def until_sigterm() -> int:
+    signal.sigwait({signal.SIGTERM})
+    return 0
+
+
+def block() -> None:
+    """SIGTERM waits for until_sigterm."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def good(*args: Any, report: Report) -> int:
+    """Loads, is ready, and ends in order."""
+    block()
+    report("listening", {"address": "127.0.0.1:1", "args": [repr(a) for a in args]})
+    report("loading", {"fraction": 0.5})
+    facts = {
+        "pid": os.getpid(),
+        "pgid": os.getpgid(0),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "omp": os.environ.get("OMP_NUM_THREADS", ""),
+        "wait": os.environ.get("OMP_WAIT_POLICY", ""),
+        "torch": "torch" in sys.modules,
+    }
+    report("ready", facts)
+    return until_sigterm()
+
+
+def logged(path: str, name: str, report: Report) -> int:
+    """Like good; writes its name to the file when it ends."""
+    code = good(report=report)
+    with Path(path).open("a") as file:
+        file.write(name + "\n")
+    return code
+
+
+def broken(report: Report) -> int:
+    """Never becomes ready."""
+    raise OSError("no such model: nowhere.gguf")
+
+
+def surprised(report: Report) -> int:
+    """Fails in a way that nobody foresaw."""
+    raise KeyError("oops")
+
+
+def mortal(report: Report) -> int:
+    """Dies as soon as it is ready."""
+    report("ready", {"pid": os.getpid()})
+    return 3
+
+
+def stubborn(report: Report) -> int:
+    """Does not end when it is asked to."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    report("ready", {"pid": os.getpid()})
+    while True:
+        time.sleep(60)
+
+
+def router(settings: Any, report: Report) -> int:
+    """As `pdserve up` starts it."""
+    block()
+    port = settings.bind.rpartition(":")[2]
+    address = f"127.0.0.1:{4000 if port == '0' else port}"
+    facts = {"bind": settings.bind, "address": address, "secret": settings.cluster_secret}
+    report("listening", facts)
+    report("ready", {"pid": os.getpid()})
+    return until_sigterm()
+
+
+def gateway(settings: Any, report: Report) -> int:
+    block()
+    report("listening", {"url": f"http://{settings.host}:{settings.port}", "grpc": "g:1"})
+    facts = {"routers": settings.routers, "secret": settings.cluster_secret}
+    report("ready", {"pid": os.getpid(), "models": ["fake"], **facts})
+    return until_sigterm()
+
+
+def worker(settings: Any, engine: Any, report: Report) -> int:
+    block()
+    report("listening", {"address": "127.0.0.1:2", "data_address": "127.0.0.1:3"})
+    report("loading", {"fraction": 0.3})
+    report("loading", {"fraction": 1.0})
+    facts = {
+        "pid": os.getpid(),
+        "routers": settings.routers,
+        "secret": settings.cluster_secret,
+        "threads": settings.threads,
+        "shm_dir": settings.shm_dir,
+        "model": engine.model,
+        "kv_tokens": 1000,
+    }
+    Path(settings.shm_dir, f"{os.getpid()}.sock").touch()
+    report("ready", facts)
+    return until_sigterm()
