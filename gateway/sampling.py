@@ -3,7 +3,6 @@
 REST and gRPC both come through `resolve`, so they refuse the same things with the same words.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -61,12 +60,9 @@ def check_range(
     param: str, value: float, low: float, high: float, *, open_low: bool = False
 ) -> None:
     """Raises ServiceError unless low <= value <= high (low < value if open)."""
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        raise refuse(
-            param,
-            f"{param} must be {'above' if open_low else 'from'} {low:g}"
-            f"{' and at most' if open_low else ' to'} {high:g}, not {value:g}",
-        )
+    if not low <= value <= high or (open_low and value == low):  # NaN compares false
+        limits = f"above {low:g} and at most" if open_low else f"from {low:g} to"
+        raise refuse(param, f"{param} must be {limits} {high:g}, not {str(value)[:40]}")
 
 
 def check(wishes: Wishes, card: ModelCard) -> None:
@@ -91,9 +87,7 @@ def check(wishes: Wishes, card: ModelCard) -> None:
     if w.best_of is not None and w.best_of < w.n:
         raise refuse("best_of", f"best_of must be at least n ({w.n}), not {w.best_of}")
     if w.max_tokens is not None and w.max_tokens < 1:
-        raise refuse(
-            w.max_tokens_field, f"{w.max_tokens_field} must be at least 1, not {w.max_tokens}"
-        )
+        raise refuse(w.max_tokens_field, f"{w.max_tokens_field} must be at least 1")
     if len(w.stop) > MAX_STOPS:
         raise refuse("stop", f"at most {MAX_STOPS} stop strings, not {len(w.stop)}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in w.stop):
@@ -124,12 +118,12 @@ def resolve(
     if prompt_len < 1:
         raise refuse(param, "the prompt has no tokens")
     if left < (w.max_tokens or 1):
-        asked = f" and {w.max_tokens} for the answer" if w.max_tokens else ""
+        asked = f" and asks for {str(w.max_tokens)[:20]} more" if w.max_tokens else ""
         raise ServiceError(
             CONTEXT_LENGTH_EXCEEDED,
             f"the model's context is {card.context_len} tokens; "
             f"this request has {prompt_len} in its prompt{asked}",
-            param=param,
+            param=w.max_tokens_field if left >= 1 else param,
         )
     max_tokens = w.max_tokens or left
     if w.min_tokens > max_tokens:

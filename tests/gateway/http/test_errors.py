@@ -1,0 +1,350 @@
+"""Whatever a client does wrong, it gets an OpenAI error object that names the field."""
+
+import asyncio
+import json
+
+import pytest
+from fake_router import FakeRouter, saying, served
+
+from pdserve.gateway.limits import Limits
+
+pytestmark = pytest.mark.anyio
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+
+
+def check(reply, status, param=None, code=None):
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+    assert error["code"] == code, error
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", []),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**31),
+        ("min_p", -1),
+        ("min_p", 1.01),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 11),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("n", 0),
+        ("n", 129),
+        ("n", "2"),
+        ("n", True),
+        ("n", 1.0),
+        ("seed", 2**64),
+        ("seed", "a"),
+        ("seed", 10**400),
+        ("temperature", 10**400),
+        ("n", 10**400),
+        ("min_tokens", 10**400),
+        ("stop_token_ids", [10**400]),
+        ("logit_bias", {"1": 10**400}),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_completion_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 10**6),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"99999": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [10**7]),
+        ("stop_token_ids", [0] * 129),
+        ("top_logprobs", 3),  # without logprobs
+        ("logprobs", 1),  # chat: a boolean
+        ("stream", "yes"),
+        ("messages", []),
+        ("messages", "hi"),
+        ("ignore_eos", 1),
+        ("cache_salt", "x" * 257),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_wrong_types_and_ranges(make_http, field, value):
+    router = FakeRouter(saying("hello"))
+    reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI, field: value})
+    param = reply.json()["error"]["param"]
+    check(reply, 400, param)
+    assert param.split(".")[0].split("[")[0] == field
+    assert router.starts == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": HI, "functions": [{}]}, "functions"),
+        ({"messages": HI, "modalities": ["audio"]}, "modalities"),
+        ({"messages": HI, "chat_template": "x"}, "chat_template"),
+    ],
+)
+async def test_chat_bodies(make_http, body, param):
+    check(await make_http(saying("x")).post(CHAT, json={"model": "tiny", **body}), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [10**400]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 128, "n": 5}, "n"),
+        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 129}, "best_of"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "echo": "yes"}, "echo"),
+    ],
+)
+async def test_plain_bodies(make_http, body, param):
+    check(await make_http(saying("x")).post(PLAIN, json={"model": "tiny", **body}), 400, param)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": "tiny",}',
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b"\xff\xfe",
+        b'{"a": "\\ud800"}',
+        b"[" * 5000,
+        b'{"a":' * 1000 + b"1" + b"}" * 1000,
+    ],
+)
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", ""])
+async def test_malformed_json(make_http, data, content_type):
+    reply = await make_http(saying("x")).post(
+        CHAT, content=data, headers={"content-type": content_type}
+    )
+    check(reply, 400)
+
+
+async def test_a_number_too_large_for_a_float(make_http):
+    data = json.dumps({"messages": HI, "temperature": 0}).replace(" 0", " 1e999")
+    check(await make_http(saying("x")).post(CHAT, content=data), 400, "temperature")
+
+
+async def test_content_type_is_not_needed(make_http):
+    data = json.dumps({"messages": HI}).encode()
+    for content_type in ("", "text/plain", "application/json; charset=latin-1"):
+        headers = {"content-type": content_type}
+        reply = await make_http(saying("x")).post(CHAT, content=data, headers=headers)
+        assert reply.status_code == 200
+
+
+async def test_unknown_model(make_http):
+    reply = await make_http(saying("x")).post(CHAT, json={"model": "other", "messages": HI})
+    error = check(reply, 404, "model", "model_not_found")
+    assert "'other'" in error["message"]
+
+
+async def test_a_model_must_be_named_if_there_are_several(make_http):
+    cards = [served(name)[0] for name in ("one", "two")]
+    router = FakeRouter(saying("x"), cards)
+    check(await make_http(router).post(CHAT, json={"messages": HI}), 400, "model")
+    assert (
+        await make_http(router).post(CHAT, json={"model": "two", "messages": HI})
+    ).status_code == 200
+
+
+async def test_a_model_without_template_still_completes(make_http):
+    card, blobs = served()
+    card.ClearField("template_digest")
+    router = FakeRouter(saying("x"), [card], blobs)
+    error = check(await make_http(router).post(CHAT, json={"messages": HI}), 400, "messages")
+    assert "no chat template" in error["message"]
+    assert (await make_http(router).post(PLAIN, json={"prompt": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a b " * 400}]}, "messages"),
+        (CHAT, {"messages": HI, "max_tokens": 512}, "max_tokens"),
+        (CHAT, {"messages": HI, "max_completion_tokens": 512}, "max_completion_tokens"),
+        (CHAT, {"messages": HI, "max_tokens": 10**400}, "max_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": " " * 40_000}]}, "messages"),
+        (PLAIN, {"prompt": "a b " * 400}, "prompt"),
+        (PLAIN, {"prompt": [1] * 512}, "prompt"),
+        (PLAIN, {"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_too_long_for_the_context(make_http, url, body, param):
+    router = FakeRouter(saying("x"))
+    check(await make_http(router).post(url, json=body), 400, param, "context_length_exceeded")
+    assert router.starts == []
+
+
+async def test_the_whole_context_can_be_used(make_http):
+    router = FakeRouter(saying("x"))
+    body = {"prompt": [1] * 500, "max_tokens": 12}
+    assert (await make_http(router).post(PLAIN, json=body)).status_code == 200
+    reply = await make_http(router).post(PLAIN, json={"prompt": [1] * 511})
+    assert reply.status_code == 200
+    assert router.starts[-1].params.max_tokens == 1
+
+
+async def test_unknown_routes_and_methods(make_http):
+    client = make_http(saying("x"))
+    for url in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json", "/v1/chat/completions/"):
+        check(await client.get(url), 404, code="unknown_url")
+    reply = await client.get(CHAT)
+    check(reply, 405, code="method_not_allowed")
+    assert reply.headers["allow"] == "POST"
+    check(await client.delete("/v1/models"), 405, code="method_not_allowed")
+
+
+async def test_body_too_large(make_http):
+    client = make_http(saying("x"))
+    check(await client.post(CHAT, content=b"x" * 70_000), 413)
+
+    async def chunks():
+        for _ in range(10):
+            yield b"x" * 10_000
+
+    check(await client.post(CHAT, content=chunks()), 413)
+
+
+async def test_body_too_slow(make_app):
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "raw_path": b"", "query_string": b"",
+        "headers": [], "http_version": "1.1", "scheme": "http", "server": ("x", 1),
+    }  # fmt: skip
+    await make_app(FakeRouter(saying("x")))(scope, receive, send)
+    assert sent[0]["status"] == 408
+
+
+async def test_keys_are_needed_everywhere_but_for_probes(make_http):
+    client = make_http(saying("x"), keys=("secret",), open_metrics=False)
+    for method, url in (
+        ("POST", CHAT), ("POST", PLAIN), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
+        ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/nothing"),
+        ("GET", "//health"), ("GET", "/health/"), ("OPTIONS", CHAT),
+    ):  # fmt: skip
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            reply = await client.request(method, url, headers=headers)
+            check(reply, 401, code="invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/ready")).status_code == 200
+    good = {"authorization": "bearer  secret "}
+    assert (await client.get("/v1/models", headers=good)).status_code == 200
+    assert (await make_http(saying("x"), keys=("a",)).get("/metrics")).status_code == 200
+
+
+async def test_request_ids(make_http):
+    client = make_http(saying("x"))
+    given = {"x-request-id": "abc-123"}
+    assert (await client.get("/health", headers=given)).headers["x-request-id"] == "abc-123"
+    bad = ["", "a b", "x" * 129, "é", "<script>"]
+    for value in bad:
+        reply = await client.get("/nothing", headers=[(b"x-request-id", value.encode("latin-1"))])
+        assert reply.headers["x-request-id"] not in ("", value)
+    first, second = [(await client.get("/health")).headers["x-request-id"] for _ in range(2)]
+    assert first != second
+
+
+@pytest.mark.parametrize(("limits", "words"), [((1, 9), "open"), ((9, 1), "waiting")])
+async def test_more_requests_than_there_is_room_for(make_http, limits, words):
+    hold = asyncio.Event()
+
+    async def play(router, start):
+        await hold.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    client = make_http(FakeRouter(play), limits=Limits(*limits))
+    first = asyncio.create_task(client.post(CHAT, json={"messages": HI}))
+    await asyncio.sleep(0.05)
+    reply = await client.post(CHAT, json={"messages": HI})
+    assert reply.status_code == 429
+    error = reply.json()["error"]
+    assert error["type"] == "rate_limit_error"
+    assert words in error["message"]
+    assert int(reply.headers["retry-after"]) >= 1
+    hold.set()
+    assert (await first).status_code == 200
+    assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
+
+
+async def test_a_fault_of_ours_is_not_shown(make_http):
+    async def play(router, start):
+        raise RuntimeError("secret detail")
+        yield
+
+    for stream in (False, True):
+        reply = await make_http(play).post(CHAT, json={"messages": HI, "stream": stream})
+        error = check(reply, 500, code="internal")
+        assert "secret" not in error["message"]
+
+
+async def test_no_worker_is_503(make_http):
+    router = FakeRouter(saying("x"))
+    router.view = None
+    reply = await make_http(router).get("/ready")
+    check(reply, 503, code="unavailable")
+    assert reply.headers["retry-after"]
