@@ -11,15 +11,13 @@ from google.protobuf.message import Message
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.protos.worker_pb2 import DecodeCommand, DecodeEvent, PrefillCommand, PrefillEvent
+from pdserve.protos.worker_pb2 import DecodeEvent
 
 MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
 MAX_MERGED_IDS = 1024
 MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 candidates
 
-EventT = TypeVar(
-    "EventT", RequestEvent, DecodeEvent, PrefillEvent, DecodeCommand, PrefillCommand, Message
-)
+EventT = TypeVar("EventT", bound=Message)
 
 
 class Outbox(Generic[EventT]):

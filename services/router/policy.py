@@ -7,9 +7,6 @@ seams are `decode_cost`, `prefill_cost` and `pays`; today the last is a threshol
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
-
-RemotePrefill = Literal["auto", "always", "never"]
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
@@ -47,7 +44,7 @@ class PromptFacts:
 class Rules:
     """The operator's choice."""
 
-    remote_prefill: RemotePrefill = "auto"
+    remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
     max_prefill_failures: int = 2
 

@@ -1,0 +1,108 @@
+"""What one request is and has: its Start and the ids of each choice; pure.
+
+Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing.
+"""
+
+from collections.abc import Sequence
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+
+MAX_CHOICES = 128
+
+
+class LostTokens(Exception):
+    """A message of tokens left a gap: ids before it never arrived."""
+
+
+class Answer:
+    """A request's state, from which a Start for any worker can be made at any time.
+
+    Takes the Start over. Raises ServiceError(INVALID_ARGUMENT) on what no worker could take.
+    """
+
+    def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ServiceError(pb.INVALID_ARGUMENT, "the prompt is empty", "prompt_ids")
+        if start.params.n > MAX_CHOICES:
+            raise ServiceError(pb.INVALID_ARGUMENT, f"n is above {MAX_CHOICES}", "n")
+        if len(start.choices) not in (0, max(1, start.params.n)):
+            raise ServiceError(pb.INVALID_ARGUMENT, "choices must be none or n", "choices")
+        self.start = start  # without ids and choices
+        self.prompt_ids = list(prompt_ids)
+        self.choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        for mine, given in zip(self.choices, start.choices, strict=False):
+            mine.CopyFrom(given)
+        del self.start.choices[:]
+        del self.start.prompt_ids[:]
+
+    def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
+        """The part that is new, or None. Raises LostTokens."""
+        if tokens.choice >= len(self.choices):
+            return None
+        choice = self.choices[tokens.choice]
+        known = len(choice.generated_ids)
+        if choice.finish:
+            return None
+        if tokens.position > known:
+            raise LostTokens(f"choice {tokens.choice}: {known} ids, then {tokens.position}")
+        skip = known - tokens.position
+        if skip >= len(tokens.ids) and not tokens.finish:
+            return None
+        if skip:
+            del tokens.ids[:skip]
+            del tokens.logprobs[:skip]
+            tokens.position = known
+        choice.generated_ids.extend(tokens.ids)
+        choice.finish = tokens.finish
+        return tokens
+
+    def scored(self) -> bool:
+        """Whether prompt log-probabilities are still wanted; they go out once."""
+        wanted = self.start.params.HasField("prompt_logprobs")
+        self.start.params.ClearField("prompt_logprobs")
+        return wanted
+
+    def abort(self, choices: Sequence[int]) -> None:
+        """Mark choices as ended by the client."""
+        for index in choices:
+            if index < len(self.choices) and not self.choices[index].finish:
+                self.choices[index].finish = pb.ABORTED
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has its finish reason."""
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def begun(self) -> bool:
+        """A choice has ids."""
+        return any(choice.generated_ids for choice in self.choices)
+
+    @property
+    def may_go_remote(self) -> bool:
+        """Prompt log-probabilities need the logits of the whole prompt, so stay at decode."""
+        return not self.start.params.HasField("prompt_logprobs")
+
+    def prefix_ids(self) -> list[int]:
+        """The ids whose KV must exist before the first decode row, plus that row's token.
+
+        The prompt; with exactly one unfinished choice, what it has generated too.
+        """
+        unfinished = [choice for choice in self.choices if not choice.finish]
+        if len(unfinished) == 1:
+            return [*self.prompt_ids, *unfinished[0].generated_ids]
+        return self.prompt_ids
+
+    def to_start(self, epoch: int, strikes: int, remaining_ms: int, queue_ms: int) -> pb.Start:
+        """The Start of the next try, without prompt ids: they may travel in parts."""
+        start = pb.Start()
+        start.CopyFrom(self.start)
+        start.epoch = epoch
+        start.strikes = strikes
+        start.remaining_ms = remaining_ms
+        start.queue_remaining_ms = queue_ms
+        start.ClearField("placement")
+        if self.begun or any(choice.finish for choice in self.choices):
+            start.choices.extend(self.choices)
+        return start

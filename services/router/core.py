@@ -1,0 +1,165 @@
+"""The router in one object: fleet, dispatcher and links, tied together by the loop's clock.
+
+The only place that reads the clock; everything below takes time as an argument.
+"""
+
+import asyncio
+import logging
+import os
+import random
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos.router_pb2 import FleetView, WorkerView
+from pdserve.protos.worker_pb2 import DecodeEvent
+from pdserve.services.router.answer import Answer
+from pdserve.services.router.dispatcher import Dispatcher
+from pdserve.services.router.fleet import Fleet, State, Worker
+from pdserve.services.router.flow import Client
+from pdserve.services.router.links import Event, Links
+from pdserve.services.router.policy import Rules
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+
+class RouterCore:
+    """What the servicers call. Construct it inside the running loop."""
+
+    def __init__(self, secret: str, rules: Rules, max_queued: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.boot = os.urandom(16)
+        self.fleet = Fleet()
+        self.links = Links(secret, self.boot, self)
+        self.dispatcher = Dispatcher(
+            self.fleet,
+            rules,
+            self.links.send,
+            random.Random(),
+            max_queued,
+            self._loop.time(),
+        )
+        self._idle = asyncio.Event()  # set when nothing runs any more, while draining
+        self._ticker = asyncio.create_task(self._tick(), name="router tick")
+
+    async def close(self) -> None:
+        """End sessions and timers."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.links.close_all()
+
+    async def drain(self) -> None:
+        """Take no new request; return when none runs any more."""
+        self.dispatcher.draining = True
+        if self.dispatcher.num_running:
+            await self._idle.wait()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._loop.time()
+            self._bury(self.fleet.tick(now))
+            self.dispatcher.tick(now)
+            if self.dispatcher.draining and not self.dispatcher.num_running:
+                self._idle.set()
+
+    def _bury(self, dead: list[Worker]) -> None:
+        for worker in dead:
+            log.warning("worker %s is dead", worker.hello.address)
+            self.links.close(worker)
+            self.dispatcher.disconnected(
+                worker, died=not worker.said_goodbye, now=self._loop.time()
+            )
+
+    # --- join streams
+
+    def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
+        """A worker's stream began."""
+        now = self._loop.time()
+        worker, dead = self.fleet.join(hello, now)
+        self._bury(dead)
+        self.links.open(worker)
+        self.dispatcher.joined(worker, now)
+        role = fleet_pb2.Role.Name(hello.role).lower()
+        log.info("%s worker %s joined, model %s", role, hello.address, worker.model)
+        return worker
+
+    def report(self, worker: Worker, report: fleet_pb2.WorkerReport) -> bool:
+        """A later message of its stream; False if the worker was given up and must join anew."""
+        now = self._loop.time()
+        if self.fleet.get(worker.boot) is not worker:
+            return False
+        self.fleet.heard(worker, now)
+        kind = report.WhichOneof("report")
+        if kind == "load":
+            worker.report(report.load)
+            self.dispatcher.on_load(worker, now)
+        elif kind == "prefixes":
+            worker.prefixes.apply(report.prefixes)
+        elif kind == "goodbye":
+            log.info("worker %s drains: %s", worker.hello.address, report.goodbye.reason)
+            self.fleet.goodbye(worker)
+        return True
+
+    def left(self, worker: Worker, lease: int) -> None:
+        """Its stream ended."""
+        self._bury(self.fleet.stream_ended(worker, lease, self._loop.time()))
+
+    # --- Listener of the links
+
+    def up(self, worker: Worker) -> None:
+        self.dispatcher.connected(worker, self._loop.time())
+
+    def down(self, worker: Worker) -> None:
+        worker.connected = False
+
+    def broken(self, worker: Worker) -> None:
+        self.dispatcher.disconnected(worker, died=False, now=self._loop.time())
+
+    def refused(self, worker: Worker) -> None:
+        self._bury(self.fleet.lost(worker))
+
+    def event(self, worker: Worker, event: Event) -> None:
+        now = self._loop.time()
+        self.fleet.witnessed(worker, now)
+        if isinstance(event, DecodeEvent):
+            self.dispatcher.on_decode(worker, event, now)
+        else:
+            self.dispatcher.on_prefill(worker, event, now)
+
+    # --- clients
+
+    def submit(self, answer: Answer, client: Client) -> None:
+        """Start a request."""
+        self.dispatcher.submit(answer, client, self._loop.time())
+
+    def cancel(self, client: Client, request: str, choices: tuple[int, ...] = ()) -> None:
+        """End a request or some of its choices."""
+        self.dispatcher.cancel(client, request, choices, self._loop.time())
+
+    def client_gone(self, client: Client) -> None:
+        """A gateway's session ended."""
+        self.dispatcher.client_gone(client, self._loop.time())
+
+    def models(self) -> list[pb.ModelCard]:
+        """Cards by name, of decode workers that are not draining."""
+        cards: dict[str, pb.ModelCard] = {}
+        for worker in self.fleet.workers.values():
+            if worker.hello.role == fleet_pb2.DECODE and worker.state is not State.DRAINING:
+                cards.setdefault(worker.model, worker.hello.card)
+        return [cards[name] for name in sorted(cards)]
+
+    def view(self) -> FleetView:
+        """The fleet, for metrics and people."""
+        now = self._loop.time()
+        return FleetView(
+            workers=[
+                WorkerView(hello=w.hello, load=w.load, state=w.state.value, silent_s=now - w.heard)
+                for w in self.fleet.workers.values()
+            ],
+            router_boot=self.boot,
+            prefill_local=self.dispatcher.prefills["local"],
+            prefill_remote=self.dispatcher.prefills["remote"],
+            retries=self.dispatcher.num_retries,
+        )

@@ -1,0 +1,359 @@
+"""All requests of the router: places them, queues them, routes workers' events to them.
+
+Synchronous, time is an argument; the shell around it owns the sockets. One flow per (client,
+request); messages that name an unknown or ended attempt are counted and ignored.
+"""
+
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from pdserve.engine.block_hash import cache_seed, chain_hashes
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.router.answer import Answer
+from pdserve.services.router.fleet import Fleet, Worker
+from pdserve.services.router.flow import MAX_CANDIDATES, MAX_STRIKES, Attempt, Client, Flow
+from pdserve.services.router.policy import Decision, PromptFacts, Rules, WorkerFacts, decide
+
+log = logging.getLogger(__name__)
+
+MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+BUSY_S = 0.1  # a busy worker is asked again after this, or with its next load
+YOUNG_S = 5.0  # workers may still be joining a router of this age
+Command = wire.DecodeCommand | wire.PrefillCommand
+
+
+class Dispatcher:
+    """Implements Switchboard for its flows."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        rules: Rules,
+        send: Callable[[Worker, Command], None],
+        rng: Random,
+        max_queued: int,
+        now: float,
+    ) -> None:
+        self.fleet = fleet
+        self._rules = rules
+        self._send = send
+        self._rng = rng
+        self._max_queued = max_queued
+        self._started = now
+        self._num_flows = 0
+        self._flows: dict[tuple[bytes, str], Flow] = {}
+        self._by_attempt: dict[bytes, Flow] = {}
+        self._admitting: Counter[bytes] = Counter()  # by boot of the decode worker
+        self._queues: dict[str, list[tuple[int, Flow]]] = {}  # by model, a heap by arrival
+        self._models: set[str] = set()  # every name that was ever served here
+        self.draining = False
+        self.prefills: Counter[str] = Counter()  # "local", "remote"
+        self.reasons: Counter[str] = Counter()  # of decisions
+        self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
+        self.num_retries = 0
+        self.num_stale = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._flows)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    # --- clients
+
+    def submit(self, answer: Answer, client: Client, now: float) -> None:
+        """Take a request; whatever is wrong with it arrives as its Failed."""
+        start = answer.start
+        key = (client.key, start.request)
+        old = self._flows.get(key)
+        if old is not None:
+            if start.epoch <= old.epoch:
+                self.num_stale += 1
+                return
+            old.replace()
+            self._forget(old)
+        self._num_flows += 1
+        flow = Flow(self, answer, client, self._num_flows, now)
+        self._flows[key] = flow
+        error = self._refusal(flow, now)
+        if error is not None:
+            flow.fail(error.code, error.message, now, error.param, error.retry_after_s)
+        elif answer.complete:
+            flow.fail(pb.INVALID_ARGUMENT, "every choice has already ended", now, "choices")
+        else:
+            self.place(flow, now)
+
+    def _refusal(self, flow: Flow, now: float) -> ServiceError | None:
+        start = flow.answer.start
+        if self.draining:
+            return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
+        if flow.strikes >= MAX_STRIKES:
+            return ServiceError(pb.STRUCK_TWICE, "the request was running on two workers that died")
+        resumed = start.HasField("placement") or flow.answer.begun  # taken once, so taken again
+        full = self.num_queued >= self._max_queued and not self._can_begin(flow, now)
+        if full and not resumed:
+            return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
+        if flow.model in self._models:
+            return None
+        joining = now - self._started < YOUNG_S
+        if joining and (resumed or not self._models):
+            return None
+        if not self._models:
+            return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+        return ServiceError(pb.MODEL_NOT_FOUND, f"model {flow.model!r} is not served", "model")
+
+    def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
+        """A client's Cancel; of an unknown request it is stale."""
+        flow = self._flows.get((client.key, request))
+        if flow is None:
+            self.num_stale += 1
+        else:
+            flow.cancel(choices, now)
+            self.pump(now)
+
+    def client_gone(self, client: Client, now: float) -> None:
+        """Its session ended: its requests end too, unless issued again in time."""
+        for flow in self._flows.values():
+            if flow.owner is client and flow.orphan_since is None:
+                flow.orphan_since = now
+
+    # --- Switchboard
+
+    def emit(self, flow: Flow, event: RequestEvent) -> None:
+        flow.owner.put(event)
+
+    def to_decode(self, worker: Worker, command: wire.DecodeCommand) -> None:
+        self._send(worker, command)
+
+    def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
+        self._send(worker, command)
+
+    def opened(self, flow: Flow, attempt: Attempt, now: float) -> None:
+        self._by_attempt[attempt.id] = flow
+        self._admitting[attempt.decode.boot] += 1
+        local = attempt.prefill is None
+        attempt.decode.commanded(attempt.id, len(attempt.ids) if local else 0, now)
+        if attempt.prefill is not None:
+            attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
+        self.num_retries += flow.num_attempts > 1
+
+    def closed(self, attempt: Attempt) -> None:
+        if self._by_attempt.pop(attempt.id, None) is not None and not attempt.answered:
+            self._answered(attempt)
+        attempt.decode.unreported.pop(attempt.id, None)
+        if attempt.prefill is not None:
+            attempt.prefill.unreported.pop(attempt.id, None)
+
+    def _answered(self, attempt: Attempt) -> None:
+        attempt.answered = True
+        self._admitting[attempt.decode.boot] -= 1
+        if not self._admitting[attempt.decode.boot]:
+            del self._admitting[attempt.decode.boot]
+
+    def ended(self, flow: Flow, now: float, error: ServiceError | None) -> None:
+        self._forget(flow)
+        self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
+        attempt = flow.attempt
+        log.info(
+            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
+            "done" if error is None else f"failed ({error.message})",
+            flow.model,
+            attempt.prefill.hello.address if attempt and attempt.prefill else "local",
+            attempt.decode.hello.address if attempt else "none",
+            flow.num_attempts,
+            now - flow.arrived,
+            extra={"request": flow.request},
+        )
+
+    def _forget(self, flow: Flow) -> None:
+        key = (flow.owner.key, flow.request)
+        if self._flows.get(key) is flow:
+            del self._flows[key]
+        queue = self._queues.get(flow.model)
+        if queue and (flow.ordinal, flow) in queue:
+            queue.remove((flow.ordinal, flow))
+            heapq.heapify(queue)
+
+    # --- placing
+
+    def place(self, flow: Flow, now: float) -> None:
+        if not self._can_begin(flow, now) or not self._begin(flow, now):
+            flow.refused.clear()
+            heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
+
+    def _can_begin(self, flow: Flow, now: float) -> bool:
+        """Whether it is its turn and a worker may take it."""
+        queue = self._queues.get(flow.model)
+        return not (queue and queue[0][0] < flow.ordinal) and bool(self._candidates(flow, now))
+
+    def _candidates(self, flow: Flow, now: float) -> list[Worker]:
+        if len(flow.refused) >= MAX_CANDIDATES:
+            return []
+        return [
+            w
+            for w in self.fleet.of(DECODE, flow.model)
+            if w.takes_work(now)
+            and w.boot not in flow.refused
+            and self._admitting[w.boot] < MAX_ADMITTING
+        ]
+
+    def _begin(self, flow: Flow, now: float) -> bool:
+        decision = self._decide(flow, now)
+        if decision is None:
+            return False
+        self.reasons[decision.reason] += 1
+        log.debug(
+            "%s, %d tokens cached at decode",
+            decision.reason,
+            decision.cached_tokens,
+            extra={"request": flow.request},
+        )
+        decode = self.fleet.workers[decision.decode]
+        prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
+        flow.begin(decode, prefill, now)
+        return True
+
+    def _decide(self, flow: Flow, now: float) -> Decision | None:
+        ids = flow.answer.prefix_ids()
+        salt = flow.answer.start.cache_salt
+        chains: dict[tuple[bytes, int], list[bytes]] = {}
+
+        def facts(worker: Worker) -> WorkerFacts:
+            card = worker.hello.card
+            cached = 0
+            block_size = card.kv_spec.block_size
+            if len(worker.prefixes) and block_size:
+                kind = (card.kv_identity, block_size)
+                if kind not in chains:
+                    # The last prompt token always runs as a decode row, so it is never a hit.
+                    seed = cache_seed(card.kv_identity, salt)
+                    chains[kind] = chain_hashes(ids[:-1], block_size, seed)
+                cached = worker.prefixes.num_cached(chains[kind]) * block_size
+            requests, waiting = worker.expected(now)
+            return WorkerFacts(
+                boot=worker.boot,
+                kv_identity=card.kv_identity,
+                requests=requests,
+                waiting_tokens=waiting,
+                cached_tokens=cached,
+                wire_version=worker.hello.wire_version,
+                transports=tuple(worker.hello.transports),
+            )
+
+        prompt = PromptFacts(
+            num_tokens=len(ids) - 1,
+            may_go_remote=flow.answer.may_go_remote,
+            prefill_failures=flow.num_prefill_failures,
+            failed_prefills=frozenset(flow.failed_prefills),
+        )
+        decodes = [facts(w) for w in self._candidates(flow, now)]
+        prefills = [facts(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
+        return decide(prompt, decodes, prefills, self._rules, self._rng)
+
+    def pump(self, now: float) -> None:
+        """Begin what waits, in order of arrival, as far as workers take it."""
+        for model, queue in list(self._queues.items()):
+            while queue and self._can_begin(queue[0][1], now):
+                flow = heapq.heappop(queue)[1]
+                if not self._begin(flow, now):
+                    heapq.heappush(queue, (flow.ordinal, flow))
+                    break
+            if not queue:
+                del self._queues[model]
+
+    # --- workers
+
+    def joined(self, worker: Worker, now: float) -> None:
+        """A worker said hello."""
+        if worker.hello.role == DECODE:
+            self._models.add(worker.model)
+
+    def connected(self, worker: Worker, now: float) -> None:
+        """The session to it is up."""
+        worker.connected = True
+        self.pump(now)
+
+    def disconnected(self, worker: Worker, died: bool, now: float) -> None:
+        """The session to it is down, or it is dead: its attempts are lost."""
+        worker.connected = False
+        for flow in list(self._by_attempt.values()):
+            flow.worker_lost(worker, died, now)
+        self.pump(now)
+
+    def on_load(self, worker: Worker, now: float) -> None:
+        """A load report made room."""
+        if worker.hello.role == DECODE:
+            self.pump(now)
+
+    def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
+        """An event of a decode session."""
+        kind = event.WhichOneof("event")
+        if kind is None:
+            return
+        message = getattr(event, kind)
+        flow = self._by_attempt.get(message.attempt)
+        if flow is None or flow.attempt is None or flow.attempt.decode is not worker:
+            self.num_stale += 1
+            return
+        if kind == "tokens":
+            self._count(flow, flow.attempt)
+            flow.on_tokens(message, now)
+            return
+        if kind in ("admitted", "busy", "failed", "gone") and not flow.attempt.answered:
+            self._answered(flow.attempt)
+        if kind == "admitted":
+            flow.on_admitted(message, now)
+        elif kind == "busy":
+            worker.busy_until = now + BUSY_S
+            flow.on_busy(now)
+        elif kind == "gone":
+            flow.on_gone(now)
+        elif kind == "prompt_logprobs":
+            self._count(flow, flow.attempt)
+            flow.on_prompt_logprobs(message)
+        elif kind == "finished":
+            self._count(flow, flow.attempt)
+            flow.on_finished(message, now)
+        elif kind == "failed":
+            flow.on_failed(message.failure, now)
+        elif kind == "handoff_lost":
+            flow.on_handoff_lost(message.reason, now)
+        self.pump(now)
+
+    def _count(self, flow: Flow, attempt: Attempt) -> None:
+        if not flow.counted:
+            flow.counted = True
+            self.prefills["local" if attempt.prefill is None else "remote"] += 1
+
+    def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
+        """An event of a prefill session."""
+        kind = event.WhichOneof("event")
+        if kind is None:
+            return
+        message = getattr(event, kind)
+        flow = self._by_attempt.get(message.attempt)
+        if flow is None or flow.attempt is None or flow.attempt.prefill is not worker:
+            self.num_stale += 1
+        elif kind == "accepted":
+            flow.attempt.prefill_accepted = True
+        elif kind == "done":
+            flow.on_prefill_done()
+        elif kind == "failed":
+            flow.on_prefill_failed(message.failure.message, now)
+        else:
+            flow.on_prefill_failed(kind, now)
+
+    def tick(self, now: float) -> None:
+        """Deadlines, and workers that are asked again."""
+        for flow in list(self._flows.values()):
+            flow.tick(now)
+        self.pump(now)

@@ -1,0 +1,408 @@
+"""The automaton of one request in the router; synchronous, time is an argument.
+
+    QUEUED ----place----> ADMITTING --Admitted--> PREFILLING (remote) --first ids--> RUNNING
+      ^  ^                  |   |                     |                               |
+      |  +----- Busy -------+   +--Admitted (local)---|----------------> RUNNING      |
+      +-- a lost attempt (PrefillFailed, HandoffLost, Gone, a dead worker) -----------+
+    any --Finished | Failed | Cancel | deadline--> ENDED
+
+Every try has an attempt id of its own; messages of another attempt never reach this object.
+Invariant: exactly one terminal event, and on the way into QUEUED or ENDED the attempt is
+cancelled on every worker that may still run it. `Switchboard` is all it knows of the world.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.router_pb2 import Placed, RequestEvent
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.fragments import send_ids
+from pdserve.services.router.answer import Answer, LostTokens
+from pdserve.services.router.fleet import Worker
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 3  # decode workers asked in a row before the request queues
+MAX_ATTEMPTS = 12  # Busy answers aside; a request that ends sessions must not do so for ever
+MAX_STRIKES = 2
+ANSWER_S = 10.0  # for Admitted, Busy or PrefillAccepted
+ORPHAN_S = 5.0  # a lost gateway may come back and issue again
+OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
+
+
+class Stage(Enum):
+    """Where a request stands."""
+
+    QUEUED = "queued"
+    ADMITTING = "admitting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One try on one pair of workers."""
+
+    id: bytes
+    decode: Worker
+    prefill: Worker | None
+    ids: list[int]  # whose KV must exist before the first decode row: prefix ids less the last
+    sent: float
+    answered: bool = False  # the Admit was: Admitted, Busy, Failed or Gone
+    decode_over: bool = False  # that side has ended it, so there is nothing to cancel there
+    prefill_over: bool = False
+    prefill_accepted: bool = False
+    prefill_done: bool = False
+    produced: bool = False  # ids or prompt log-probabilities came
+
+
+class Switchboard(Protocol):
+    """What a Flow needs done."""
+
+    def emit(self, flow: "Flow", event: RequestEvent) -> None:
+        """Pass an event to whoever asked."""
+
+    def place(self, flow: "Flow", now: float) -> None:
+        """Begin an attempt now, or queue the flow in order of arrival."""
+
+    def opened(self, flow: "Flow", attempt: Attempt, now: float) -> None:
+        """Messages of this attempt belong to the flow."""
+
+    def closed(self, attempt: Attempt) -> None:
+        """They no longer do."""
+
+    def to_decode(self, worker: Worker, command: wire.DecodeCommand) -> None:
+        """Send; dropped if the session is down."""
+
+    def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
+        """Send; dropped if the session is down."""
+
+    def ended(self, flow: "Flow", now: float, error: ServiceError | None) -> None:
+        """The terminal event is out."""
+
+
+class Client(Protocol):
+    """Who asked: a gateway's session or one Generate call."""
+
+    @property
+    def key(self) -> bytes:
+        """Request ids are unique per key."""
+
+    def put(self, event: RequestEvent) -> None:
+        """Take an event; never blocks."""
+
+
+class Flow:
+    """One request of one client."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        answer: Answer,
+        owner: Client,
+        ordinal: int,
+        now: float,
+    ) -> None:
+        start = answer.start
+        self._board = board
+        self.answer = answer
+        self.owner = owner
+        self.ordinal = ordinal  # of arrival, kept over retries
+        self.request = start.request
+        self.model = start.model
+        self.epoch = start.epoch
+        self.strikes = start.strikes
+        self.arrived = now
+        self.deadline = now + start.remaining_ms / 1000 if start.remaining_ms else None
+        queue_ms = start.queue_remaining_ms
+        self._queue_s = queue_ms / 1000
+        self.queue_deadline = now + self._queue_s if queue_ms else None
+        self.stage = Stage.QUEUED
+        self.attempt: Attempt | None = None
+        self.num_attempts = 0
+        self.refused: set[bytes] = set()  # boots of decode workers that said Busy in this round
+        self.failed_prefills: set[bytes] = set()
+        self.num_prefill_failures = 0
+        self.orphan_since: float | None = None
+        self.counted = False  # its prompt was counted as local or remote
+
+    # --- tries
+
+    def begin(self, decode: Worker, prefill: Worker | None, now: float) -> None:
+        """Send Admit to the decode worker that the policy chose."""
+        attempt = Attempt(os.urandom(16), decode, prefill, self.answer.prefix_ids()[:-1], now)
+        self.attempt = attempt
+        self.stage = Stage.ADMITTING
+        self.num_attempts += 1
+        self._board.opened(self, attempt, now)
+        start = self.answer.to_start(
+            self.epoch, self.strikes, _left_ms(self.deadline, now), self._queue_left_ms(now)
+        )
+        parts, tail = send_ids(self.request, self.answer.prompt_ids)
+        for part in parts:
+            self._board.to_decode(decode, wire.DecodeCommand(ids_part=part))
+        start.prompt_ids.extend(tail)
+        admit = wire.Admit(attempt=attempt.id, start=start)
+        if prefill is not None:
+            admit.prefill_boot = prefill.boot
+        self._board.to_decode(decode, wire.DecodeCommand(admit=admit))
+
+    def _queue_left_ms(self, now: float) -> int:
+        # A request that had its first step does not wait for one again.
+        return 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
+
+    def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
+        """The promise: say where the request runs, and start the remote prefill."""
+        attempt = self.attempt
+        if attempt is None or self.stage is not Stage.ADMITTING:
+            return
+        self.refused.clear()
+        prefill = attempt.prefill
+        placement = pb.Placement(
+            attempt=attempt.id,
+            decode_boot=attempt.decode.boot,
+            decode_address=attempt.decode.hello.address,
+        )
+        placed = Placed(request=self.request, epoch=self.epoch, placement=placement)
+        if prefill is not None:
+            placed.prefill_address = prefill.hello.address
+        self._board.emit(self, RequestEvent(placed=placed))
+        if prefill is None:
+            self.stage = Stage.RUNNING
+            return
+        self.stage = Stage.PREFILLING
+        attempt.sent = now
+        self._start_prefill(attempt, prefill, admitted.ticket, now)
+
+    def _start_prefill(
+        self, attempt: Attempt, prefill: Worker, ticket: wire.Ticket, now: float
+    ) -> None:
+        parts, tail = send_ids(attempt.id.hex(), attempt.ids)
+        for part in parts:
+            self._board.to_prefill(prefill, wire.PrefillCommand(ids_part=part))
+        start = wire.PrefillStart(
+            attempt=attempt.id,
+            ids=tail,
+            ticket=ticket,
+            cache_salt=self.answer.start.cache_salt,
+            remaining_ms=_left_ms(self.deadline, now),
+            kv_identity=attempt.decode.hello.card.kv_identity,
+        )
+        self._board.to_prefill(prefill, wire.PrefillCommand(start=start))
+
+    def on_busy(self, now: float) -> None:
+        """Decode has no room: the next candidate, or the queue."""
+        attempt = self.attempt
+        if attempt is None or self.stage is not Stage.ADMITTING:
+            return
+        self.refused.add(attempt.decode.boot)
+        self.num_attempts -= 1  # nothing was tried
+        self._close_attempt()
+        self._board.place(self, now)
+
+    def _close_attempt(self) -> None:
+        if self.attempt is not None:
+            self._board.closed(self.attempt)
+            self.attempt = None
+        self.stage = Stage.QUEUED
+
+    def _cancel_attempt(self) -> None:
+        """Cancel on the sides that may still have it."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        cancel = wire.CancelAttempt(attempt=attempt.id)
+        if not attempt.decode_over:
+            self._board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
+        started = self.stage is not Stage.ADMITTING
+        if attempt.prefill is not None and started and not attempt.prefill_over:
+            self._board.to_prefill(attempt.prefill, wire.PrefillCommand(cancel=cancel))
+
+    def retry(self, reason: str, now: float) -> None:
+        """The attempt is lost: cancel what is left of it and try again from what is known."""
+        log.info("attempt lost: %s", reason, extra={"request": self.request})
+        if self.queue_deadline is not None:
+            self.queue_deadline = now + self._queue_s  # it had its turn; it waits anew
+        self._cancel_attempt()
+        self._close_attempt()
+        if self.answer.complete:  # only the worker's Finished was missing
+            finished = pb.Finished(request=self.request, epoch=self.epoch)
+            self._end(RequestEvent(finished=finished), now, None)
+        elif self.strikes >= MAX_STRIKES:
+            self.fail(pb.STRUCK_TWICE, "the request was running on two workers that died", now)
+        elif self.num_attempts >= MAX_ATTEMPTS:
+            self.fail(pb.INTERNAL, "the request failed on every try", now)
+        else:
+            self._board.place(self, now)
+
+    def prefill_lost(self, reason: str, now: float) -> None:
+        """The prefill side failed; without effect once the KV is known to be complete."""
+        attempt = self.attempt
+        if attempt is None or attempt.prefill is None:
+            return
+        if attempt.produced or attempt.prefill_done:
+            return
+        self.failed_prefills.add(attempt.prefill.boot)
+        self.num_prefill_failures += 1
+        self.retry(f"prefill {attempt.prefill.hello.address}: {reason}", now)
+
+    def worker_lost(self, worker: Worker, died: bool, now: float) -> None:
+        """A worker died, or the session to it broke and its messages with it."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        how = "died" if died else "session lost"
+        if attempt.decode is worker:
+            computing = attempt.prefill is None or attempt.prefill_done or attempt.produced
+            if died and computing and self.stage is not Stage.ADMITTING:
+                self.strikes += 1
+            self.retry(f"decode {worker.hello.address} {how}", now)
+        elif attempt.prefill is worker:
+            self.prefill_lost(how, now)
+
+    # --- what workers say
+
+    def on_tokens(self, tokens: pb.Tokens, now: float) -> None:
+        """New ids: pass on what continues the answer."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        attempt.produced = True
+        self.stage = Stage.RUNNING
+        try:
+            fresh = self.answer.take(tokens)
+        except LostTokens as error:
+            self.retry(str(error), now)
+            return
+        if fresh is not None:
+            fresh.request = self.request
+            fresh.epoch = self.epoch
+            self._board.emit(self, RequestEvent(tokens=fresh))
+
+    def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs) -> None:
+        """Once per request, though every attempt may compute them."""
+        if self.attempt is not None:
+            self.attempt.produced = True
+            if self.answer.scored():
+                self._board.emit(self, RequestEvent(prompt_logprobs=logprobs))
+
+    def on_finished(self, finished: pb.Finished, now: float) -> None:
+        """Every choice has ended at decode."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        finished.request = self.request
+        finished.epoch = self.epoch
+        if self.num_attempts == 1:
+            # Decode's clock starts at its Admit; what the request waited here comes on top.
+            finished.phases.queue_s += max(0.0, attempt.sent - self.arrived)
+        self._end(RequestEvent(finished=finished), now, None)
+
+    def on_handoff_lost(self, reason: str, now: float) -> None:
+        """Decode gave up waiting for the KV; its blocks are free."""
+        if self.attempt is not None:
+            self.attempt.decode_over = True
+        self.prefill_lost(reason, now)
+
+    def on_prefill_done(self) -> None:
+        """Decode has verified every block."""
+        if self.attempt is not None:
+            self.attempt.prefill_done = self.attempt.prefill_over = True
+
+    def on_prefill_failed(self, reason: str, now: float) -> None:
+        """Prefill ended it, or never began."""
+        if self.attempt is not None:
+            self.attempt.prefill_over = True
+        self.prefill_lost(reason, now)
+
+    def on_gone(self, now: float) -> None:
+        """Decode does not know the attempt."""
+        if self.attempt is not None:
+            self.attempt.decode_over = True
+        self.retry("decode does not know the attempt", now)
+
+    def on_failed(self, failure: pb.Failure, now: float) -> None:
+        """Decode refused or failed it: terminal, unless another worker may still take it."""
+        if self.attempt is not None:
+            self.attempt.decode_over = True
+        if failure.code in (pb.UNAVAILABLE, pb.OVERLOADED) and self.stage is Stage.ADMITTING:
+            self.on_busy(now)
+            return
+        error = ServiceError.from_failure(failure)
+        self.fail(error.code, error.message, now, error.param, error.retry_after_s)
+
+    # --- the client's side
+
+    def cancel(self, choices: tuple[int, ...], now: float) -> None:
+        """End the request (CANCELLED), or leave some choices and go on with the rest."""
+        if not choices:
+            self.fail(pb.CANCELLED, "cancelled", now)
+            return
+        self.answer.abort(choices)
+        if self.attempt is not None:  # decode ends them, and says Finished after the last one
+            cancel = wire.CancelAttempt(attempt=self.attempt.id, choices=choices)
+            self._board.to_decode(self.attempt.decode, wire.DecodeCommand(cancel=cancel))
+        elif self.answer.complete:
+            finished = pb.Finished(request=self.request, epoch=self.epoch)
+            self._end(RequestEvent(finished=finished), now, None)
+
+    def replace(self) -> None:
+        """The same request was issued again under a higher epoch: end without an event."""
+        self._cancel_attempt()
+        self._close_attempt()
+        self.stage = Stage.ENDED
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        if self.stage is Stage.ENDED:
+            return
+        attempt = self.attempt
+        if self.orphan_since is not None and now - self.orphan_since >= ORPHAN_S:
+            self.fail(pb.CANCELLED, "its gateway is gone", now)
+        elif self.deadline is not None and now >= self.deadline + (OVERDUE_S if attempt else 0):
+            self.fail(pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout", now)
+        elif attempt is None:
+            waited = self.queue_deadline is not None and now >= self.queue_deadline
+            if waited and not self.answer.begun:
+                self.fail(pb.QUEUE_TIMEOUT, "no worker took the request in time", now, "", 1.0)
+        elif now - attempt.sent >= ANSWER_S:
+            if self.stage is Stage.ADMITTING:
+                self._cancel_attempt()
+                self.on_busy(now)
+            elif self.stage is Stage.PREFILLING and not attempt.prefill_accepted:
+                self.prefill_lost("no answer", now)
+
+    def fail(
+        self,
+        code: pb.ErrorCode,
+        message: str,
+        now: float,
+        param: str = "",
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """End with an error."""
+        if self.stage is Stage.ENDED:
+            return
+        error = ServiceError(code, message, param, retry_after_s)
+        self._cancel_attempt()
+        failed = pb.Failed(request=self.request, epoch=self.epoch, failure=error.to_failure())
+        if self.attempt is not None:
+            failed.attempt = self.attempt.id
+        self._end(RequestEvent(failed=failed), now, error)
+
+    def _end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
+        self._board.emit(self, event)
+        self._board.ended(self, now, error)
+        self._close_attempt()
+        self.stage = Stage.ENDED
+
+
+def _left_ms(deadline: float | None, now: float) -> int:
+    """Milliseconds left, at least 1, since 0 means that there is no bound."""
+    return 0 if deadline is None else max(1, int((deadline - now) * 1000))

@@ -1,0 +1,58 @@
+"""Fleet.Join: a worker's stream is its lease; reports go to the core, heartbeats come back."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from pdserve.protos import common_pb2, fleet_pb2
+from pdserve.protos.fleet_pb2_grpc import FleetServicer
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.router.core import RouterCore
+
+BOOT_BYTES = 16
+
+
+def check_hello(hello: fleet_pb2.WorkerHello) -> None:
+    """Raises ServiceError(INVALID_ARGUMENT) if the router could not use the worker."""
+    wrong = ""
+    if hello.role not in (fleet_pb2.PREFILL, fleet_pb2.DECODE):
+        wrong = "role"
+    elif len(hello.boot) != BOOT_BYTES:
+        wrong = "boot"
+    elif not hello.address.rpartition(":")[2].isdigit():
+        wrong = "address"
+    elif not hello.card.name:
+        wrong = "card"
+    if wrong:
+        raise ServiceError(common_pb2.INVALID_ARGUMENT, f"hello: bad {wrong}", wrong)
+
+
+class JoinService(FleetServicer):
+    """The worker side is services/host/join.py."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    async def Join(
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.WorkerReport],
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> AsyncIterator[fleet_pb2.JoinReply]:
+        hello = (await anext(request_iterator, fleet_pb2.WorkerReport())).hello
+        try:
+            check_hello(hello)
+        except ServiceError as error:
+            await abort(context, error)
+        worker = self._core.join(hello)
+        lease = worker.lease
+        try:
+            yield fleet_pb2.JoinReply(welcome=fleet_pb2.Welcome(router_boot=self._core.boot))
+            async for report in request_iterator:
+                if not self._core.report(worker, report):
+                    return
+                if report.HasField("heartbeat"):
+                    echo = fleet_pb2.HeartbeatEcho(step=report.heartbeat.step)
+                    yield fleet_pb2.JoinReply(echo=echo)
+        finally:
+            self._core.left(worker, lease)

@@ -1,0 +1,82 @@
+"""The router process: builds its parts, serves, drains. Imports no torch."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
+from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
+from pdserve.services.host.lifecycle import Report, run_until_signal, silent
+from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.metrics_http import MetricsHttp
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.router.blobs import BlobCache, BlobService
+from pdserve.services.router.core import RouterCore
+from pdserve.services.router.join_service import JoinService
+from pdserve.services.router.metrics import RouterMetrics
+from pdserve.services.router.policy import Rules
+from pdserve.services.router.service import OPEN_METHODS, RouterService
+from pdserve.services.router.settings import RouterSettings
+
+SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
+
+
+class RouterProcess:
+    """A running router; tests use it without signals."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self.host = GrpcHost(settings.bind, settings.cluster_secret, OPEN_METHODS, SERVICES)
+        rules = Rules(settings.remote_prefill, settings.remote_prefill_threshold)
+        self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen. Raises OSError if the address is taken."""
+        server = self.host.server
+        add_RouterServicer_to_server(RouterService(self.core, self._settings), server)
+        add_FleetServicer_to_server(JoinService(self.core), server)
+        blobs = BlobCache(self.core.fleet, self._settings.cluster_secret)
+        add_BlobsServicer_to_server(BlobService(blobs), server)
+        port = await self.host.start()
+        self.address = f"{self._settings.bind.rpartition(':')[0]}:{port}"
+        self.host.set_serving(True)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the sessions of clients first, then those with workers."""
+        await self.host.stop(grace_s)
+        await self.core.close()
+
+
+async def serve(settings: RouterSettings, report: Report) -> int:
+    router = RouterProcess(settings)
+    try:
+        await router.start()
+    except OSError:
+        await router.core.close()
+        raise
+    metrics: MetricsHttp | None = None
+    if settings.metrics_port:
+        registry = CollectorRegistry()
+        registry.register(RouterMetrics(router.core))
+        host = settings.bind.rpartition(":")[0].strip("[]")
+        metrics = MetricsHttp(registry, settings.metrics_port, host)
+    report("listening", {"address": router.address})
+    report("ready", {})
+    try:
+        return await run_until_signal(
+            set_serving=router.host.set_serving,
+            drain=router.core.drain,
+            stop=router.stop,
+            drain_s=settings.drain_s,
+        )
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+def run(settings: RouterSettings, report: Report = silent) -> int:
+    """Serve until a signal; returns the exit code. Raises OSError if the address is taken."""
+    configure_logging("router", settings.log_level)
+    return asyncio.run(serve(settings, report))

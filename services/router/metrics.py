@@ -1,0 +1,63 @@
+"""The router's own metrics, read from the core when they are asked for."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from pdserve.protos.fleet_pb2 import Role
+from pdserve.services.router.core import RouterCore
+
+
+class Collector(Protocol):
+    """What prometheus_client's registries take."""
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics now."""
+
+
+class RouterMetrics:
+    """A collector. It runs on the metrics thread and only reads."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        dispatcher = self._core.dispatcher
+        workers = GaugeMetricFamily(
+            "pdserve_router_workers", "Workers by role and state", labels=("role", "state")
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for worker in list(self._core.fleet.workers.values()):
+            key = (Role.Name(worker.hello.role).lower(), worker.state.value)
+            counts[key] = counts.get(key, 0) + 1
+        for labels, count in counts.items():
+            workers.add_metric(labels, count)
+        yield workers
+        yield GaugeMetricFamily(
+            "pdserve_router_requests", "Requests in the router", value=dispatcher.num_running
+        )
+        yield GaugeMetricFamily(
+            "pdserve_router_queued", "Requests without a worker", value=dispatcher.num_queued
+        )
+        yield by_label(
+            "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
+        )
+        yield by_label(
+            "pdserve_router_decisions", "Decisions by reason", "reason", dispatcher.reasons
+        )
+        yield by_label("pdserve_router_prefills", "Prompts by where", "where", dispatcher.prefills)
+        yield CounterMetricFamily(
+            "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
+        )
+        yield CounterMetricFamily(
+            "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
+        )
+
+
+def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+    """A counter with one label."""
+    family = CounterMetricFamily(name, text, labels=(label,))
+    for value, count in list(counts.items()):
+        family.add_metric((value,), count)
+    return family

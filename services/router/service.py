@@ -1,0 +1,170 @@
+"""The Router service: validate, convert, call the core, convert.
+
+A client's reader only enqueues; a slow one costs its own outbox, in which tokens merge.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc.aio
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos.router_pb2_grpc import RouterServicer
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.server import is_authorized
+from pdserve.services.router.answer import Answer
+from pdserve.services.router.core import RouterCore
+from pdserve.services.router.settings import RouterSettings
+
+MAX_ID_LEN = 256
+OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ClientSession:
+    """One client's stream of events; `key` is the gateway's boot id."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.outbox: Outbox[rpc.RequestEvent] = Outbox()
+
+    def put(self, event: rpc.RequestEvent) -> None:
+        self.outbox.put(event)
+
+
+class RouterService(RouterServicer):
+    """Sessions for gateways, Generate for gRPC clients, views for both."""
+
+    def __init__(self, core: RouterCore, settings: RouterSettings) -> None:
+        self._core = core
+        self._settings = settings
+
+    async def Session(
+        self, request_iterator: AsyncIterator[rpc.GatewayMessage], context: Context
+    ) -> AsyncIterator[rpc.RouterMessage]:
+        first = await anext(request_iterator, rpc.GatewayMessage())
+        if not first.hello.boot:
+            await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
+        session = ClientSession(first.hello.boot)
+        reader = asyncio.create_task(self._read(request_iterator, session))
+        try:
+            async for batch in session.outbox:
+                yield rpc.RouterMessage(events=batch)
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader
+            self._core.client_gone(session)
+
+    async def _read(
+        self, messages: AsyncIterator[rpc.GatewayMessage], session: ClientSession
+    ) -> None:
+        collector = IdsCollector()
+        try:
+            async for message in messages:
+                self._take(message, session, collector)
+        except grpc.RpcError:
+            pass  # the client is gone; the session ends below
+        finally:
+            session.outbox.close()
+
+    def _take(
+        self, message: rpc.GatewayMessage, session: ClientSession, collector: IdsCollector
+    ) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "cancel":
+            cancel = message.cancel
+            self._core.cancel(session, cancel.request, tuple(cancel.choices))
+        elif kind == "ids_part":
+            try:
+                collector.add(message.ids_part)
+            except ServiceError as error:
+                refuse(session, pb.Start(request=message.ids_part.key), error)
+        elif kind == "start":
+            start = message.start
+            ids = collector.take(start.request, start.prompt_ids)
+            try:
+                if not 0 < len(start.request) <= MAX_ID_LEN:
+                    raise ServiceError(pb.INVALID_ARGUMENT, "bad request id", "request")
+                self._core.submit(Answer(start, ids), session)
+            except ServiceError as error:
+                refuse(session, start, error)
+
+    async def Generate(
+        self, request: rpc.GenerateRequest, context: Context
+    ) -> AsyncIterator[rpc.GenerateResponse]:
+        await self._authorize(context)
+        session = ClientSession(os.urandom(16))
+        start = self._start_of(request)
+        try:
+            if not start.model:
+                start.model = self._only_model()
+            self._core.submit(Answer(start, request.prompt_ids), session)
+        except ServiceError as error:
+            await abort(context, error)
+        ended = False
+        try:
+            async for batch in session.outbox:
+                for event in batch:
+                    ended = event.WhichOneof("event") in ("finished", "failed")
+                    if event.HasField("failed"):
+                        await abort(context, ServiceError.from_failure(event.failed.failure))
+                    elif event.HasField("tokens"):
+                        yield rpc.GenerateResponse(tokens=event.tokens)
+                    elif event.HasField("prompt_logprobs"):
+                        yield rpc.GenerateResponse(prompt_logprobs=event.prompt_logprobs)
+                    elif event.HasField("finished"):
+                        yield rpc.GenerateResponse(finished=event.finished)
+                if ended:
+                    return
+        finally:
+            if not ended:
+                self._core.cancel(session, start.request)
+
+    def _start_of(self, request: rpc.GenerateRequest) -> pb.Start:
+        seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
+        return pb.Start(
+            request=f"gen-{os.urandom(12).hex()}",
+            model=request.model,
+            cache_salt=request.cache_salt,
+            params=request.params,
+            seed=seed,
+            remaining_ms=request.timeout_ms or int(self._settings.request_timeout_s * 1000),
+            queue_remaining_ms=int(self._settings.queue_timeout_s * 1000),
+        )
+
+    def _only_model(self) -> str:
+        models = self._core.models()
+        if not models:
+            raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+        if len(models) > 1:
+            names = ", ".join(card.name for card in models)
+            raise ServiceError(pb.INVALID_ARGUMENT, f"name one of the models: {names}", "model")
+        return models[0].name
+
+    async def ListModels(
+        self, request: rpc.ListModelsRequest, context: Context
+    ) -> rpc.ListModelsResponse:
+        await self._authorize(context)
+        return rpc.ListModelsResponse(models=self._core.models())
+
+    async def GetFleet(self, request: rpc.GetFleetRequest, context: Context) -> rpc.FleetView:
+        return self._core.view()
+
+    async def _authorize(self, context: Context) -> None:
+        """For the methods that API keys open, too."""
+        accepted = (self._settings.cluster_secret, *self._settings.api_keys)
+        if not is_authorized(context.invocation_metadata() or (), accepted):
+            await abort(context, ServiceError(pb.UNAUTHENTICATED, "missing or wrong key"))
+
+
+def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:
+    """Answer a Start that is no request."""
+    failed = pb.Failed(request=start.request, epoch=start.epoch, failure=error.to_failure())
+    session.put(rpc.RequestEvent(failed=failed))
