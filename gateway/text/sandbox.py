@@ -232,6 +232,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_method(budget, __obj.__self__, __obj.__name__, args, kwargs)
         return budget.checked(super().call(__context, __obj, *args, **kwargs))
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """What a template gets for `text.format`."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
+            raise OverBudget("the chat template asks for a width above two digits")
+        return wrapped
+
     def call_filter(
         self,
         name: str,
@@ -272,7 +279,5 @@ def _check_method(
             raise OverBudget(f"the chat template asks for a width above {_MAX_WIDTH}")
     elif name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
         budget.size(text.count(args[0]) * len(args[1]))
-    elif name in ("format", "format_map") and _WIDE_FORMAT.search(text):
-        raise OverBudget("the chat template asks for a width above two digits")
     elif name == "translate":
         raise OverBudget("the chat template uses str.translate")

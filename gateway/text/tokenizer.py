@@ -57,12 +57,10 @@ class Tokenizer:
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor puts before and after a text."""
-        bare = self._first.encode("a", add_special_tokens=False).ids
-        full = self._first.encode("a", add_special_tokens=True).ids
-        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
-        if at is None:
-            raise UnsupportedModel("tokenizer.json: its post-processor changes the text's tokens")
-        prefix, suffix = full[:at], full[at + len(bare) :]
+        framed = self._first.encode("a", add_special_tokens=True)
+        added = framed.special_tokens_mask
+        text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
+        prefix, suffix = framed.ids[: text[0]], framed.ids[text[-1] + 1 :]
         if self.card.adds_bos and self.card.bos_id is not None and not prefix:
             prefix = [self.card.bos_id]
         return prefix, suffix

