@@ -1,0 +1,46 @@
+"""`pdserve health ADDRESS`: a probe for containers, which need no curl or grpcurl then."""
+
+import sys
+from collections.abc import Mapping
+
+from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.cli.settings import HealthSettings
+from pdserve.services.cli.sources import Settings
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """0 if the address serves; otherwise 1, and the reason on standard error."""
+    address = positionals["address"]
+    timeout_s = settings.build(HealthSettings).timeout
+    reason = probe_http(address, timeout_s) if "://" in address else probe_grpc(address, timeout_s)
+    if reason:
+        print(f"{address}: {reason}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def probe_http(url: str, timeout_s: float) -> str:
+    """Why a GET of the URL is not answered with 2xx; empty if it is."""
+    base, slash, path = url.partition("://")
+    host, _, rest = path.partition("/")
+    try:
+        ApiClient(f"{base}{slash}{host}", timeout_s=timeout_s).get("/" + rest)
+    except ApiError as error:
+        return str(error)
+    return ""
+
+
+def probe_grpc(address: str, timeout_s: float) -> str:
+    """Why the gRPC health service does not say SERVING; empty if it does."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    options = [("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    serving = health_pb2.HealthCheckResponse.SERVING
+    names = health_pb2.HealthCheckResponse.ServingStatus
+    return "" if answer.status == serving else names.Name(answer.status)

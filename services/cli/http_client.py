@@ -1,0 +1,122 @@
+"""A small client of the REST API on the standard library, so that `chat` and `models` need nothing
+else. One connection per call; answers are bounded."""
+
+import http.client
+import json
+from collections.abc import Generator
+from typing import Any
+from urllib.parse import urlsplit
+
+MAX_ANSWER_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 20
+
+
+class ApiError(Exception):
+    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ApiClient:
+    """Calls one server; `timeout_s` is for each wait on the network."""
+
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
+        """Raises ApiError for a URL that is not http(s)://host[:port]."""
+        parts = urlsplit(url if "//" in url else "http://" + url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ApiError(f"{url!r} is not the URL of a server")
+        self.url = url.rstrip("/")
+        self._parts = parts
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> bytes:
+        """The body of a 2xx answer. Raises ApiError."""
+        connection, answer = self._ask("GET", path, None)
+        try:
+            return self._body(answer)
+        finally:
+            connection.close()
+
+    def get_json(self, path: str) -> Any:
+        """Raises ApiError."""
+        return self._json(self.get(path))
+
+    def post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """Raises ApiError."""
+        connection, answer = self._ask("POST", path, body)
+        try:
+            return self._json(self._body(answer))
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The data of each server-sent event up to [DONE]. Raises ApiError.
+
+        Closing the iterator closes the connection, which cancels the request.
+        """
+        connection, answer = self._ask("POST", path, {**body, "stream": True})
+        try:
+            while line := answer.readline(MAX_LINE_BYTES):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = self._json(data)
+                if "error" in event:
+                    raise ApiError(str(event["error"].get("message", "")), answer.status)
+                yield event
+            raise ApiError("the answer broke off")
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+        finally:
+            connection.close()
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname
+        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
+            answer = connection.getresponse()
+            if answer.status >= 300:
+                raise ApiError(_message(self._body(answer), answer), answer.status)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ApiError(f"no server answers at {self.url} ({error})") from None
+        except ApiError:
+            connection.close()
+            raise
+        return connection, answer
+
+    def _body(self, answer: http.client.HTTPResponse) -> bytes:
+        try:
+            body = answer.read(MAX_ANSWER_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ApiError("the answer is too large")
+        return body
+
+    def _json(self, data: bytes) -> Any:
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ApiError(f"{self.url} did not answer with JSON: is it pdserve?") from None
+
+
+def _message(body: bytes, answer: http.client.HTTPResponse) -> str:
+    """The message of an OpenAI error object, or the status."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status} {answer.reason}"

@@ -1,0 +1,44 @@
+"""`pdserve models`: what a running server serves."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.cli.settings import ClientSettings
+from pdserve.services.cli.sources import Settings
+
+COLUMNS = {
+    "model": "id",
+    "architecture": "architecture",
+    "context": "max_model_len",
+    "weights": "quantization",
+    "KV identity": "kv_identity",
+    "numerics": "numerics_id",
+}
+SHORT = 12  # hex digits of an identity
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Print a table; 1 if no server answers."""
+    client = settings.build(ClientSettings)
+    try:
+        api = ApiClient(client.url, client.api_key[0] if client.api_key else "", timeout_s=10.0)
+        models = api.get_json("/v1/models")["data"]
+    except ApiError as error:
+        print(f"pdserve models: {error}; `pdserve up` starts a server", file=sys.stderr)
+        return 1
+    print(table(models), end="")
+    return 0
+
+
+def table(models: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned columns; what a server does not tell is a dash."""
+    rows = [list(COLUMNS)]
+    for model in models:
+        cells = {key: str(model.get(key) or "-") for key in COLUMNS.values()}
+        cells["kv_identity"] = cells["kv_identity"][:SHORT]
+        rows.append(list(cells.values()))
+    widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+    return "\n".join(lines) + "\n"
