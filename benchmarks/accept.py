@@ -60,7 +60,7 @@ def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, str(module)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}/tests/support"},
             stdout=subprocess.PIPE,
             text=True,
             timeout=timeout_s,
