@@ -1,0 +1,98 @@
+"""The token-wise reference operations against their formulas in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.kernels import reference
+from pdserve.kernels.ops import Ops, select
+
+SIZES = st.integers(1, 40)
+SEEDS = st.integers(0, 2**32)
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(ours: Tensor, formula: Tensor) -> None:
+    """Equal up to the rounding of ours' dtype."""
+    tolerance = 2e-5 if ours.dtype == torch.float32 else 0.01
+    torch.testing.assert_close(ours.double(), formula, atol=tolerance, rtol=tolerance)
+
+
+@given(SIZES, SIZES, SEEDS, DTYPES)
+@settings(max_examples=30, deadline=None)
+def test_rms_norm(tokens: int, width: int, seed: int, dtype: torch.dtype) -> None:
+    x, weight = normal(seed, tokens, width, dtype=dtype), normal(seed + 1, width)
+    mean = x.double().square().mean(-1, keepdim=True)
+    formula = x.double() / (mean + 1e-3).sqrt() * weight.double()
+    ours = reference.rms_norm(x, weight, 1e-3)
+    assert ours.dtype == dtype
+    close(ours, formula)
+    residual = normal(seed + 2, tokens, width, dtype=dtype)
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-3)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, reference.rms_norm(total, weight, 1e-3))
+
+
+def test_rms_norm_takes_heads_and_big_numbers() -> None:
+    x = torch.full((2, 3, 8), 3e4, dtype=torch.bfloat16)  # its square overflows no float32
+    assert torch.equal(reference.rms_norm(x, torch.ones(8), 1e-6), torch.ones_like(x))
+
+
+@given(SIZES, SIZES, SIZES, st.booleans(), SEEDS)
+@settings(max_examples=30, deadline=None)
+def test_linear(tokens: int, inputs: int, outputs: int, has_bias: bool, seed: int) -> None:
+    x, weight = normal(seed, tokens, inputs), normal(seed + 1, outputs, inputs)
+    bias = normal(seed + 2, outputs) if has_bias else None
+    formula = torch.einsum("ti,oi->to", x.double(), weight.double())
+    close(reference.linear(x, weight, bias), formula + (0 if bias is None else bias.double()))
+
+
+@given(SIZES, SIZES, st.sampled_from(("silu", "gelu", "gelu_tanh")), SEEDS, DTYPES)
+@settings(max_examples=30, deadline=None)
+def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype) -> None:
+    fused = normal(seed, tokens, 2 * width, dtype=dtype)
+    before = fused.clone()
+    gate, up = fused.chunk(2, dim=1)
+    x = gate.double()
+    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    formulas = {
+        "silu": x / (1 + torch.exp(-x)),
+        "gelu": x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+        "gelu_tanh": x * (1 + torch.tanh(cubic)) / 2,
+    }
+    close(reference.gated(gate, up, name), formulas[name] * up.double())  # type: ignore[arg-type]
+    assert torch.equal(fused, before), "inputs are only read"
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 8), st.integers(0, 5), SEEDS, DTYPES)
+@settings(max_examples=40, deadline=None)
+def test_rope_turns_pairs_by_their_angle(
+    tokens: int, heads: int, half: int, rest: int, seed: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(50, (tokens,), generator=generator)
+    angles = torch.rand(50, half, generator=generator) * 6
+    x = normal(seed, tokens, heads, 2 * half + rest, dtype=dtype)
+    ours = reference.rope(x, positions, angles.cos(), angles.sin())
+    # As complex numbers: (first + i second) * exp(i angle).
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    turned = pairs * torch.exp(1j * angles.double()[positions])[:, None]
+    close(ours[..., : 2 * half], torch.cat((turned.real, turned.imag), dim=-1))
+    assert torch.equal(ours[..., 2 * half :], x[..., 2 * half :])
+
+
+def test_select_gives_every_operation_or_names_the_devices() -> None:
+    operations = [name for name in vars(Ops) if not name.startswith("_")]
+    assert len(operations) >= 8
+    for device in ("cpu", "cuda"):
+        assert all(callable(getattr(select(device), name)) for name in operations)
+    with pytest.raises(ValueError, match=r"tpu.*cpu, cuda"):
+        select("tpu")
