@@ -1,0 +1,410 @@
+"""Workers that only talk: real gRPC and the real Membership, tokens from a formula."""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.protos.worker_pb2_grpc import (
+    DecodeServicer,
+    PrefillServicer,
+    add_DecodeServicer_to_server,
+    add_PrefillServicer_to_server,
+)
+from pdserve.services.host.channel import open_channel
+from pdserve.services.host.fragments import IdsCollector, send_ids
+from pdserve.services.host.join import Membership
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
+
+SECRET = "cluster secret of the tests"
+TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
+    """What any worker of the tests generates: a function of the request alone."""
+    return (sum(prompt) * 31 + seed * 17 + choice * 7 + position * 13) % 50_000
+
+
+def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
+    return pb.ModelCard(
+        name=model,
+        kv_identity=identity,
+        tokenizer_digest=hashlib.sha256(TOKENIZER).hexdigest(),
+        kv_spec=pb.KvSpec(block_size=16),
+    )
+
+
+class FakeWorker:
+    """What both roles share. `events` counts what arrived; `wait(name)` waits for a first one."""
+
+    role: fleet_pb2.Role
+
+    def __init__(self, model: str = "tiny", identity: bytes = b"identity") -> None:
+        self.boot = os.urandom(16)
+        self.card = card(model, identity)
+        self.outboxes: list[Outbox[Any]] = []
+        self.received: list[Any] = []
+        self.cancelled: list[tuple[bytes, tuple[int, ...]]] = []
+        self.changed = asyncio.Condition()
+        self.tasks: dict[bytes, asyncio.Task[None]] = {}
+        self.membership: Membership | None = None
+        self.address = ""
+
+    async def start(self, router: str, port: int = 0) -> None:
+        self.host = GrpcHost(f"127.0.0.1:{port}", SECRET)
+        self.register()
+        add_BlobsServicer_to_server(FakeBlobs(), self.host.server)
+        self.address = f"127.0.0.1:{await self.host.start()}"
+        hello = fleet_pb2.WorkerHello(
+            role=self.role,
+            boot=self.boot,
+            address=self.address,
+            card=self.card,
+            transports=["tcp"],
+            wire_version=1,
+        )
+        self.membership = Membership(hello, [router], SECRET)
+        self.membership.start()
+
+    def register(self) -> None:
+        raise NotImplementedError
+
+    async def note(self, command: Any) -> None:
+        async with self.changed:
+            self.received.append(command)
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]
+
+    async def cancel(self, cancel: wire.CancelAttempt) -> None:
+        self.cancelled.append((cancel.attempt, tuple(cancel.choices)))
+        if not cancel.choices and cancel.attempt in self.tasks:
+            self.tasks.pop(cancel.attempt).cancel()
+
+    def put(self, event: Any) -> None:
+        self.outboxes[-1].put(event)
+
+    async def kill(self) -> None:
+        """Die as SIGKILL does: sockets close, nothing is said."""
+        for task in self.tasks.values():
+            task.cancel()
+        await self.host.stop(0)
+        if self.membership is not None:
+            await asyncio.to_thread(self.membership.close)
+            self.membership = None
+
+    async def session(self, commands: Any) -> AsyncIterator[Any]:
+        outbox: Outbox[Any] = Outbox()
+        self.outboxes.append(outbox)
+        reader = asyncio.create_task(self._read(commands))
+        try:
+            async for batch in outbox:
+                yield batch
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, commands: Any) -> None:
+        self.collector = IdsCollector()
+        async for command in commands:
+            kind = command.WhichOneof("command")
+            if kind == "ids_part":
+                self.collector.add(command.ids_part)
+            elif kind == "cancel":
+                await self.cancel(command.cancel)
+            elif kind in ("admit", "start"):
+                message = getattr(command, kind)
+                self.tasks[message.attempt] = asyncio.create_task(self.run(message))
+            await self.note(command)
+
+    async def run(self, message: Any) -> None:
+        raise NotImplementedError
+
+
+class FakeBlobs(BlobsServicer):
+    async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
+        for at in range(0, len(TOKENIZER), 100_000):
+            yield pb.BlobChunk(data=TOKENIZER[at : at + 100_000])
+
+
+class FakeDecode(FakeWorker, DecodeServicer):
+    """Generates max_tokens per choice, one event per token."""
+
+    role = fleet_pb2.DECODE
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.busy = 0  # answer Busy this many times
+        self.pace_s = 0.0
+        self.hold_at: int | None = None  # stop before this position until released
+        self.released = asyncio.Event()
+        self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
+        self.prompts: dict[bytes, list[int]] = {}
+
+    def register(self) -> None:
+        add_DecodeServicer_to_server(self, self.host.server)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for batch in self.session(request_iterator):
+            yield wire.DecodeMessage(events=batch)
+
+    async def run(self, message: wire.Admit) -> None:
+        start, attempt = message.start, message.attempt
+        prompt = self.collector.take(start.request, start.prompt_ids)
+        self.prompts[attempt] = prompt
+        if self.busy:
+            self.busy -= 1
+            self.put(wire.DecodeEvent(busy=wire.Busy(attempt=attempt)))
+            return
+        admitted = wire.Admitted(attempt=attempt, promised_tokens=len(prompt))
+        if message.prefill_boot:
+            self.arrived[attempt] = asyncio.Event()
+            admitted.ticket.id = attempt
+            admitted.ticket.data_address = self.address
+        self.put(wire.DecodeEvent(admitted=admitted))
+        if message.prefill_boot:
+            await self.arrived[attempt].wait()
+        choices = list(start.choices) or [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        total = start.params.max_tokens
+        first = min(len(c.generated_ids) for c in choices)
+        for position in range(first, total):
+            if self.hold_at == position:
+                await self.released.wait()
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
+            for index, choice in enumerate(choices):
+                if choice.finish or position < len(choice.generated_ids):
+                    continue
+                tokens = pb.Tokens(
+                    request=start.request,
+                    attempt=attempt,
+                    epoch=start.epoch,
+                    choice=index,
+                    position=position,
+                    ids=[token(prompt, start.seed, index, position)],
+                    finish=pb.LENGTH if position == total - 1 else pb.FINISH_REASON_UNSPECIFIED,
+                )
+                self.put(wire.DecodeEvent(tokens=tokens))
+        remote = bool(message.prefill_boot)
+        finished = pb.Finished(request=start.request, attempt=attempt, remote=remote)
+        self.put(wire.DecodeEvent(finished=finished))
+        self.tasks.pop(attempt, None)
+
+
+class FakePrefill(FakeWorker, PrefillServicer):
+    """Tells the decode worker of the ticket that the KV is there."""
+
+    role = fleet_pb2.PREFILL
+
+    def __init__(self, decodes: list[FakeDecode], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decodes = decodes
+        self.fail = 0  # fail this many prompts
+        self.hang = False  # accept, then do nothing
+        self.ids: dict[bytes, list[int]] = {}
+
+    def register(self) -> None:
+        add_PrefillServicer_to_server(self, self.host.server)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for batch in self.session(request_iterator):
+            yield wire.PrefillMessage(events=batch)
+
+    async def run(self, message: wire.PrefillStart) -> None:
+        attempt = message.attempt
+        self.ids[attempt] = self.collector.take(attempt.hex(), message.ids)
+        self.put(wire.PrefillEvent(accepted=wire.PrefillAccepted(attempt=attempt)))
+        if self.fail:
+            self.fail -= 1
+            failure = pb.Failure(code=pb.INTERNAL, message="told to fail")
+            self.put(wire.PrefillEvent(failed=wire.PrefillFailed(attempt=attempt, failure=failure)))
+            return
+        if self.hang:
+            return
+        for decode in self.decodes:
+            if decode.address == message.ticket.data_address:
+                decode.arrived[attempt].set()
+        self.put(wire.PrefillEvent(done=wire.PrefillDone(attempt=attempt, transport="tcp")))
+
+
+class Gateway:
+    """A raw gateway session."""
+
+    def __init__(self, address: str, secret: str = SECRET, boot: bytes = b"") -> None:
+        self.boot = boot or os.urandom(16)
+        self.channel = open_channel(address, secret)
+        self.stub = RouterStub(self.channel)
+        self.events: dict[str, list[rpc.RequestEvent]] = {}
+        self.changed = asyncio.Condition()
+
+    async def open(self) -> None:
+        self.call = self.stub.Session()
+        await self.call.write(rpc.GatewayMessage(hello=rpc.GatewayHello(boot=self.boot)))
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self.call:
+            async with self.changed:
+                for event in message.events:
+                    kind = event.WhichOneof("event")
+                    request = getattr(event, kind).request
+                    self.events.setdefault(request, []).append(event)
+                self.changed.notify_all()
+
+    async def start(
+        self, request: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any
+    ) -> None:
+        fields.setdefault("model", "tiny")
+        n = fields.pop("n", 1)
+        parts, tail = send_ids(request, prompt)
+        for part in parts:
+            await self.call.write(rpc.GatewayMessage(ids_part=part))
+        start = pb.Start(request=request, prompt_ids=tail, seed=5, **fields)
+        start.params.max_tokens = max_tokens
+        start.params.n = n
+        await self.call.write(rpc.GatewayMessage(start=start))
+
+    async def cancel(self, request: str, *choices: int) -> None:
+        cancel = rpc.Cancel(request=request, choices=choices)
+        await self.call.write(rpc.GatewayMessage(cancel=cancel))
+
+    def of(self, request: str, kind: str) -> list[Any]:
+        events = self.events.get(request, [])
+        return [getattr(e, kind) for e in events if e.WhichOneof("event") == kind]
+
+    def ids(self, request: str, choice: int = 0) -> list[int]:
+        """The ids of a choice; asserts that their positions have no gap and no overlap."""
+        ids: list[int] = []
+        for tokens in self.of(request, "tokens"):
+            if tokens.choice == choice:
+                assert tokens.position == len(ids)
+                ids += tokens.ids
+        return ids
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def end(self, request: str, timeout_s: float = 10) -> pb.Finished | pb.Failed:
+        """The one terminal event."""
+
+        def terminal() -> list[Any]:
+            return self.of(request, "finished") + self.of(request, "failed")
+
+        await self.until(lambda: bool(terminal()), timeout_s)
+        assert len(terminal()) == 1
+        assert self.events[request][-1].WhichOneof("event") in ("finished", "failed")
+        return terminal()[0]
+
+    async def close(self) -> None:
+        self.call.cancel()
+        self.reader.cancel()
+        await asyncio.gather(self.reader, return_exceptions=True)
+        await self.channel.close()
+
+
+class Cluster:
+    """A real router, and fakes around it."""
+
+    def __init__(self, router: RouterProcess) -> None:
+        self.router = router
+        self.workers: list[FakeWorker] = []
+        self.gateways: list[Gateway] = []
+
+    async def decode(self, *args: Any, port: int = 0, **kwargs: Any) -> FakeDecode:
+        worker = FakeDecode(*args, **kwargs)
+        await self._join(worker, port)
+        return worker
+
+    async def prefill(self, *args: Any, **kwargs: Any) -> FakePrefill:
+        decodes = [w for w in self.workers if isinstance(w, FakeDecode)]
+        worker = FakePrefill(decodes, *args, **kwargs)
+        await self._join(worker, 0)
+        return worker
+
+    async def _join(self, worker: FakeWorker, port: int) -> None:
+        await worker.start(self.router.address, port)
+        self.workers.append(worker)
+        fleet = self.router.core.fleet
+
+        def connected() -> bool:
+            known = fleet.get(worker.boot)
+            return known is not None and known.connected
+
+        await eventually(connected)
+
+    async def gateway(self, **kwargs: Any) -> Gateway:
+        gateway = Gateway(self.router.address, **kwargs)
+        await gateway.open()
+        self.gateways.append(gateway)
+        return gateway
+
+    async def close(self) -> None:
+        for gateway in self.gateways:
+            await gateway.close()
+        for worker in self.workers:
+            await worker.kill()
+        await self.router.stop(0)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+MakeCluster = Callable[..., Awaitable[Cluster]]
+
+
+@pytest.fixture
+async def make_cluster(anyio_backend: str) -> AsyncIterator[MakeCluster]:
+    made: list[Cluster] = []
+
+    async def make(**settings: Any) -> Cluster:
+        router = RouterProcess(RouterSettings(cluster_secret=SECRET, **settings))
+        await router.start()
+        made.append(Cluster(router))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        await cluster.close()
+
+
+@pytest.fixture
+def expected() -> Callable[..., list[int]]:
+    """The ids that a fault-free run gives."""
+
+    def ids(prompt: list[int], num: int, choice: int = 0, seed: int = 5) -> list[int]:
+        return [token(prompt, seed, choice, position) for position in range(num)]
+
+    return ids
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., Awaitable[None]]:
+    return eventually

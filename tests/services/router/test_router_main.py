@@ -1,0 +1,79 @@
+"""The router as a process: reports, metrics, a signal ends it."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import sys
+from pdserve.services.router.main import run
+from pdserve.services.router.settings import RouterSettings
+
+def report(event, figures):
+    print(event, figures.get("address", ""), flush=True)
+
+settings = RouterSettings(cluster_secret="s", metrics_port=int(sys.argv[1]), bind=sys.argv[2])
+sys.exit(run(settings, report))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(metrics: int, bind: str = "127.0.0.1:0") -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(metrics), bind],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_listens_exports_and_stops() -> None:
+    metrics = free_port()
+    with start(metrics) as process:
+        assert process.stdout is not None
+        event, address = process.stdout.readline().split()
+        assert event == "listening"
+        assert process.stdout.readline().strip() == "ready"
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        assert "pdserve_router_requests 0.0" in text
+        assert "pdserve_router_queued 0.0" in text
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+        with start(0, address) as second:
+            _, errors = second.communicate(timeout=60)
+            assert second.returncode != 0
+            assert f"cannot listen on {address}" in errors
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.anyio
+async def test_metrics_count_what_happened(make_cluster: Any) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from pdserve.services.router.metrics import RouterMetrics
+
+    cluster = await make_cluster()
+    await cluster.decode()
+    gateway = await cluster.gateway()
+    await gateway.start("r", list(range(20)))
+    await gateway.end("r")
+    registry = CollectorRegistry()
+    registry.register(RouterMetrics(cluster.router.core))
+    text = (await asyncio.to_thread(generate_latest, registry)).decode()
+    assert 'pdserve_router_ended_total{outcome="ok"} 1.0' in text
+    assert 'pdserve_router_prefills_total{where="local"} 1.0' in text
+    assert 'pdserve_router_decisions_total{reason="short prompt"} 1.0' in text
+    assert 'pdserve_router_workers{role="decode",state="live"} 1.0' in text

@@ -1,0 +1,432 @@
+"""Requests through a real router to fake workers: placing, retries, failover, cancel."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+
+pytestmark = pytest.mark.anyio
+
+LONG = list(range(600))
+SHORT = list(range(20))
+
+
+async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    gateway = await cluster.gateway()
+    await gateway.start("short", SHORT)
+    await gateway.start("long", LONG)
+    for request, prompt, remote in (("short", SHORT, False), ("long", LONG, True)):
+        finished = await gateway.end(request)
+        assert finished.remote is remote
+        assert gateway.ids(request) == expected(prompt, 8)
+        assert gateway.events[request][0].WhichOneof("event") == "placed"
+        placed = gateway.of(request, "placed")[0]
+        assert placed.placement.decode_boot == decode.boot
+        assert placed.prefill_address == (prefill.address if remote else "")
+    assert list(prefill.ids.values()) == [LONG[:-1]]
+    view = cluster.router.core.view()
+    assert (view.prefill_local, view.prefill_remote, view.retries) == (1, 1, 0)
+
+
+async def test_prompt_longer_than_a_message(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    gateway = await cluster.gateway()
+    prompt = [i % 49_000 for i in range(100_000)]
+    await gateway.start("huge", prompt)
+    assert (await gateway.end("huge")).remote
+    assert gateway.ids("huge") == expected(prompt, 8)
+    assert list(prefill.ids.values()) == [prompt[:-1]]
+    assert len(decode.of("ids_part")) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompt", "remote"),
+    [("never", LONG, False), ("always", SHORT, True), ("always", [7], False)],
+)
+async def test_remote_prefill_modes(
+    make_cluster: Any, mode: str, prompt: list[int], remote: bool
+) -> None:
+    cluster = await make_cluster(remote_prefill=mode)
+    await cluster.decode()
+    await cluster.prefill()
+    gateway = await cluster.gateway()
+    await gateway.start("r", prompt)
+    assert (await gateway.end("r")).remote is remote
+    assert cluster.router.core.view().prefill_remote == remote
+
+
+async def test_busy_worker_is_passed_over(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    first, second = await cluster.decode(), await cluster.decode()
+    gateway = await cluster.gateway()
+    first.busy = second.busy = 2
+    await gateway.start("r", SHORT)
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(SHORT, 8)
+    assert len(gateway.of("r", "placed")) == 1
+    assert first.busy < 2
+    assert second.busy < 2
+    assert cluster.router.core.view().retries == 0
+
+
+async def test_queue_timeout_and_bound(make_cluster: Any) -> None:
+    cluster = await make_cluster(max_queued=2)
+    decode = await cluster.decode()
+    decode.busy = 10_000
+    gateway = await cluster.gateway()
+    for name in ("a", "b"):
+        await gateway.start(name, SHORT, queue_remaining_ms=400)
+    await decode.until(lambda: decode.busy < 10_000)
+    dispatcher = cluster.router.core.dispatcher
+    async with asyncio.timeout(5):
+        while dispatcher.num_queued < 2:
+            await asyncio.sleep(0.001)
+    await gateway.start("c", SHORT)
+    refused = await gateway.end("c")
+    assert refused.failure.code == pb.OVERLOADED
+    assert refused.failure.retry_after_ms > 0
+    for name in ("a", "b"):
+        failed = await gateway.end(name)
+        assert failed.failure.code == pb.QUEUE_TIMEOUT
+    assert dispatcher.num_running == dispatcher.num_queued == 0
+
+
+async def test_queued_requests_begin_in_order(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    gateway = await cluster.gateway()
+    names = [f"r{i}" for i in range(20)]
+    for name in names:
+        await gateway.start(name, SHORT)  # before any worker has joined
+    decode = await cluster.decode()
+    for name in names:
+        assert isinstance(await gateway.end(name), pb.Finished)
+    assert [a.start.request for a in decode.of("admit")] == names
+
+
+async def test_failed_prefill_moves_on_then_stays_local(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefills = [await cluster.prefill() for _ in range(3)]
+    for prefill in prefills:
+        prefill.fail = 10
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    finished = await gateway.end("r")
+    assert not finished.remote
+    assert gateway.ids("r") == expected(LONG, 8)
+    assert sorted(len(p.ids) for p in prefills) == [0, 1, 1]
+    attempts = [admit.attempt for admit in decode.of("admit")]
+    assert len(set(attempts)) == 3
+    assert [c[0] for c in decode.cancelled] == attempts[:2]
+    assert len(gateway.of("r", "placed")) == 3
+    assert cluster.router.core.view().retries == 2
+
+
+async def test_prefill_worker_dies_during_transfer(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await prefill.until(lambda: bool(prefill.ids))
+    assert decode.arrived
+    await prefill.kill()
+    finished = await gateway.end("r")
+    assert not finished.remote
+    assert gateway.ids("r") == expected(LONG, 8)
+    assert len(decode.cancelled) == 1
+
+
+async def test_handoff_lost_is_tried_again(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    first = await cluster.prefill()
+    first.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await first.until(lambda: bool(first.ids))
+    second = await cluster.prefill()
+    attempt = next(iter(first.ids))
+    lost = wire.HandoffLost(attempt=attempt, reason="no progress")
+    decode.tasks.pop(attempt).cancel()
+    decode.put(wire.DecodeEvent(handoff_lost=lost))
+    assert (await gateway.end("r")).remote
+    assert gateway.ids("r") == expected(LONG, 8)
+    assert len(second.ids) == 1
+    assert first.cancelled == [(attempt, ())]
+    assert not decode.cancelled
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_decode_worker_dies_mid_stream(make_cluster: Any, expected: Any, n: int) -> None:
+    cluster = await make_cluster()
+    dying = await cluster.decode()
+    dying.hold_at = 5
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12, n=n)
+    await gateway.until(lambda: all(len(gateway.ids("r", c)) == 5 for c in range(n)))
+    survivor = await cluster.decode()
+    await dying.kill()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    for choice in range(n):
+        assert gateway.ids("r", choice) == expected(SHORT, 12, choice)
+    (admit,) = survivor.of("admit")
+    assert [len(c.generated_ids) for c in admit.start.choices] == [5] * n
+    assert admit.start.strikes == 1
+    placed = gateway.of("r", "placed")
+    assert [p.placement.decode_boot for p in placed] == [dying.boot, survivor.boot]
+
+
+async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    dying = await cluster.decode()
+    dying.hold_at = 5
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG, max_tokens=12)
+    await gateway.until(lambda: len(gateway.ids("r")) == 5)
+    await cluster.decode()
+    prefill = await cluster.prefill()
+    await dying.kill()
+    assert (await gateway.end("r")).remote
+    ids = expected(LONG, 12)
+    assert gateway.ids("r") == ids
+    assert list(prefill.ids.values()) == [[*LONG, *ids[:4]]]
+
+
+async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    gateway = await cluster.gateway()
+    victims = []
+    for strike in (1, 2):
+        victims.append(await cluster.decode())
+        victims[-1].hold_at = 2 * strike
+        if strike == 1:
+            await gateway.start("r", SHORT)
+        await gateway.until(lambda: len(gateway.ids("r")) == 2 * len(victims))
+        await victims[-1].kill()
+    third = await cluster.decode()
+    assert (await gateway.end("r")).failure.code == pb.STRUCK_TWICE
+    assert victims[1].of("admit")[0].start.strikes == 1
+    assert gateway.ids("r") == expected(SHORT, 4)
+    assert not third.of("admit")
+
+
+async def test_dead_worker_that_has_not_begun_is_no_strike(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await prefill.until(lambda: bool(prefill.ids))
+    prefill.hang = False
+    other = await cluster.decode()
+    prefill.decodes.append(other)
+    await decode.kill()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    (admit,) = other.of("admit")
+    assert admit.start.strikes == 0
+    assert len(prefill.cancelled) == 1
+
+
+async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    decode.released.set()
+    decode.outboxes[-1].close()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(SHORT, 8)
+    assert len(decode.outboxes) == 2
+    assert [a.start.strikes for a in decode.of("admit")] == [0, 0]
+
+
+async def test_cancel_reaches_both_sides(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await prefill.until(lambda: bool(prefill.ids))
+    await gateway.cancel("r")
+    assert (await gateway.end("r")).failure.code == pb.CANCELLED
+    attempt = next(iter(prefill.ids))
+    await decode.until(lambda: decode.cancelled == [(attempt, ())])
+    await prefill.until(lambda: prefill.cancelled == [(attempt, ())])
+    assert cluster.router.core.dispatcher.num_running == 0
+
+
+async def test_cancel_of_one_choice_goes_to_decode_by_attempt(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, n=2)
+    await gateway.until(lambda: len(gateway.ids("r", 1)) == 3)
+    await gateway.cancel("r", 1)
+    await decode.until(lambda: bool(decode.cancelled))
+    assert decode.cancelled == [(decode.of("admit")[0].attempt, (1,))]
+    decode.released.set()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert (len(gateway.ids("r", 0)), len(gateway.ids("r", 1))) == (8, 3)
+
+
+async def test_gateway_gone(make_cluster: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pdserve.services.router.flow.ORPHAN_S", 0.3)
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    gateway.call.cancel()
+    await decode.until(lambda: bool(decode.cancelled))
+    assert decode.cancelled == [(decode.of("admit")[0].attempt, ())]
+    assert cluster.router.core.dispatcher.num_running == 0
+
+
+async def test_gateway_comes_back_and_issues_again(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, epoch=1)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    gateway.call.cancel()
+    again = await cluster.gateway(boot=gateway.boot)
+    have = pb.ChoiceState(generated_ids=gateway.ids("r"))
+    decode.hold_at = None
+    await again.start("r", SHORT, epoch=2, choices=[have])
+    finished = await again.end("r")
+    assert finished.epoch == 2
+    tail = [i for tokens in again.of("r", "tokens") for i in tokens.ids]
+    assert gateway.ids("r") + tail == expected(SHORT, 8)
+    first, second = decode.of("admit")
+    assert decode.cancelled == [(first.attempt, ())]
+    assert second.start.epoch == 2
+
+
+async def test_epochs(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, epoch=5)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    await gateway.start("r", SHORT, epoch=4)  # late: ignored
+    await gateway.start("r", SHORT, epoch=5)  # repeated: ignored
+    dispatcher = cluster.router.core.dispatcher
+    await gateway.start("other", SHORT, max_tokens=2)
+    await gateway.end("other")
+    assert dispatcher.num_stale == 2
+    assert len(decode.of("admit")) == 2
+    decode.released.set()
+    assert (await gateway.end("r")).epoch == 5
+
+
+async def test_unknown_attempts_are_counted_and_ignored(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    gateway = await cluster.gateway()
+    stranger = b"?" * 16
+    decode.put(wire.DecodeEvent(finished=pb.Finished(attempt=stranger)))
+    decode.put(wire.DecodeEvent(tokens=pb.Tokens(attempt=stranger, ids=[1])))
+    prefill.put(wire.PrefillEvent(failed=wire.PrefillFailed(attempt=stranger)))
+    await gateway.start("r", SHORT)
+    await gateway.end("r")
+    assert gateway.ids("r") == expected(SHORT, 8)
+    async with asyncio.timeout(5):
+        while cluster.router.core.dispatcher.num_stale < 3:
+            await asyncio.sleep(0.01)
+    assert list(gateway.events) == ["r"]
+
+
+async def test_several_models_in_one_fleet(make_cluster: Any) -> None:
+    cluster = await make_cluster(remote_prefill="always")
+    small = await cluster.decode("small", b"one")
+    large = await cluster.decode("large", b"two")
+    for_large = await cluster.prefill("large", b"two")
+    foreign = await cluster.prefill("small", b"other weights")
+    gateway = await cluster.gateway()
+    await gateway.start("a", SHORT, model="small")
+    await gateway.start("b", SHORT, model="large")
+    await gateway.start("c", SHORT, model="none")
+    assert not (await gateway.end("a")).remote
+    assert (await gateway.end("b")).remote
+    assert (await gateway.end("c")).failure.code == pb.MODEL_NOT_FOUND
+    assert (len(small.of("admit")), len(large.of("admit"))) == (1, 1)
+    assert (len(for_large.ids), len(foreign.ids)) == (1, 0)
+    assert [m.name for m in cluster.router.core.models()] == ["large", "small"]
+
+
+async def test_draining_worker_gets_no_new_work(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    leaving = await cluster.decode()
+    leaving.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("old", SHORT)
+    await gateway.until(lambda: len(gateway.ids("old")) == 3)
+    leaving.membership.goodbye()
+    fleet = cluster.router.core.fleet
+    async with asyncio.timeout(5):
+        while fleet.get(leaving.boot).state.value != "draining":
+            await asyncio.sleep(0.01)
+    staying = await cluster.decode()
+    await gateway.start("new", SHORT)
+    await gateway.end("new")
+    assert len(staying.of("admit")) == 1
+    leaving.released.set()
+    assert isinstance(await gateway.end("old"), pb.Finished)
+    assert gateway.ids("old") == expected(SHORT, 8)
+
+
+async def test_restart_on_the_same_address(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    first = await cluster.decode()
+    first.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    port = int(first.address.rpartition(":")[2])
+    await first.kill()
+    second = await cluster.decode(port=port)
+    assert second.boot != first.boot
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(SHORT, 8)
+    assert list(cluster.router.core.fleet.workers) == [second.boot]
+
+
+async def test_deadline_travels_and_ends_a_queued_request(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, remaining_ms=60_000)
+    await gateway.end("r")
+    assert 50_000 < decode.of("admit")[0].start.remaining_ms <= 60_000
+    decode.busy = 10_000
+    await gateway.start("late", SHORT, remaining_ms=300)
+    assert (await gateway.end("late")).failure.code == pb.DEADLINE_EXCEEDED
+
+
+async def test_prompt_logprobs_stay_local_and_arrive_once(make_cluster: Any) -> None:
+    cluster = await make_cluster(remote_prefill="always")
+    await cluster.decode()
+    await cluster.prefill()
+    gateway = await cluster.gateway()
+    params = pb.SamplingParams(prompt_logprobs=1)
+    await gateway.start("r", LONG, params=params)
+    assert not (await gateway.end("r")).remote

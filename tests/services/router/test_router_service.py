@@ -1,0 +1,195 @@
+"""What the router offers beside sessions: Generate, views, blobs, and who may call what."""
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos.common_pb2_grpc import BlobsStub
+from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.channel import open_channel
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+SECRET = "cluster secret of the tests"
+PROMPT = list(range(20))
+
+
+def generate(model: str = "", max_tokens: int = 6) -> rpc.GenerateRequest:
+    params = pb.SamplingParams(max_tokens=max_tokens)
+    return rpc.GenerateRequest(model=model, prompt_ids=PROMPT, params=params, seed=5)
+
+
+async def failure_of(call: Any) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    return ServiceError.from_rpc(caught.value)
+
+
+async def test_generate(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster(api_keys=("a key",))
+    await cluster.decode()
+    for key in ("a key", SECRET):
+        async with open_channel(cluster.router.address, key) as channel:
+            replies = [r async for r in RouterStub(channel).Generate(generate())]
+        assert replies[-1].WhichOneof("event") == "finished"
+        assert [i for r in replies for i in r.tokens.ids] == expected(PROMPT, 6)
+
+
+async def test_generate_names_the_model_when_there_are_two(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        stub = RouterStub(channel)
+        assert (await failure_of(stub.Generate(generate()))).code == pb.UNAVAILABLE
+        await cluster.decode("one")
+        await cluster.decode("two")
+        error = await failure_of(stub.Generate(generate()))
+        assert (error.code, error.param) == (pb.INVALID_ARGUMENT, "model")
+        assert (await failure_of(stub.Generate(generate("x")))).code == pb.MODEL_NOT_FOUND
+        assert [r async for r in stub.Generate(generate("two"))]
+        models = await stub.ListModels(rpc.ListModelsRequest())
+        assert [m.name for m in models.models] == ["one", "two"]
+
+
+async def test_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 2
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        call = RouterStub(channel).Generate(generate())
+        await anext(aiter(call))
+        call.cancel()
+        await decode.until(lambda: bool(decode.cancelled))
+    assert cluster.router.core.dispatcher.num_running == 0
+
+
+async def test_bad_requests_are_refused_by_name(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    await cluster.decode()
+    gateway = await cluster.gateway()
+    await gateway.start("empty", [])
+    await gateway.start("many", PROMPT, n=1_000_000)
+    await gateway.start("x" * 300, PROMPT)
+    await gateway.start("uneven", PROMPT, n=2, choices=[pb.ChoiceState()])
+    for request, param in (
+        ("empty", "prompt_ids"),
+        ("many", "n"),
+        ("x" * 300, "request"),
+        ("uneven", "choices"),
+    ):
+        failed = await gateway.end(request)
+        assert (failed.failure.code, failed.failure.param) == (pb.INVALID_ARGUMENT, param)
+
+
+async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
+    cluster = await make_cluster(api_keys=("a key",))
+    await cluster.decode()
+    for key in ("wrong", "a key"):
+        async with open_channel(cluster.router.address, key) as channel:
+            router, fleet = RouterStub(channel), FleetStub(channel)
+            calls = [
+                router.Session(iter([rpc.GatewayMessage()])),
+                router.GetFleet(rpc.GetFleetRequest()),
+                fleet.Join(iter([WorkerReport(hello=WorkerHello())])),
+                BlobsStub(channel).GetBlob(pb.BlobRequest(digest="0")),
+            ]
+            if key == "wrong":
+                calls += [router.Generate(generate()), router.ListModels(rpc.ListModelsRequest())]
+            for call in calls:
+                assert (await failure_of(call)).code == pb.UNAUTHENTICATED
+    assert len(cluster.router.core.fleet.workers) == 1
+
+
+async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        for hello in (
+            WorkerHello(),
+            WorkerHello(role=2, boot=b"short", address="a:1"),
+            WorkerHello(role=2, boot=b"b" * 16, address="nowhere"),
+        ):
+            call = FleetStub(channel).Join(iter([WorkerReport(hello=hello)]))
+            assert (await failure_of(call)).code == pb.INVALID_ARGUMENT
+    assert not cluster.router.core.fleet.workers
+
+
+async def test_blobs_are_proxied_verified_and_cached(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    digest = decode.card.tokenizer_digest
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        stub = BlobsStub(channel)
+
+        async def read(name: str) -> bytes:
+            return b"".join([c.data async for c in stub.GetBlob(pb.BlobRequest(digest=name))])
+
+        first, second = await asyncio.gather(read(digest), read(digest))
+        assert first == second
+        assert hashlib.sha256(first).hexdigest() == digest
+        await decode.kill()
+        assert await read(digest) == first
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read("0" * 64)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_blob_with_another_digest_is_not_passed_on(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    wrong = "1" * 64
+    cluster.router.core.fleet.get(decode.boot).hello.card.template_digest = wrong
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in BlobsStub(channel).GetBlob(pb.BlobRequest(digest=wrong)):
+                raise AssertionError("a wrong blob was passed on")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_fleet_view(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        view = await RouterStub(channel).GetFleet(rpc.GetFleetRequest())
+    assert {w.hello.boot for w in view.workers} == {decode.boot, prefill.boot}
+    assert {w.state for w in view.workers} == {"live"}
+    assert all(0 <= w.silent_s < 1 for w in view.workers)
+
+
+async def test_drain_ends_what_runs_and_refuses_what_comes(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("old", PROMPT)
+    await gateway.until(lambda: len(gateway.ids("old")) == 3)
+    draining = asyncio.create_task(cluster.router.core.drain())
+    await asyncio.sleep(0)
+    await gateway.start("new", PROMPT)
+    failed = await gateway.end("new")
+    assert failed.failure.code == pb.UNAVAILABLE
+    assert failed.failure.retry_after_ms > 0
+    assert not draining.done()
+    decode.released.set()
+    assert isinstance(await gateway.end("old"), pb.Finished)
+    await asyncio.wait_for(draining, 5)
+
+
+def test_starts_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import pdserve.services.router.main; "
+        "bad = [m for m in sys.modules if m.startswith(('fastapi', 'numpy'))]; assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
