@@ -26,11 +26,16 @@ class EngineConfig:
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)
     kv_tokens: int = option(0, "KV pool size in tokens; 0: from free memory", min=0)
+    host_engines: int = option(
+        1, "engines that share this machine's free memory, when the pool is sized by it", min=1
+    )
     max_running: int = option(64, "sequences in a batch", min=1, max=4096)
     chunk_size: int = option(
         0, "tokens of a prefill chunk, counted from token 0; 0: about 100 ms of work", min=0
     )
-    step_tokens: int = option(0, "token budget of one step; 0: max_running + one chunk", min=0)
+    step_tokens: int = option(
+        0, "token budget of one step; 0 (and the least): max_running + one chunk", min=0
+    )
     context_len: int = option(0, "cap on the model's context; 0: the model's own", min=0)
     prefix_cache: bool = option(True, "keep and reuse KV of common prefixes")
     max_waiting: int = option(256, "requests queued before new ones are refused", min=1)

@@ -53,6 +53,7 @@ class Engine:
         limits: Limits,
         ops: Ops,
         kv_identity: bytes = b"",
+        numerics_id: str = "",
         prefix_cache: bool = True,
         device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +61,7 @@ class Engine:
         self.kv = kv
         self.limits = limits
         self.kv_identity = kv_identity
+        self.numerics_id = numerics_id
         self._clock = clock
         tables = BlockTables(kv.spec, kv.num_blocks, prefix_cache)
         # The group that stands for all in figures and prefix events.

@@ -1,0 +1,127 @@
+"""Builds an engine from its options: loads the model, sizes the KV pool, measures the chunk."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.block_tables import blocks_for
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.checkpoints.load import load_model
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.identity import kv_identity, numerics_id
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.limits import Limits
+from pdserve.engine.memory import pool_bytes
+from pdserve.engine.runner import Model
+from pdserve.kernels.ops import select
+
+log = logging.getLogger(__name__)
+
+CHUNK_S = 0.1  # what a prefill chunk should take
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+
+
+def build_engine(
+    config: EngineConfig, progress: Callable[[str, float], None] = lambda what, fraction: None
+) -> tuple[Engine, CardData]:
+    """An engine ready to step, and its model's card with the context length that it really has.
+
+    `progress` gets what is being done and the fraction of it. Raises CheckpointError from loading
+    and ValueError for options that contradict each other.
+    """
+    loaded = load_model(config, progress)
+    decoder, card = loaded.decoder, loaded.card
+    spec = KvSpec(config.block_size, decoder.kv_groups)
+    num_blocks = _pool_blocks(config, spec, card.context_len)
+    context_len = min(card.context_len, num_blocks * spec.block_size)
+    kv = KvCache(spec, num_blocks, config.device)
+    progress("warming up", 0.0)
+    chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len, config.device)
+    kv_dtype = spec.groups[0].dtype
+    compute_dtype = str(decoder.dtype).removeprefix("torch.")
+    numerics = numerics_id(config.device, compute_dtype, kv_dtype, config.weights)
+    engine = Engine(
+        decoder,
+        kv,
+        Limits(
+            vocab_size=card.vocab_size,
+            context_len=context_len,
+            block_size=spec.block_size,
+            num_blocks=num_blocks,
+            max_running=config.max_running,
+            chunk_size=chunk_size,
+            step_tokens=config.step_tokens,
+            max_waiting=config.max_waiting,
+            eos_ids=frozenset(card.eos_ids),
+        ),
+        select(config.device),
+        kv_identity=kv_identity(card, kv_dtype, numerics),
+        numerics_id=numerics,
+        prefix_cache=config.prefix_cache,
+        device=config.device,
+    )
+    log.info(
+        "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
+        num_blocks * spec.block_size,
+        num_blocks,
+        spec.block_size,
+        num_blocks * spec.bytes_per_block() / 1e6,
+        context_len,
+        chunk_size,
+    )
+    progress("ready", 1.0)
+    return engine, replace(card, context_len=context_len)
+
+
+def _pool_blocks(config: EngineConfig, spec: KvSpec, context_len: int) -> int:
+    """Blocks per layer group. By default no more than a full batch of full contexts needs."""
+    if config.kv_tokens:
+        return max(1, config.kv_tokens // spec.block_size)
+    room = pool_bytes(config.device, config.host_engines) // spec.bytes_per_block()
+    most = config.max_running * blocks_for(context_len, spec.block_size)
+    if room < 1:
+        raise ValueError("not enough free memory for a KV pool; --kv-tokens sets its size")
+    return min(room, most)
+
+
+def measure_chunk(model: Model, kv: KvCache, context_len: int, device: str) -> int:
+    """The power of two from 64 to 2048 whose chunk takes nearest to 100 ms; warms the model up."""
+    most = min(context_len, kv.num_blocks * kv.spec.block_size)
+    best, distance = CHUNKS[0], math.inf
+    _chunk_seconds(model, kv, min(CHUNKS[0], most), device)  # the first pass allocates
+    for size in CHUNKS:
+        if size > most:
+            break
+        seconds = _chunk_seconds(model, kv, size, device)
+        if abs(math.log(seconds / CHUNK_S)) < distance:
+            best, distance = size, abs(math.log(seconds / CHUNK_S))
+        if seconds > CHUNK_S:
+            break
+    return best
+
+
+@torch.inference_mode()
+def _chunk_seconds(model: Model, kv: KvCache, size: int, device: str) -> float:
+    """One chunk of `size` tokens from position 0, on blocks that nobody has yet."""
+    positions = torch.arange(size, device=device)
+    table = torch.arange(1, blocks_for(size, kv.spec.block_size) + 1, device=device)[None]
+    group = GroupTable(table, positions + kv.spec.block_size)  # from block 1 on
+    batch = Batch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        starts=(0, size),
+        kv_lens=(size,),
+        num_decode_rows=0,
+        groups=(group,) * len(kv.spec.groups),
+        logit_tokens=positions[-1:],
+    )
+    started = time.perf_counter()
+    model.forward(batch, kv).cpu()
+    return time.perf_counter() - started

@@ -1,0 +1,91 @@
+"""Builds engines over the fake decoder and runs requests to their end."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from fake_decoder import VOCAB, FakeDecoder, fake_spec
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.limits import Limits
+from pdserve.engine.request import Event, NewTokens, Request, SamplingParams
+from pdserve.kernels.ops import select
+
+
+def fake_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    window: int = 0,
+    prefix_cache: bool = True,
+    model: Any = None,
+    **limits: Any,
+) -> Engine:
+    spec = fake_spec(block_size, window)
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "context_len": 256,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_running": 8,
+        "chunk_size": 16,
+    }
+    return Engine(
+        model or FakeDecoder(spec),
+        KvCache(spec, num_blocks),
+        Limits(**(options | limits)),
+        select("cpu"),
+        kv_identity=b"test",
+        prefix_cache=prefix_cache,
+    )
+
+
+def ask(key: str, prompt: Iterable[int], seed: int = 0, **params: Any) -> Request:
+    """A greedy request of eight tokens unless told otherwise."""
+    choices = params.pop("choices", ())
+    salt = params.pop("cache_salt", b"")
+    prefill_only = params.pop("prefill_only", False)
+    options = {"temperature": 0.0, "max_tokens": 8} | params
+    return Request(
+        key, tuple(prompt), SamplingParams(**options), seed, choices, salt, prefill_only
+    )
+
+
+def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> list[Event]:
+    """Submits the requests and steps until nothing is left; all events in order."""
+    for request in requests:
+        engine.submit(request)
+    events: list[Event] = []
+    for _ in range(max_steps):
+        step = engine.step()
+        if step is None:
+            return events
+        events.extend(step.events)
+    raise AssertionError(f"not at rest after {max_steps} steps")
+
+
+def tokens(events: Iterable[Event]) -> dict[tuple[str, int], list[int]]:
+    """Generated ids per (request, choice); positions must continue without a gap."""
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    first: dict[tuple[str, int], int] = {}
+    for event in events:
+        if isinstance(event, NewTokens):
+            at = (event.key, event.choice)
+            start = first.setdefault(at, event.position)
+            assert event.position == start + len(found[at])
+            found[at].extend(event.ids)
+    return dict(found)
+
+
+def of(events: Iterable[Event], kind: type, key: str | None = None) -> list[Any]:
+    return [e for e in events if isinstance(e, kind) and (key is None or e.key == key)]
+
+
+def assert_at_rest(engine: Engine) -> None:
+    """Every block is free or cached, in every group."""
+    for pool in engine._roster.tables.pools:
+        counts = pool.counts()
+        assert counts.total == pool.num_blocks
+        assert counts.used == counts.reserved == 0, counts
+    assert not engine._roster.jobs
+    assert len(engine._roster._free_slots) == engine.limits.max_running

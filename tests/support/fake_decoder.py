@@ -1,0 +1,77 @@
+"""A tiny decoder whose next token depends on every key that its block tables reach.
+
+It writes each token's id and position into the KV cache and reads them back through the tables, so a
+wrong table, slot, copy or shared block gives wrong tokens; no weights, exact in any batch.
+"""
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.batch import Batch
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_spec import KvSpec, LayerGroup
+
+VOCAB = 64
+
+
+def fake_spec(block_size: int = 4, window: int = 0) -> KvSpec:
+    """One full group, and with a window a second one; float32, one head of four values."""
+    groups = [LayerGroup((0,), "full", 0, 1, 4, "float32", 0, 1)]
+    if window:
+        groups.append(LayerGroup((1,), "window", window, 1, 4, "float32", 0, 1))
+    return KvSpec(block_size, tuple(groups))
+
+
+class FakeDecoder:
+    """Logits of a token are a hash of the (id, position) pairs that it sees in every group."""
+
+    def __init__(self, spec: KvSpec) -> None:
+        self.spec = spec
+        self.steps = 0
+        self.widest = 0  # decode rows of the widest step
+        self.kv_only_steps = 0
+
+    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+        self.steps += 1
+        self.widest = max(self.widest, batch.num_decode_rows)
+        self.kv_only_steps += batch.kv_only
+        assert all(
+            batch.starts[r + 1] - batch.starts[r] == 1 for r in range(batch.num_decode_rows)
+        )
+        seen = torch.zeros(batch.num_tokens)
+        for number, group in enumerate(self.spec.groups):
+            data, at = kv.layer(group.layers[0])
+            assert at == number
+            table = batch.groups[number]
+            block, offset = table.slots // self.spec.block_size, table.slots % self.spec.block_size
+            assert (block > 0).all(), "a write into the null block"
+            assert len(table.slots.unique()) == len(table.slots), "two writes into one slot"
+            data[block, 0, 0, offset, 0] = batch.token_ids.float()
+            data[block, 0, 0, offset, 1] = batch.positions.float()
+            for row in range(batch.num_rows):
+                keys = data[table.block_table[row], 0, 0].flatten(0, 1)  # [max_blocks * size, 4]
+                for token in range(batch.starts[row], batch.starts[row + 1]):
+                    end = int(batch.positions[token]) + 1
+                    low = max(0, end - group.window) if group.window else 0
+                    ids, positions = keys[low:end, 0], keys[low:end, 1]
+                    wanted = torch.arange(low, end).float()
+                    assert torch.equal(positions, wanted), f"row {row} sees other keys"
+                    mixed = (ids + 1) * ((wanted * 7 + number * 3) % 11 + 1)
+                    seen[token] += float(mixed.sum() % 8191)
+        wanted_tokens = seen[batch.logit_tokens]
+        angle = wanted_tokens[:, None] * 0.37 + torch.arange(VOCAB)[None] * 1.7
+        return torch.sin(angle) * 5
+
+
+def reference(prompt: list[int], spec: KvSpec, count: int) -> list[int]:
+    """The greedy continuation, computed without a cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        seen = 0.0
+        for number, group in enumerate(spec.groups):
+            low = max(0, len(ids) - group.window) if group.window else 0
+            mixed = sum((ids[p] + 1) * ((p * 7 + number * 3) % 11 + 1) for p in range(low, len(ids)))
+            seen += float(mixed % 8191)
+        logits = torch.sin(torch.tensor([seen])[:, None] * 0.37 + torch.arange(VOCAB) * 1.7) * 5
+        ids.append(int(logits[0].argmax()))
+    return ids[len(prompt) :]
