@@ -156,11 +156,10 @@ class FakeDecode(FakeWorker, DecodeServicer):
 
     role = fleet_pb2.DECODE
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, hold_at: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.busy = 0  # answer Busy this many times
-        self.pace_s = 0.0
-        self.hold_at: int | None = None  # stop before this position until released
+        self.hold_at = hold_at  # stop before this position until released
         self.released = asyncio.Event()
         self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
         self.prompts: dict[bytes, list[int]] = {}
@@ -194,8 +193,6 @@ class FakeDecode(FakeWorker, DecodeServicer):
         for position in range(first, total):
             if self.hold_at == position:
                 await self.released.wait()
-            if self.pace_s:
-                await asyncio.sleep(self.pace_s)
             for index, choice in enumerate(choices):
                 if choice.finish or position < len(choice.generated_ids):
                     continue
@@ -372,9 +369,11 @@ class Cluster:
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError("it never came true")
 
 
 MakeCluster = Callable[..., Awaitable[Cluster]]

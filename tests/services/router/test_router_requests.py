@@ -1,6 +1,5 @@
 """Requests through a real router to fake workers: placing, retries, failover, cancel."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ async def test_busy_worker_is_passed_over(make_cluster: Any, expected: Any) -> N
     assert cluster.router.core.view().retries == 0
 
 
-async def test_queue_timeout_and_bound(make_cluster: Any) -> None:
+async def test_queue_timeout_and_bound(make_cluster: Any, wait_for: Any) -> None:
     cluster = await make_cluster(max_queued=2)
     decode = await cluster.decode()
     decode.busy = 10_000
@@ -86,9 +85,7 @@ async def test_queue_timeout_and_bound(make_cluster: Any) -> None:
         await gateway.start(name, SHORT, queue_remaining_ms=400)
     await decode.until(lambda: decode.busy < 10_000)
     dispatcher = cluster.router.core.dispatcher
-    async with asyncio.timeout(5):
-        while dispatcher.num_queued < 2:
-            await asyncio.sleep(0.001)
+    await wait_for(lambda: dispatcher.num_queued == 2)
     await gateway.start("c", SHORT)
     refused = await gateway.end("c")
     assert refused.failure.code == pb.OVERLOADED
@@ -207,8 +204,7 @@ async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expecte
     gateway = await cluster.gateway()
     victims = []
     for strike in (1, 2):
-        victims.append(await cluster.decode())
-        victims[-1].hold_at = 2 * strike
+        victims.append(await cluster.decode(hold_at=2 * strike))
         if strike == 1:
             await gateway.start("r", SHORT)
         await gateway.until(lambda: len(gateway.ids("r")) == 2 * len(victims))
@@ -337,7 +333,9 @@ async def test_epochs(make_cluster: Any) -> None:
     assert (await gateway.end("r")).epoch == 5
 
 
-async def test_unknown_attempts_are_counted_and_ignored(make_cluster: Any, expected: Any) -> None:
+async def test_unknown_attempts_are_counted_and_ignored(
+    make_cluster: Any, expected: Any, wait_for: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -349,9 +347,7 @@ async def test_unknown_attempts_are_counted_and_ignored(make_cluster: Any, expec
     await gateway.start("r", SHORT)
     await gateway.end("r")
     assert gateway.ids("r") == expected(SHORT, 8)
-    async with asyncio.timeout(5):
-        while cluster.router.core.dispatcher.num_stale < 3:
-            await asyncio.sleep(0.01)
+    await wait_for(lambda: cluster.router.core.dispatcher.num_stale == 3)
     assert list(gateway.events) == ["r"]
 
 
@@ -373,7 +369,9 @@ async def test_several_models_in_one_fleet(make_cluster: Any) -> None:
     assert [m.name for m in cluster.router.core.models()] == ["large", "small"]
 
 
-async def test_draining_worker_gets_no_new_work(make_cluster: Any, expected: Any) -> None:
+async def test_draining_worker_gets_no_new_work(
+    make_cluster: Any, expected: Any, wait_for: Any
+) -> None:
     cluster = await make_cluster()
     leaving = await cluster.decode()
     leaving.hold_at = 3
@@ -382,9 +380,7 @@ async def test_draining_worker_gets_no_new_work(make_cluster: Any, expected: Any
     await gateway.until(lambda: len(gateway.ids("old")) == 3)
     leaving.membership.goodbye()
     fleet = cluster.router.core.fleet
-    async with asyncio.timeout(5):
-        while fleet.get(leaving.boot).state.value != "draining":
-            await asyncio.sleep(0.01)
+    await wait_for(lambda: fleet.get(leaving.boot).state.value == "draining")
     staying = await cluster.decode()
     await gateway.start("new", SHORT)
     await gateway.end("new")
