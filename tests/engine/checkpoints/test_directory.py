@@ -1,0 +1,201 @@
+"""Hugging Face directories: safetensors headers, shards, and what stands beside the weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from pdserve.engine.checkpoints.directory import DirectoryCheckpoint
+from pdserve.engine.checkpoints.load import open_checkpoint
+from pdserve.engine.checkpoints.safetensors_reader import SafetensorsReader
+from pdserve.engine.checkpoints.source import CheckpointError
+
+
+def write_header(path: Path, header: Any, data: bytes = b"") -> Path:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    return path
+
+
+def entry(shape: list[Any], first: Any, last: Any, kind: Any = "F32") -> dict[str, Any]:
+    return {"dtype": kind, "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_tensors_equal_the_packages(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype)}
+    tensors["scalar"] = torch.tensor(2.5, dtype=dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    reader = SafetensorsReader(path)
+    assert set(reader.names()) == set(tensors)
+    for name, expected in tensors.items():
+        raw = reader.tensor(name)
+        assert raw.data.dtype == dtype
+        assert raw.shape == tuple(expected.shape)
+        assert torch.equal(raw.data, expected)
+
+
+def test_tensors_are_views_and_cannot_change_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(4)}, path)
+    before = path.read_bytes()
+    data = SafetensorsReader(path).tensor("a").data
+    data.zero_()
+    assert path.read_bytes() == before
+
+
+def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+    values = torch.randn(4)
+    header = json.dumps({"a": entry([4], 0, 16)}).encode()
+    header += b" " * ((1 - len(header)) % 4)  # begins at an odd byte
+    path = write_header(tmp_path / "m.safetensors", header, values.numpy().tobytes())
+    assert torch.equal(SafetensorsReader(path).tensor("a").data, values)
+
+
+GOOD = entry([4], 0, 16)
+BAD: dict[str, tuple[Any, int]] = {
+    "no JSON object": ([], 0),
+    "no JSON ": (b"{", 0),
+    "key twice": (b'{"a":{},"a":{}}', 0),
+    "is no JSON": (b"[" * 200_000, 0),
+    "is malformed": ({"a": 3}, 0),
+    "unknown dtype 'F31'": ({"a": entry([4], 0, 16, "F31")}, 16),
+    "unknown dtype None": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, 16),
+    "malformed shape": ({"a": entry([-4], 0, 16)}, 16),
+    "a malformed shape": ({"a": entry([4.0], 0, 16)}, 16),
+    "has a malformed shape": ({"a": entry([1] * 9, 0, 4)}, 4),
+    "malformed data_offsets": ({"a": entry([4], -16, 0)}, 16),
+    "has malformed data_offsets": ({"a": entry([4], True, 16)}, 16),
+    "needs 16 bytes and has 12": ({"a": entry([4], 0, 12)}, 12),
+    "needs 0 bytes and has -8": ({"a": entry([0], 8, 0)}, 8),
+    "and has 0": ({"a": entry([2**40, 2**40], 0, 0)}, 0),
+    "b begins at byte 8": ({"a": GOOD, "b": entry([4], 8, 24)}, 24),
+    "begins at byte 4 of the data, not at 0": ({"a": entry([4], 4, 20)}, 20),
+    "tensors take 16 bytes, the file has 12": ({"a": GOOD}, 12),
+    "tensors take 16 bytes, the file has 20": ({"a": GOOD}, 20),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refuses_header(message: str, tmp_path: Path) -> None:
+    header, size = BAD[message]
+    path = write_header(tmp_path / "m.safetensors", header, bytes(size))
+    with pytest.raises(CheckpointError, match=message):
+        SafetensorsReader(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", (2**63).to_bytes(8, "little") + bytes(9)])
+def test_refuses_what_is_too_short(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"cannot read|too short|header of"):
+        SafetensorsReader(path)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "m.safetensors", {"a": entry([2], 0, 16, "I64")}, bytes(16))
+    with pytest.raises(CheckpointError, match="a is I64"):
+        SafetensorsReader(path).tensor("a")
+
+
+def test_sharded_equals_single(tmp_path: Path) -> None:
+    one = write_tiny(tmp_path / "one", "llama")
+    many = write_tiny(tmp_path / "many", "llama", max_shard_size="40KB")
+    a, b = DirectoryCheckpoint(one), DirectoryCheckpoint(many)
+    assert len(a.files) == 1
+    assert len(b.files) > 2
+    assert set(a.names()) == set(b.names())
+    assert all(torch.equal(a.tensor(name).data, b.tensor(name).data) for name in a.names())
+
+
+def sharded(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "many", "llama", max_shard_size="40KB")
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks 1 shards: {shard.name}"):
+        DirectoryCheckpoint(folder)
+
+
+def test_index_that_names_other_files_is_refused(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    name = next(iter(weight_map))
+    index.write_text(json.dumps({"weight_map": {**weight_map, name: "../../secret"}}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        DirectoryCheckpoint(folder)
+    shard = weight_map[name]
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.extra": shard}}))
+    with pytest.raises(CheckpointError, match=r"lacks tensors that .* names: model\.extra"):
+        DirectoryCheckpoint(folder)
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"one \*\.safetensors file, found none"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        open_checkpoint(tmp_path)
+
+
+def test_unknown_name_gets_a_hint(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny(tmp_path, "llama"))
+    with pytest.raises(CheckpointError, match=r"there is model\.norm\.weight"):
+        checkpoint.tensor("model.norms.weight")
+
+
+def test_eos_ids_are_the_union(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama", eos_token_id=3)
+    generation = {"eos_token_id": [5, 4, -1, 10**6, True], "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    text = open_checkpoint(folder).text_files()
+    assert text.eos_ids == (3, 4, 5, 258)  # 258 is tokenizer_config.json's
+    assert text.generation_config == generation
+    assert (text.bos_id, text.adds_bos) == (256, True)
+
+
+def test_chat_template_places(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / file).unlink(missing_ok=True)
+    assert open_checkpoint(folder).text_files().chat_template == ""
+    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": several}))
+    assert open_checkpoint(folder).text_files().chat_template == "D"
+    settings.write_text(json.dumps({"chat_template": "S"}))
+    assert open_checkpoint(folder).text_files().chat_template == "S"
+    (folder / "chat_template.jinja").write_text("J")
+    assert open_checkpoint(folder).text_files().chat_template == "J"
+
+
+def test_tokenizer_is_needed_and_checked(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        open_checkpoint(folder).text_files()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        open_checkpoint(folder).text_files()
+
+
+def test_second_copy_of_the_weights_is_not_guessed(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "adapter.safetensors")
+    assert len(open_checkpoint(folder).files) == 1
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="several without"):
+        open_checkpoint(folder)
