@@ -6,6 +6,7 @@ occurs in none of the texts, so whatever `split` still finds was written by the 
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -47,8 +48,8 @@ class SpecialTokens:
             parts.append(plain.rstrip() if token in self._lstrip else plain)
             parts.append(token)
             start = at + length
-            if token in self._rstrip:
-                start = len(text) - len(text[start:].lstrip())
+            while token in self._rstrip and text[start : start + 1].isspace():
+                start += 1
         parts.append(text[start:])
         return [part for part in parts if part != ""] if parts != [""] else []
 
@@ -78,9 +79,8 @@ class SpecialTokens:
                 cuts.add(end)
         if core and len(core) < self._longest and core in self._joined:
             cuts.add(end)
-        for at in sorted(cuts, reverse=True):
-            text = text[:at] + mark + text[at:]
-        return text
+        borders = [0, *sorted(cuts), len(text)]
+        return mark.join(text[start:end] for start, end in pairwise(borders)) if cuts else text
 
     def guard_all(self, value: Any, mark: str) -> Any:
         """`guard` of every text in JSON data, keys too."""

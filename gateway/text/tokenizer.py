@@ -97,17 +97,18 @@ class Tokenizer:
 
     def _plain(self, text: str, pipeline: tokenizers.Tokenizer) -> list[int]:
         """Ids of plain text, with no special token even where the model's own merges make one."""
-        try:
-            encoding = pipeline.encode(text, add_special_tokens=False)
+        try:  # by batch: that releases the interpreter lock, which `encode` holds all along
+            ids = list(pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except (TypeError, UnicodeEncodeError):
             raise TextError("the text is not valid Unicode: it has a lone surrogate") from None
-        if self.special.ids.isdisjoint(encoding.ids):
-            return list(encoding.ids)
+        if self.special.ids.isdisjoint(ids):
+            return ids
+        (encoding,) = pipeline.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self.special.texts.get(text[start:end]) == token:
                 left = self._plain(text[: start + 1], pipeline)
                 return left + self._plain(text[start + 1 :], self._rest)
-        return list(encoding.ids)  # the id of what the model cannot write
+        return ids  # the special one is the id of what the model cannot write
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; as `incremental` gives it, all at once. Raises as `check_ids` does."""

@@ -150,12 +150,12 @@ def test_tools_and_variables_are_guarded_too(tokenizer: Tokenizer) -> None:
     assert [tokenizer.token_name(i) for i in ids if i in tokenizer.special.ids] == ["<|im_end|>"]
 
 
-def test_no_second_bos(tokenizer: Tokenizer) -> None:
+def test_no_second_bos(library: Any, tokenizer: Tokenizer) -> None:
     rendered = ChatTemplate(TEMPLATES["mistral"], tokenizer).render([user("hello")])
     bos = tokenizer.card.bos_id
     assert tokenizer.encode_rendered(rendered).count(bos or 0) == 1
     adding = Tokenizer(
-        tokenizer._first.to_str().encode(),
+        library.backend_tokenizer.to_str().encode(),
         TextCard(tokenizer.card.vocab_size, (), bos, adds_bos=True),
     )
     assert adding.encode_rendered(rendered, add_special_tokens=True).count(bos or 0) == 1

@@ -1,6 +1,8 @@
 """Special tokens, bos, bounds; ids equal to those of the tokenizers library."""
 
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -117,6 +119,19 @@ def test_ids_outside_the_vocabulary_are_refused(smollm: Tokenizer) -> None:
 def test_lone_surrogates_are_refused(smollm: Tokenizer) -> None:
     with pytest.raises(TextError, match="surrogate"):
         smollm.encode("a\ud83d", add_special_tokens=False, parse_special=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm: Tokenizer) -> None:
+    text = "The quick brown fox, 12345.\n" * 30_000
+    encoding = threading.Thread(
+        target=lambda: smollm.encode(text, add_special_tokens=False, parse_special=False)
+    )
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.005)
+        turns += 1
+    assert turns > 10
 
 
 def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> None:
