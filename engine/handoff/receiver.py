@@ -314,8 +314,8 @@ class Receiver(Endpoint[Incoming]):
             return
         if incoming.ticket.prefill_boot != link.peer:
             raise FrameError("a ticket of another prefill process")
+        link.trust()
         if isinstance(message.body, control.Claim):
-            link.trust()
             claim = partial(self._claim, incoming, link, message.body.num_tokens)
             self._post(claim)
         elif not self._shared(incoming, message):

@@ -211,9 +211,10 @@ class Sender(Endpoint[Outgoing]):
             self._links.add(link)
         waiting, peer.waiting = peer.waiting, []
         for outgoing in waiting:
-            if outgoing.state.final:
-                continue
-            if link is not None and link.open:
+            if outgoing.state.final:  # while dialling: decode would not hear of it otherwise
+                outgoing.link = link
+                outgoing.post(control.Abort(outgoing.state.reason))
+            elif link is not None and link.open:
                 self._claim_on(outgoing, link)
             else:
                 end = Ended(reason or "the connection closed at once", told=True)

@@ -25,7 +25,7 @@ from pdserve.engine.transport.base import SLOTS, TransportRefused, Wire, WireClo
 
 log = logging.getLogger(__name__)
 
-INTRODUCTION_S = 5.0  # from accept to the first genuine Claim
+INTRODUCTION_S = 5.0  # from accept to the first genuine message
 MAX_POSTED = 4096  # control records waiting for a peer that does not read
 
 # Fills the slot (its number, its bytes) and returns (signed record, payload bytes), or None.

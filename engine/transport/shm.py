@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,7 +83,8 @@ class ShmReader(Wire):
     def setup(self) -> None:
         fds: list[int] = []
         try:
-            self.sock.settimeout(1.0)
+            if self.deadline is not None:
+                self.sock.settimeout(max(0.01, self.deadline - time.monotonic()))
             head, fds, _, _ = socket.recv_fds(self.sock, 1, 1)
             if head != _HEAD or len(fds) != 1:
                 raise WireClosed("no window was passed")

@@ -1,0 +1,219 @@
+"""Every transport of the registry: what the hand-off above relies on."""
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_transport
+
+from pdserve.engine.handoff import control
+from pdserve.engine.transport.base import SLOTS, Target, TransportOptions, TransportRefused
+from pdserve.engine.transport.registry import transports
+
+
+@pytest.fixture(params=list(transports()))
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
+    made = Ends(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_bytes_and_order(ends: Ends) -> None:
+    rng = random.Random(1)
+    sizes = [1, 2, 4096, SLOT_BYTES, SLOT_BYTES - 1, *(rng.randrange(1, 90_000) for _ in range(60))]
+    sent = [(i, rng.randbytes(size)) for i, size in enumerate(sizes)]
+    link = ends.dial(Recorder())
+    for sequence, payload in sent:
+        link.push(frame_job(payload, sequence))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == len(sent))
+    assert ends.decode.payloads == sent
+    assert link.take_busy_s() > 0
+
+
+def test_a_frame_sent_twice_arrives_twice(ends: Ends) -> None:
+    link = ends.dial(Recorder())
+    for _ in range(2):
+        link.push(frame_job(b"same", 5))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 2)
+    assert ends.decode.payloads == [(5, b"same")] * 2
+
+
+def test_control_runs_both_ways_and_ahead_of_frames(ends: Ends) -> None:
+    prefill = Recorder()
+    link = ends.dial(prefill)
+    assert ends.decode.wait(lambda: len(ends.decode.messages) == 1)
+    (decode_link,) = ends.decode.links
+    for i in range(100):
+        link.post(control.encode(control.Gone(bytes([i]) * 16)))
+        decode_link.post(control.encode(control.Gone(bytes([i]) * 16)))
+    expected = [control.Gone(bytes([i]) * 16) for i in range(100)]
+    assert prefill.wait(lambda: len(prefill.messages) == 100)
+    assert ends.decode.wait(lambda: len(ends.decode.messages) == 101)
+    assert prefill.messages == expected
+    assert ends.decode.messages[1:] == expected
+
+
+def test_credit_bounds_the_frames_in_flight(ends: Ends) -> None:
+    ends.decode.hold = True
+    link = ends.dial(Recorder())
+    for i in range(3 * SLOTS):
+        link.push(frame_job(bytes([i]) * 1000, i))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == SLOTS)
+    link.post(claim_record())  # control still passes while no slot is free
+    assert ends.decode.wait(lambda: len(ends.decode.messages) == 2)
+    assert len(ends.decode.payloads) == SLOTS
+    ends.decode.hold = False
+    for held, slot in ends.decode.held:
+        held.credit(slot)
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 3 * SLOTS)
+    assert [data[0] for _, data in ends.decode.payloads] == list(range(3 * SLOTS))
+
+
+def test_frames_that_are_not_wanted_are_skipped_and_credited(ends: Ends) -> None:
+    ends.decode.accept = False
+    prefill = Recorder()
+    link = ends.dial(prefill)
+    for i in range(3 * SLOTS):
+        link.push(frame_job(os.urandom(70_000), i))
+    link.push(lambda slot, buffer: None)  # its attempt has ended
+    done = threading.Event()
+    link.push(lambda slot, buffer: done.set())
+    assert done.wait(10)
+    assert ends.decode.payloads == []
+    assert link.open
+
+
+def test_a_peer_that_dies_is_noticed_and_the_next_connection_works(ends: Ends) -> None:
+    prefill = Recorder()
+    link = ends.dial(prefill)
+    link.push(frame_job(b"first", 1))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    ends.decode.links[0].close("decode died")
+    assert prefill.wait(lambda: len(prefill.reasons) == 1)
+    assert not link.open
+    link.push(frame_job(b"lost", 2))  # into nothing, without an error
+    again = ends.dial(Recorder())
+    again.push(frame_job(b"second", 3))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 2)
+    again.close()
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 2)
+    assert ends.decode.payloads == [(1, b"first"), (3, b"second")]
+
+
+def test_a_death_in_the_middle_of_transfers_ends_both_sides(ends: Ends) -> None:
+    prefill = Recorder()
+    ends.decode.hold = True
+    link = ends.dial(prefill)
+    for i in range(4 * SLOTS):
+        link.push(frame_job(bytes(SLOT_BYTES), i))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) >= 1)
+    link.close()
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    assert 1 <= len(ends.decode.payloads) < 4 * SLOTS
+    ends.decode.links[0].close()
+    assert ends.decode.links[0].ended
+    assert len(ends.decode.reasons) == len(prefill.reasons) == 1, "closed is told once"
+
+
+def test_a_refused_hello_names_its_reason(ends: Ends) -> None:
+    ends.decode.refuse = "block size 32 here, 16 there"
+    with pytest.raises(TransportRefused, match="block size 32 here, 16 there"):
+        ends.dial(Recorder())
+
+
+def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> None:
+    prefill = Recorder()
+    link = ends.dial(prefill, claim=False)
+    link.push(frame_job(b"x", 1))
+    assert prefill.wait(lambda: len(prefill.reasons) == 1)
+    assert ends.decode.reasons == ["a frame before a genuine claim"]
+    assert ends.decode.payloads == []
+
+
+def test_garbage_and_silence_cost_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pdserve.engine.transport.link.INTRODUCTION_S", 0.2)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"PK\x01\x02\xff\xff\xff\xff"):
+        with raw_socket(ends) as sock:
+            sock.sendall(data)
+            seen = len(ends.decode.reasons)
+            assert ends.decode.wait(lambda seen=seen: len(ends.decode.reasons) > seen)
+    assert not any(link._private for link in ends.decode.links), "no window for strangers"
+    link = ends.dial(Recorder())
+    link.push(frame_job(b"still works", 1))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+
+
+def raw_socket(ends: Ends) -> socket.socket:
+    address = ends.listener.address
+    if ":" in address:
+        host, port = address.rsplit(":", 1)
+        return socket.create_connection((host, int(port)))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(address)
+    return sock
+
+
+def test_nobody_listens(ends: Ends) -> None:
+    ends.listener.close()
+    with pytest.raises(TransportRefused):
+        ends.transport.dial(ends.target, 1.0)
+    with pytest.raises(TransportRefused):
+        ends.transport.dial(Target("", b"X" * 16), 1.0)
+
+
+@pytest.mark.parametrize("name", list(transports()))
+def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
+    fds, threads = open_fds(), threading.active_count()
+    ends = Ends(name, tmp_path)
+    for i in range(5):
+        link = ends.dial(Recorder())
+        link.push(frame_job(b"x" * 1000, i))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 5)
+    assert threading.active_count() > threads
+    ends.close()
+    assert threading.active_count() == threads
+    assert open_fds() == fds
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
+    ends = Ends("tcp", tmp_path)
+    ends.decode.hold = True
+    link = ends.dial(Recorder())
+    first = frame_job(b"x", 1)(0, memoryview(bytearray(4)))[0]  # type: ignore[index]
+    link.post(first + b"x" + first + b"x")
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    assert ends.decode.reasons == ["slot used without credit"]
+    ends.close()
+
+
+def test_a_window_that_is_not_sealed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = Ends("shm", tmp_path)
+    with raw_socket(ends) as sock:
+        fd = os.memfd_create("not sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, SLOTS * SLOT_BYTES)
+        socket.send_fds(sock, [b"K"], [fd])
+        os.close(fd)
+        assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    assert ends.decode.reasons == ["the window is not sealed"]
+    ends.close()
+
+
+def test_shm_says_why_it_cannot(tmp_path: Path) -> None:
+    target = Target("", b"x" * 16)
+    with pytest.raises(TransportRefused, match="shm_dir"):
+        transports()["shm"](TransportOptions(shm_dir="")).dial(target, 1.0)
+    with pytest.raises(TransportRefused, match="longer than"):
+        make_transport("shm", tmp_path / ("x" * 100)).dial(target, 1.0)

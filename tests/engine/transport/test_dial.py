@@ -1,0 +1,61 @@
+"""`auto` takes the best that works; a transport asked for by name is never replaced."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+
+from pdserve.engine.transport.base import Target, TransportOptions, TransportRefused
+from pdserve.engine.transport.dial import Dialer
+from pdserve.engine.transport.registry import make_transports, transports
+
+
+def options(folder: Path | str) -> TransportOptions:
+    return TransportOptions(shm_dir=str(folder), slot_bytes=SLOT_BYTES)
+
+
+def test_the_registry_finds_every_file() -> None:
+    assert list(transports()) == ["shm", "tcp"], "in the order of preference"
+    with pytest.raises(ValueError, match="unknown transport 'nixl'; there are auto, shm, tcp"):
+        make_transports("nixl", TransportOptions())
+
+
+def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
+    shm, tcp = Ends("shm", tmp_path), Ends("tcp", tmp_path)
+    dialer = Dialer(make_transports("auto", options(tmp_path)), Recorder())
+    link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+    assert link.transport == "shm"
+    assert not dialer.refusals
+    link.close()
+    shm.close()
+    tcp.close()
+
+
+def test_auto_falls_back_and_counts_the_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tcp = Ends("tcp", tmp_path)
+    dialer = Dialer(make_transports("auto", options(tmp_path / "other")), Recorder())
+    with caplog.at_level("INFO"):
+        link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+    assert link.transport == "tcp"
+    assert dialer.refusals == {"shm": 1}
+    assert "transport shm to decode 44444444 refused" in caplog.text
+    link.close()
+    tcp.close()
+
+
+def test_a_name_is_never_replaced(tmp_path: Path) -> None:
+    tcp = Ends("tcp", tmp_path)
+    dialer = Dialer(make_transports("shm", options(tmp_path)), Recorder())
+    with pytest.raises(TransportRefused, match=r"^shm: .*\.sock: No such file"):
+        dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
+    assert tcp.decode.links == []
+    tcp.close()
+
+
+def test_every_reason_is_named(tmp_path: Path) -> None:
+    dialer = Dialer(make_transports("auto", options("")), Recorder())
+    with pytest.raises(TransportRefused, match=r"shm: no directory .* tcp: decode has no tcp"):
+        dialer.dial(Target("", BOOT), replace(HELLO))

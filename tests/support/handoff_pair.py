@@ -1,0 +1,164 @@
+"""A Sender and a Receiver in one process, each with an engine on its own thread."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.layout import slot_bytes
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.request import Finished, NewTokens, Request, Step, prefix_ids
+from pdserve.engine.thread import EngineThread
+from pdserve.engine.transport.base import TransportOptions
+from pdserve.engine.transport.registry import make_transports
+
+INF = float("inf")
+
+
+class Pair:
+    """`on_event` hooks see every step of a side, on its engine thread."""
+
+    def __init__(
+        self, prefill: Engine, decode: Engine, transport: str, folder: Path, **change: Any
+    ) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.prefill_boot, self.decode_boot = os.urandom(16), os.urandom(16)
+        self.sent: dict[bytes, Sent] = {}
+        self.received: dict[bytes, Received] = {}
+        self.lost: dict[bytes, str] = {}
+        self.tokens: dict[str, dict[int, list[int]]] = {}
+        self.finished: set[str] = set()
+        self.changed = threading.Condition()
+        self.prefill_hook: Callable[[Step], None] = lambda step: None
+        self.prefill_thread = EngineThread(prefill, self._prefill_step)
+        self.decode_thread = EngineThread(decode, self._decode_step)
+        options = TransportOptions("127.0.0.1:0", str(folder), slot_bytes(prefill.kv.spec))
+        self.receiver = Receiver(
+            decode,
+            decode.kv,
+            boot=self.decode_boot,
+            identity=change.get("decode_identity", decode.kv_identity),
+            on_received=self._note(self.received, lambda r: r.attempt, lambda r: r),
+            on_lost=lambda attempt, reason: self._lost(attempt, reason),
+            wake=self.decode_thread.wake,
+            progress=lambda: (self.decode_thread.steps, True),
+        )
+        self.sender = Sender(
+            prefill,
+            prefill.kv,
+            make_transports(transport, options),
+            boot=self.prefill_boot,
+            identity=prefill.kv_identity,
+            on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
+            wake=self.prefill_thread.wake,
+            progress=lambda: (self.prefill_thread.steps, True),
+        )
+        self.addresses = self.receiver.listen(make_transports(transport, options), True)
+        self.prefill_thread.add_poll(self.sender.poll)
+        self.decode_thread.add_poll(self.receiver.poll)
+        for part in (self.prefill_thread, self.decode_thread, self.receiver, self.sender):
+            part.start()
+
+    def admit(self, request: Request, deadline: float = INF) -> Ticket | None:
+        attempt = bytes.fromhex(request.key)
+        return self.decode_thread.post(
+            lambda _: self.receiver.admit(attempt, request, self.prefill_boot, deadline)
+        ).result(10)
+
+    def start(self, request: Request, ticket: Ticket, ids: Sequence[int] | None = None) -> None:
+        chosen = tuple(ids if ids is not None else prefix_ids(request)[:-1])
+        address = self.addresses.get("tcp", "")
+        self.prefill_thread.post(
+            lambda _: self.sender.start_sending(ticket, address, chosen, b"", INF)
+        ).result(10)
+
+    def hand_off(self, request: Request) -> bytes:
+        """Admit and start; the attempt."""
+        ticket = self.admit(request)
+        assert ticket is not None, "busy"
+        self.start(request, ticket)
+        return ticket.attempt
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+        end = time.monotonic() + timeout_s
+        with self.changed:
+            while not condition():
+                seen = (self.sent, self.received, self.lost, self.tokens)
+                assert time.monotonic() < end, seen
+                self.changed.wait(0.02)  # some conditions change without a notice
+
+    def answer(self, request: Request) -> dict[int, list[int]]:
+        """The generated ids of a request that ends, per choice."""
+        self.wait(lambda: request.key in self.finished)
+        return self.tokens[request.key]
+
+    def at_decode(self, fn: Callable[[Receiver], Any]) -> Any:
+        return self.decode_thread.post(lambda _: fn(self.receiver)).result(10)
+
+    def at_prefill(self, fn: Callable[[Sender], Any]) -> Any:
+        return self.prefill_thread.post(lambda _: fn(self.sender)).result(10)
+
+    def assert_clean(self) -> None:
+        """Nothing is held, reserved or promised on either side: free + cached == total."""
+        for _ in range(200):
+            if self._clean(self.prefill_thread) and self._clean(self.decode_thread):
+                break
+            threading.Event().wait(0.02)
+        assert self._clean(self.prefill_thread)
+        assert self._clean(self.decode_thread)
+        assert self.at_decode(lambda r: (r.promises.blocks, r.num_live)) == (0, 0)
+        assert self.at_prefill(lambda s: s.num_live) == 0
+
+    def close(self) -> None:
+        self.prefill_thread.close()
+        self.decode_thread.close()
+        self.sender.close()
+        self.receiver.close()
+
+    def _clean(self, thread: EngineThread) -> bool:
+        counts = thread.post(lambda engine: engine.stats().blocks).result(10)
+        return bool(counts.free + counts.cached == counts.total)
+
+    def _prefill_step(self, step: Step) -> None:
+        self.sender.on_step(step)
+        self.prefill_hook(step)
+
+    def _decode_step(self, step: Step) -> None:
+        with self.changed:
+            for event in step.events:
+                if isinstance(event, NewTokens):
+                    choices = self.tokens.setdefault(event.key, {})
+                    choices.setdefault(event.choice, []).extend(event.ids)
+                elif isinstance(event, Finished):
+                    self.finished.add(event.key)
+            self.changed.notify_all()
+
+    def _lost(self, attempt: bytes, reason: str) -> None:
+        with self.changed:
+            assert attempt not in self.lost
+            self.lost[attempt] = reason
+            self.changed.notify_all()
+
+    def _note(
+        self, into: dict[bytes, Any], key: Callable[[Any], bytes], value: Callable[[Any], Any]
+    ) -> Callable[[Any], None]:
+        def note(entry: Any) -> None:
+            with self.changed:
+                assert key(entry) not in into, "told twice"
+                into[key(entry)] = value(entry)
+                self.changed.notify_all()
+
+        return note
+
+
+def fresh(request: Request) -> Request:
+    """The same request as another attempt."""
+    return replace(request, key=os.urandom(16).hex())

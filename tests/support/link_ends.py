@@ -1,0 +1,117 @@
+"""Two ends of a connection in one process, with handlers that record what they see."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+from pdserve.engine.handoff.keys import TagKey
+from pdserve.engine.transport.base import KvTransport, Target, TransportOptions, Wire
+from pdserve.engine.transport.link import FrameJob, Link
+from pdserve.engine.transport.registry import transports
+
+SLOT_BYTES = 1 << 18
+BOOT = b"D" * 16
+TICKET = b"t" * 16
+HELLO = control.Hello(b"P" * 16, BOOT, b"identity", "", b"spec")
+
+
+def make_transport(name: str, folder: Path) -> KvTransport:
+    return transports()[name](TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES))
+
+
+def frame_job(payload: bytes, sequence: int) -> FrameJob:
+    """An unsigned frame: what a transport moves, not what a Receiver takes."""
+
+    def build(slot: int, buffer: memoryview) -> tuple[bytes, int]:
+        buffer[: len(payload)] = payload
+        header = FrameHeader(
+            TICKET, sequence, slot, 0, range(1), range(1), range(1), len(payload), bytes(16)
+        )
+        return header.pack() + bytes(TAG_BYTES), len(payload)
+
+    return build
+
+
+class Recorder:
+    """A LinkHandler. At decode every Claim is trusted, and slots are credited at once unless
+    `hold` is set."""
+
+    def __init__(self, refuse: str = "", accept: bool = True) -> None:
+        self.refuse = refuse
+        self.accept = accept
+        self.hold = False
+        self.messages: list[control.Message] = []
+        self.payloads: list[tuple[int, bytes]] = []
+        self.held: list[tuple[Link, int]] = []
+        self.reasons: list[str] = []
+        self.links: list[Link] = []
+        self.changed = threading.Condition()
+
+    def introduced(self, link: Link, hello: control.Hello) -> str:
+        return self.refuse
+
+    def message(self, link: Link, message: control.Message) -> None:
+        if isinstance(message, control.Signed) and isinstance(message.body, control.Claim):
+            link.trust()
+        self._note(lambda: self.messages.append(message))
+
+    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        return self.accept
+
+    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
+        data = bytes(payload)
+        if self.hold:
+            self.held.append((link, header.slot))
+        else:
+            link.credit(header.slot)
+        self._note(lambda: self.payloads.append((header.sequence, data)))
+
+    def closed(self, link: Link, reason: str) -> None:
+        self._note(lambda: self.reasons.append(reason))
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+        with self.changed:
+            return self.changed.wait_for(condition, timeout_s)
+
+    def _note(self, change: Callable[[], None]) -> None:
+        with self.changed:
+            change()
+            self.changed.notify_all()
+
+
+class Ends:
+    """A listener with its recorder; `dial` opens connections to it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.transport = make_transport(name, folder)
+        self.decode = Recorder()
+        self.listener = self.transport.listen(BOOT, self._accepted)
+        address = self.listener.address if name == "tcp" else ""
+        self.target = Target(address, BOOT)
+        self._dialed: list[Link] = []
+
+    def dial(self, handler: Recorder, claim: bool = True) -> Link:
+        wire = self.transport.dial(self.target, 1.0)
+        name = self.transport.name
+        link = Link.dial(wire, name, handler, replace(HELLO, transport=name), 1.0)
+        self._dialed.append(link)
+        if claim:
+            link.post(claim_record())
+        return link
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self._dialed + self.decode.links:
+            link.close()
+
+    def _accepted(self, wire: Wire) -> None:
+        link = Link(wire, self.transport.name, self.decode)
+        self.decode.links.append(link)
+        link.accept()
+
+
+def claim_record() -> bytes:
+    return control.sign(control.Claim(7), TICKET, 1, TagKey(bytes(32)))
