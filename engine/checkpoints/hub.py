@@ -35,6 +35,7 @@ def download(
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
     wanted = list(part_names(model.file) if model.file else DIRECTORY_FILES)
+    bar = _bar(model.repo, progress)
     try:
         folder = snapshot_download(
             model.repo,
@@ -43,11 +44,12 @@ def download(
             endpoint=os.environ.get("HF_ENDPOINT"),
             allow_patterns=wanted,
             ignore_patterns=None if model.file else list(IGNORED),
-            tqdm_class=_bar(model.repo, progress),
+            tqdm_class=bar,
         )
     except Exception as error:  # the package and its HTTP client have no common base class
+        reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{model.repo} is no path here and cannot be fetched from the hub: {error}"
+            f"{model.repo} is no path here and cannot be fetched from the hub: {reason}"
         ) from error
     path = Path(folder)
     if model.file is None:
@@ -59,13 +61,12 @@ def download(
 
 def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
     """A class in tqdm's shape that reports bytes to `progress` and draws nothing."""
-    import huggingface_hub.utils
+    from huggingface_hub.utils.tqdm import tqdm
 
-    tqdm: Any = vars(huggingface_hub.utils)["tqdm"]  # untyped, and not declared as exported
-
+    base: Any = tqdm  # untyped
     highest = 0.0
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class Bar(base):  # type: ignore[misc]
         monitor_interval = 0  # no thread
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

