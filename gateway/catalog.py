@@ -144,7 +144,7 @@ def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes
         vocab_size=card.vocab_size,
         eos_ids=tuple(card.eos_ids),
         bos_id=card.bos_id if card.has_bos else None,
-        adds_bos=card.has_bos,
+        adds_bos=card.adds_bos,
     )
     words = Tokenizer(tokenizer, text_card)
     try:
