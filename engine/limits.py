@@ -87,7 +87,7 @@ class Limits:
         """
         shared = prompt_len // self.block_size
         each = (self.num_blocks - shared) // n
-        return each * self.block_size - prompt_len % self.block_size + 1 if each > 0 else 0
+        return max(0, each * self.block_size - prompt_len % self.block_size + 1)
 
     def _too_long(self, prompt_len: int, max_tokens: int) -> str:
         return (

@@ -46,9 +46,7 @@ def ask(key: str, prompt: Iterable[int], seed: int = 0, **params: Any) -> Reques
     salt = params.pop("cache_salt", b"")
     prefill_only = params.pop("prefill_only", False)
     options = {"temperature": 0.0, "max_tokens": 8} | params
-    return Request(
-        key, tuple(prompt), SamplingParams(**options), seed, choices, salt, prefill_only
-    )
+    return Request(key, tuple(prompt), SamplingParams(**options), seed, choices, salt, prefill_only)
 
 
 def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> list[Event]:

@@ -1,7 +1,7 @@
 """A tiny decoder whose next token depends on every key that its block tables reach.
 
-It writes each token's id and position into the KV cache and reads them back through the tables, so a
-wrong table, slot, copy or shared block gives wrong tokens; no weights, exact in any batch.
+It writes each token's id and position into the KV cache and reads them back through the tables, so
+a wrong table, slot, copy or shared block gives wrong tokens; no weights, exact in any batch.
 """
 
 import torch
@@ -35,9 +35,7 @@ class FakeDecoder:
         self.steps += 1
         self.widest = max(self.widest, batch.num_decode_rows)
         self.kv_only_steps += batch.kv_only
-        assert all(
-            batch.starts[r + 1] - batch.starts[r] == 1 for r in range(batch.num_decode_rows)
-        )
+        assert all(batch.starts[r + 1] - batch.starts[r] == 1 for r in range(batch.num_decode_rows))
         seen = torch.zeros(batch.num_tokens)
         for number, group in enumerate(self.spec.groups):
             data, at = kv.layer(group.layers[0])
@@ -70,8 +68,8 @@ def reference(prompt: list[int], spec: KvSpec, count: int) -> list[int]:
         seen = 0.0
         for number, group in enumerate(spec.groups):
             low = max(0, len(ids) - group.window) if group.window else 0
-            mixed = sum((ids[p] + 1) * ((p * 7 + number * 3) % 11 + 1) for p in range(low, len(ids)))
-            seen += float(mixed % 8191)
+            keys = range(low, len(ids))
+            seen += sum((ids[p] + 1) * ((p * 7 + number * 3) % 11 + 1) for p in keys) % 8191
         logits = torch.sin(torch.tensor([seen])[:, None] * 0.37 + torch.arange(VOCAB) * 1.7) * 5
         ids.append(int(logits[0].argmax()))
     return ids[len(prompt) :]

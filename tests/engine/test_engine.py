@@ -1,0 +1,503 @@
+"""The engine through its public methods, over a decoder that reads every key by block table."""
+
+import pytest
+import torch
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fake_decoder import FakeDecoder, fake_spec, reference
+
+from pdserve.engine.batch import Batch
+from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.request import (
+    ChoiceState,
+    Computed,
+    Finished,
+    FinishReason,
+    NewTokens,
+    RequestFailed,
+    Scheduled,
+)
+
+WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
+
+
+def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
+    return reference(prompt, fake_spec(4, window), count)
+
+
+@WINDOWS
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 32, 50])
+def test_any_prompt_length(length: int, window: int) -> None:
+    engine = fake_engine(window=window)
+    prompt = [(7 * i) % 60 for i in range(length)]
+    events = run(engine, ask("a", prompt))
+    assert tokens(events) == {("a", 0): expected(prompt, window=window)}
+    (last,) = of(events, Finished)
+    assert events[-1] is last
+    assert of(events, NewTokens)[-1].finish is FinishReason.LENGTH
+    assert_at_rest(engine)
+
+
+@WINDOWS
+def test_many_at_once_are_the_same_as_alone(window: int) -> None:
+    engine = fake_engine(num_blocks=200, window=window)
+    prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(1 + 7 * i)] for i in range(8)}
+    events = run(engine, *(ask(key, prompt, max_tokens=24) for key, prompt in prompts.items()))
+    assert engine._runner._model.widest == 8
+    assert tokens(events) == {
+        (key, 0): expected(prompt, 24, window) for key, prompt in prompts.items()
+    }
+    assert_at_rest(engine)
+
+
+@WINDOWS
+@pytest.mark.parametrize("length", [16, 17, 19, 33])
+def test_a_warm_cache_changes_nothing(length: int, window: int) -> None:
+    engine = fake_engine(window=window)
+    prompt = [(5 * i) % 60 for i in range(length)]
+    cold = run(engine, ask("cold", prompt))
+    warm = run(engine, ask("warm", prompt))
+    assert of(warm, Finished)[0].cached_tokens == min((length // 4) * 4, length - 1)
+    assert of(cold, Finished)[0].cached_tokens == 0
+    assert tokens(warm)["warm", 0] == tokens(cold)["cold", 0] == expected(prompt, window=window)
+    # Generated tokens' blocks are cached as well.
+    longer = [*prompt, *tokens(warm)["warm", 0]]
+    more = run(engine, ask("more", longer))
+    assert of(more, Finished)[0].cached_tokens >= length
+    assert tokens(more)["more", 0] == expected(longer, window=window)
+    assert_at_rest(engine)
+
+
+def test_a_full_hit_in_a_pool_without_room_for_the_copy() -> None:
+    engine = fake_engine(num_blocks=2)
+    prompt = list(range(8))
+    run(engine, ask("cold", prompt, max_tokens=1))
+    warm = run(engine, ask("warm", prompt, max_tokens=1))
+    assert of(warm, Finished)[0].cached_tokens == 4
+    assert tokens(warm)["warm", 0] == expected(prompt, 1)
+
+
+def test_tenants_do_not_share() -> None:
+    engine = fake_engine()
+    run(engine, ask("a", range(20), cache_salt=b"one"))
+    other = run(engine, ask("b", range(20), cache_salt=b"two"))
+    same = run(engine, ask("c", range(20), cache_salt=b"one"))
+    assert of(other, Finished)[0].cached_tokens == 0
+    assert of(same, Finished)[0].cached_tokens == 19
+
+
+def test_without_a_cache_nothing_is_kept() -> None:
+    engine = fake_engine(prefix_cache=False)
+    events = [run(engine, ask(key, range(20))) for key in ("a", "b")]
+    assert of(events[1], Finished)[0].cached_tokens == 0
+    assert engine.stats().blocks.cached == 0
+
+
+@WINDOWS
+def test_preemption_changes_no_token(window: int) -> None:
+    engine = fake_engine(num_blocks=14, window=window, prefix_cache=False)
+    prompts = {f"r{i}": [(i + j) % 60 for j in range(9)] for i in range(4)}
+    events = run(engine, *(ask(k, p, max_tokens=16) for k, p in prompts.items()))
+    assert engine.stats().preemptions > 0
+    assert tokens(events) == {(k, 0): expected(p, 16, window) for k, p in prompts.items()}
+    assert len(of(events, Scheduled)) == len(of(events, Finished)) == 4
+    assert_at_rest(engine)
+
+
+def test_the_youngest_is_preempted() -> None:
+    engine = fake_engine(num_blocks=8, prefix_cache=False)
+    events = run(engine, ask("old", range(8), max_tokens=20), ask("new", range(8), max_tokens=20))
+    assert engine.stats().preemptions > 0
+    assert [e.key for e in of(events, Finished)] == ["old", "new"]
+
+
+@WINDOWS
+@pytest.mark.parametrize("chunk_size", [4, 7, 16, 64])
+def test_chunk_borders_are_multiples_of_the_chunk(chunk_size: int, window: int) -> None:
+    engine = fake_engine(window=window, chunk_size=chunk_size)
+    prompt = [(3 * i) % 60 for i in range(41)]
+    events = run(engine, ask("a", prompt))
+    borders = [e.num_tokens for e in of(events, Computed)]
+    assert borders == [*range(chunk_size, 41, chunk_size), 41]
+    assert tokens(events)["a", 0] == expected(prompt, window=window)
+
+
+def test_chunk_borders_after_a_hit_count_from_token_0() -> None:
+    engine = fake_engine(chunk_size=16)
+    run(engine, ask("a", range(20), max_tokens=1))
+    events = run(engine, ask("b", [*range(20), *range(30)], max_tokens=1))
+    assert [e.num_tokens for e in of(events, Computed)] == [32, 48, 50]
+
+
+@WINDOWS
+@pytest.mark.parametrize("length", [7, 8, 16, 21])
+def test_choices_share_the_prompt(length: int, window: int) -> None:
+    engine = fake_engine(window=window)
+    prompt = list(range(length))
+    request = ask("a", prompt, n=3, seed=5, temperature=1.0)
+    together = tokens(run(engine, request))
+    assert len({tuple(ids) for ids in together.values()}) > 1
+    # Each choice is a function of (prompt, choice): resuming it with the others done agrees.
+    for choice in range(3):
+        states = tuple(
+            ChoiceState() if c == choice else ChoiceState((1,), FinishReason.STOP) for c in range(3)
+        )
+        alone = run(engine, ask("x", prompt, n=3, seed=5, temperature=1.0, choices=states))
+        assert tokens(alone)["x", choice] == together["a", choice]
+    assert_at_rest(engine)
+
+
+def test_choices_take_no_more_blocks_than_they_write() -> None:
+    engine = fake_engine(num_blocks=100, prefix_cache=False)
+    engine.submit(ask("a", range(30), n=4, max_tokens=2, seed=3, temperature=1.0))
+    for _ in range(2):
+        engine.step()
+    assert engine.stats().blocks.used == 8
+    engine.step()  # the second token of each choice: three copies of the partial last block
+    assert engine.stats().blocks.total == 100
+    run(engine)
+    assert_at_rest(engine)
+
+
+@WINDOWS
+@pytest.mark.parametrize("cut", range(9))
+def test_a_resume_at_any_token_goes_on_the_same(cut: int, window: int) -> None:
+    whole = tokens(run(fake_engine(window=window), ask("a", range(13), seed=2, temperature=0.9)))
+    ids = whole["a", 0]
+    engine = fake_engine(window=window)
+    rest = run(
+        engine,
+        ask("a", range(13), seed=2, temperature=0.9, choices=(ChoiceState(tuple(ids[:cut])),)),
+    )
+    assert tokens(rest).get(("a", 0), []) == ids[cut:]
+    assert of(rest, NewTokens)[-1].finish is FinishReason.LENGTH
+    assert len(of(rest, Finished)) == 1
+    assert_at_rest(engine)
+
+
+@WINDOWS
+@pytest.mark.parametrize("cuts", [(0, 3, 5), (2, 2, 2), (7, 0, 0), (1, 8, 4)])
+def test_a_resume_of_several_choices(cuts: tuple[int, ...], window: int) -> None:
+    request = {"n": 3, "seed": 4, "temperature": 1.1}
+    whole = tokens(run(fake_engine(window=window), ask("a", range(17), **request)))
+    states = tuple(ChoiceState(tuple(whole["a", c][:cut])) for c, cut in enumerate(cuts))
+    engine = fake_engine(window=window)
+    rest = run(engine, ask("a", range(17), choices=states, **request))
+    for c, cut in enumerate(cuts):
+        assert tokens(rest).get(("a", c), []) == whole["a", c][cut:]
+    # The prompt is computed once: what else is computed are the choices' own tokens.
+    assert engine.stats().prompt_tokens == 17
+    assert_at_rest(engine)
+
+
+def test_choices_are_preempted_together_and_go_on() -> None:
+    free = tokens(run(fake_engine(200), ask("a", range(9), n=2, seed=1, temperature=1.0)))
+    engine = fake_engine(num_blocks=9, prefix_cache=False)
+    old = ask("old", range(8), max_tokens=24)
+    events = run(engine, old, ask("a", range(9), n=2, seed=1, temperature=1.0))
+    assert engine.stats().preemptions > 0
+    got = tokens(events)
+    assert {at: ids for at, ids in got.items() if at[0] == "a"} == free
+    assert_at_rest(engine)
+
+
+def test_stop_ids_end_a_choice_and_min_tokens_masks_them() -> None:
+    free = expected(list(range(10)), 8)
+    stop = free[2]
+    (ids,) = tokens(run(fake_engine(), ask("a", range(10), stop_token_ids=(stop,)))).values()
+    assert ids == free[: free.index(stop) + 1]
+    events = run(fake_engine(), ask("a", range(10), stop_token_ids=(stop,), min_tokens=6))
+    (ids,) = tokens(events).values()
+    assert stop not in ids[:6]
+    assert len(ids) >= 6
+
+
+def test_eos_ends_unless_ignored() -> None:
+    free = expected(list(range(10)), 8)
+    engine = fake_engine(eos_ids=frozenset({free[0]}))
+    events = run(engine, ask("a", range(10)), ask("b", range(10), ignore_eos=True))
+    assert tokens(events) == {("a", 0): free[:1], ("b", 0): free}
+    assert of(events, NewTokens, "a")[0].finish is FinishReason.STOP
+
+
+def test_max_tokens_defaults_to_what_is_left_of_the_context() -> None:
+    engine = fake_engine(context_len=24)
+    events = run(engine, ask("a", range(10), max_tokens=None))
+    assert len(tokens(events)["a", 0]) == 14
+    assert of(events, NewTokens)[-1].finish is FinishReason.LENGTH
+    small = fake_engine(num_blocks=4, context_len=200)
+    assert len(tokens(run(small, ask("a", range(10), max_tokens=None)))["a", 0]) == 7
+
+
+def test_what_never_fits_is_refused_and_what_fits_later_waits() -> None:
+    engine = fake_engine(num_blocks=6, context_len=40)
+    with pytest.raises(ContextLengthExceeded) as too_long:
+        engine.submit(ask("a", range(10), max_tokens=31))
+    assert too_long.value.param == "max_tokens"
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(ask("a", range(25), max_tokens=1))  # the pool holds 24, the context 40
+    with pytest.raises(ContextLengthExceeded):
+        engine.submit(ask("a", range(8), n=4, max_tokens=6))
+    assert not engine.has_work
+    events = run(engine, *(ask(k, range(12), max_tokens=13) for k in "abc"))
+    assert len(of(events, Finished)) == 3
+    assert_at_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("temperature", {"temperature": float("nan")}),
+        ("temperature", {"temperature": -1.0}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_k", {"top_k": -1}),
+        ("min_p", {"min_p": 1.5}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("presence_penalty", {"presence_penalty": float("inf")}),
+        ("frequency_penalty", {"frequency_penalty": float("nan")}),
+        ("logit_bias", {"logit_bias": {64: 1.0}}),
+        ("logit_bias", {"logit_bias": {1: float("nan")}}),
+        ("stop_token_ids", {"stop_token_ids": (-1,)}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("min_tokens", {"min_tokens": 9}),
+        ("logprobs", {"logprobs": 65}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("n", {"n": 0}),
+        ("n", {"n": 9}),
+        ("n", {"n": 2, "choices": (ChoiceState(),)}),
+        ("seed", {"seed": 1 << 64}),
+    ],
+)
+def test_bad_parameters_are_named(param: str, fields: dict[str, object]) -> None:
+    engine = fake_engine()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.submit(ask("a", range(5), **fields))  # type: ignore[arg-type]
+    assert refused.value.param == param
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("prompt", [[], [64], [-1]])
+def test_bad_prompts_are_refused(prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        fake_engine().submit(ask("a", prompt))
+    assert refused.value.param == "prompt"
+
+
+def test_the_queue_is_bounded_and_keys_are_unique() -> None:
+    engine = fake_engine(max_waiting=2)
+    engine.submit(ask("a", range(5)))
+    with pytest.raises(InvalidRequest):
+        engine.submit(ask("a", range(5)))
+    engine.submit(ask("b", range(5)))
+    with pytest.raises(QueueFull):
+        engine.submit(ask("c", range(5)))
+    assert len(of(run(engine), Finished)) == 2
+
+
+def test_short_prompts_overtake_and_long_ones_still_come() -> None:
+    now = [0.0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
+    engine._clock = lambda: now[0]
+    engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
+    engine.submit(ask("short", range(8), max_tokens=1))
+    first = engine.step()
+    assert first is not None
+    assert [e.key for e in of(first.events, Scheduled)] == ["short", "long"]
+    # A steady stream of short prompts, each of them shorter than what is left of the long one.
+    for turn in range(200):
+        now[0] += 0.1
+        engine.submit(ask(f"s{turn}", [turn % 60] * 16, max_tokens=1))
+        step = engine.step()
+        assert step is not None
+        if of(step.events, Finished, "long"):
+            break
+    else:
+        raise AssertionError("the long prompt starved")
+    assert turn > 5
+
+
+def test_prefill_only_holds_its_blocks() -> None:
+    engine = fake_engine(prefix_cache=False)
+    events = run(engine, ask("p", range(21), prefill_only=True))
+    assert [(e.num_tokens, e.done) for e in of(events, Computed)] == [(16, False), (21, True)]
+    assert engine._runner._model.kv_only_steps == 2
+    assert not of(events, NewTokens)
+    assert not of(events, Finished)
+    (blocks,) = engine.held_blocks("p")
+    assert len(blocks) == 6
+    assert engine.stats().held == 1
+    data = engine.kv.data[0][0][blocks, 0, 0].flatten(0, 1)
+    assert data[:21, 0].tolist() == list(range(21))
+    engine.release_held("p")
+    assert_at_rest(engine)
+    with pytest.raises(KeyError):
+        engine.release_held("p")
+    with pytest.raises(KeyError):
+        engine.held_blocks("p")
+
+
+@WINDOWS
+def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
+    engine = fake_engine(window=window)
+    run(engine, ask("p", range(16), prefill_only=True))
+    engine.release_held("p")
+    steps = engine._runner._model.steps
+    events = run(engine, ask("q", range(16), prefill_only=True))
+    assert engine._runner._model.steps == steps
+    assert events == [Scheduled("q", 16), Computed("q", 16, True)]
+    for group, blocks in enumerate(engine.held_blocks("q")):
+        first = max(0, 16 - window + 1) // 4 if engine.kv.spec.groups[group].window else 0
+        assert all(blocks[first:])
+        assert not any(blocks[:first])
+    engine.release_held("q")
+    assert_at_rest(engine)
+
+
+def test_a_window_gives_its_blocks_back_on_the_way() -> None:
+    engine = fake_engine(num_blocks=40, window=6, prefix_cache=False, context_len=160)
+    engine.submit(ask("a", range(4), max_tokens=100))
+    for _ in range(80):
+        engine.step()
+    full, window = (pool.counts().used for pool in engine._roster.tables.pools)
+    assert full >= 20
+    assert window <= 3
+    run(engine)
+    assert_at_rest(engine)
+
+
+def test_abort_in_every_state() -> None:
+    engine = fake_engine(num_blocks=30, max_running=4)
+    assert not engine.abort("nobody")
+    engine.submit(ask("queued", range(10)))
+    assert engine.abort("queued")
+    engine.submit(ask("chunked", range(40)))
+    step = engine.step()
+    assert step is not None
+    assert of(step.events, Finished, "queued")
+    assert of(step.events, Computed, "chunked")
+    engine.abort("chunked")
+    engine.submit(ask("decoding", range(4)))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().running == 1
+    engine.abort("decoding")
+    run(engine, ask("held", range(9), prefill_only=True))
+    engine.abort("held")
+    engine.submit(ask("prefilling", range(40), prefill_only=True))
+    engine.step()
+    engine.abort("prefilling")
+    assert_at_rest(engine)
+    assert run(engine) == []
+
+
+def test_abort_of_single_choices() -> None:
+    engine = fake_engine(num_blocks=60)
+    options = {"n": 3, "seed": 4, "temperature": 1.0}
+    whole = tokens(run(fake_engine(), ask("a", range(33), **options)))
+    engine.submit(ask("a", range(33), **options))
+    engine.step()
+    engine.abort("a", [1])  # while the prompt is computed
+    events = list(run(engine, max_steps=2000))
+    got = tokens(events)
+    assert got["a", 0] == whole["a", 0]
+    assert got["a", 2] == whole["a", 2]
+    assert got["a", 1] == []
+    engine.submit(ask("b", range(33), **options))
+    for _ in range(5):
+        engine.step()
+    engine.abort("b", [0, 7])
+    engine.abort("b", [0])
+    rest = run(engine)
+    ended = [(e.choice, e.finish) for e in of(rest, NewTokens, "b") if e.finish]
+    assert ended[0] == (0, FinishReason.ABORTED)
+    assert sorted(c for c, _ in ended) == [0, 1, 2]
+    engine.submit(ask("c", range(5), n=2))
+    engine.abort("c", [0])
+    engine.abort("c", [1])
+    last = run(engine)
+    assert [e.finish for e in of(last, NewTokens)] == [FinishReason.ABORTED] * 2
+    assert len(of(last, Finished)) == 1
+    assert_at_rest(engine)
+
+
+def test_a_start_with_every_choice_ended_ends_at_once() -> None:
+    engine = fake_engine()
+    done = (ChoiceState((3, 4), FinishReason.STOP), ChoiceState(tuple(range(8))))
+    events = run(engine, ask("a", range(5), n=2, choices=done))
+    assert events == [NewTokens("a", 1, 8, (), (), FinishReason.LENGTH), Finished("a", 0)]
+
+
+class Poisoned(FakeDecoder):
+    """NaN logits for the rows whose first token is 13; raises when it is 14."""
+
+    def forward(self, batch: Batch, kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        for output, token in enumerate(batch.logit_tokens.tolist()):
+            row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)
+            first = int(kv.layer(0)[0][batch.groups[0].block_table[row, 0], 0, 0, 0, 0])
+            if first == 13:
+                logits[output, 5] = float("nan")
+            if first == 14:
+                raise RuntimeError("no luck")
+        return logits
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}])
+def test_nan_fails_that_request_only(options: dict[str, float]) -> None:
+    engine = fake_engine(model=Poisoned(fake_spec()))
+    events = run(engine, ask("bad", [13, 1], **options), ask("good", [12, 1], max_tokens=4))
+    (failed,) = of(events, RequestFailed)
+    assert failed.key == "bad"
+    assert "finite" in failed.message
+    assert not of(events, NewTokens, "bad")
+    assert tokens(events)["good", 0] == expected([12, 1], 4)
+    assert_at_rest(engine)
+
+
+def test_a_model_that_raises_fails_the_step_and_the_rest_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = fake_engine(model=Poisoned(fake_spec()), max_running=1)
+    events = run(engine, ask("bad", [14, 1]), ask("good", [12, 1], max_tokens=4))
+    assert [e.key for e in of(events, RequestFailed)] == ["bad"]
+    assert "no luck" in caplog.text
+    assert tokens(events)["good", 0] == expected([12, 1], 4)
+    assert_at_rest(engine)
+
+
+def test_launch_and_collect_are_separate() -> None:
+    engine = fake_engine()
+    engine.submit(ask("a", range(5), max_tokens=1))
+    plan = engine.schedule()
+    assert plan is not None
+    step = engine.collect(engine.launch(plan))
+    assert (step.index, step.num_tokens, step.num_rows) == (1, 5, 1)
+    assert [type(e) for e in step.events] == [Scheduled, Computed, NewTokens, Finished]
+    assert engine.schedule() is None
+    assert engine.step() is None
+
+
+def test_stats_and_prefix_events() -> None:
+    engine = fake_engine(num_blocks=20)
+    engine.submit(ask("a", range(30)))
+    engine.submit(ask("b", range(3)))
+    assert engine.stats().waiting == 2
+    assert engine.stats().waiting_tokens == 33
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.step) == (2, 0, 1)
+    assert stats.waiting_tokens == 14
+    assert stats.blocks.used == 9
+    run(engine)
+    stats = engine.stats()
+    assert stats.prompt_tokens == 33
+    assert stats.generation_tokens == 16
+    assert stats.prefill_tokens_s > 0
+    added, removed = engine.take_prefix_events()
+    assert len(added) == stats.blocks.cached
+    assert removed == []
+    run(engine, ask("c", range(40, 60), max_tokens=50))  # evicts what was cached
+    added_later, removed = engine.take_prefix_events()
+    assert added_later
+    assert set(removed) <= set(added)
+    assert removed
