@@ -8,16 +8,14 @@ from typing import Any
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.hf import (
-    HfConfig,
     head_dim,
-    integer,
     num_layers,
-    positive,
     sliding_window,
     soft_cap,
     standard,
     windowed,
 )
+from pdserve.engine.models.hf_fields import HfConfig, integer, positive
 from pdserve.engine.models.hf_rope import read_rope
 from pdserve.engine.models.spec import ModelSpec, register
 

@@ -1,16 +1,14 @@
-"""Reading of Hugging Face config.json fields, each with its bounds.
+"""What config.json says in the same words for most architectures.
 
 Whatever is malformed or unknown raises UnsupportedModel naming the field.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve.engine.models.config import Activation, LayerConfig, ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_fields import HfConfig, integer, positive
 from pdserve.engine.models.hf_rope import read_rope
-
-HfConfig = Mapping[str, Any]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -19,30 +17,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_MAX_SIZE = 1 << 30  # a bound on every count, so that products stay in 64 bits
 _MAX_LAYERS = 10_000
-
-
-def integer(
-    hf: HfConfig, key: str, default: int | None = None, minimum: int = 1, maximum: int = _MAX_SIZE
-) -> int:
-    """hf[key] in [minimum, maximum]; `default` if it is absent or null."""
-    value = hf.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise UnsupportedModel(f"config field {key}={value!r}: want {minimum} to {maximum}")
-    return value
-
-
-def positive(hf: HfConfig, key: str, default: float | None = None) -> float:
-    """hf[key] as a finite number > 0; `default` if it is absent or null."""
-    value = hf.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise UnsupportedModel(f"config field {key}={value!r}: want a finite number > 0")
-    return float(value)
 
 
 def soft_cap(hf: HfConfig, key: str) -> float:
@@ -53,7 +28,7 @@ def soft_cap(hf: HfConfig, key: str) -> float:
 def activation(hf: HfConfig) -> Activation:
     """The activation of the gate, under either of its two names."""
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise UnsupportedModel(f"activation {name!r} is not supported; known: {known}")
     return ACTIVATIONS[name]
@@ -73,8 +48,9 @@ def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
     names = hf.get("layer_types")
     if names is None:
         return default
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(names, Sequence) or len(names) != num_layers(hf) or not set(names) <= known:
+    known = ("full_attention", "sliding_attention")
+    fits = isinstance(names, list | tuple) and len(names) == num_layers(hf)
+    if not fits or not all(name in known for name in names):
         raise UnsupportedModel(f"config field layer_types={names!r}")
     return [name == "sliding_attention" for name in names]
 

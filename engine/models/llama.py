@@ -2,7 +2,8 @@
 
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf import HfConfig, standard
+from pdserve.engine.models.hf import standard
+from pdserve.engine.models.hf_fields import HfConfig
 from pdserve.engine.models.spec import ModelSpec, register
 
 

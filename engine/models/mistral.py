@@ -1,7 +1,8 @@
 """Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825)."""
 
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf import HfConfig, num_layers, plain_layers, sliding_window, standard
+from pdserve.engine.models.hf import num_layers, plain_layers, sliding_window, standard
+from pdserve.engine.models.hf_fields import HfConfig
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -4,15 +4,8 @@ from collections.abc import Sequence
 
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf import (
-    HfConfig,
-    integer,
-    num_layers,
-    plain_layers,
-    sliding_window,
-    standard,
-    windowed,
-)
+from pdserve.engine.models.hf import num_layers, plain_layers, sliding_window, standard, windowed
+from pdserve.engine.models.hf_fields import HfConfig, integer
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -2,7 +2,8 @@
 
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf import HfConfig, integer, plain_layers, standard
+from pdserve.engine.models.hf import plain_layers, standard
+from pdserve.engine.models.hf_fields import HfConfig, integer
 from pdserve.engine.models.qwen2 import windows
 from pdserve.engine.models.spec import ModelSpec, register
 

@@ -54,11 +54,12 @@ def known_specs() -> tuple[ModelSpec, ...]:
 def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     """The spec of config.json's `architectures`. Raises UnsupportedModel with the known names."""
     _discover()
-    names = hf_config.get("architectures") or []
+    given = hf_config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list | tuple) else []
     for name in names:
         if name in _specs:
             return _specs[name]
-    asked = ", ".join(map(str, names)) or "none named in its config"
+    asked = ", ".join(names) or "none named in its config"
     raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
 
 

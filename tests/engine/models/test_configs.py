@@ -1,0 +1,145 @@
+"""config.json to ModelConfig: older key forms, defaults by absence, and clear refusals."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from paged_runner import read_config
+from tiny_models import write_tiny
+
+from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models.spec import parse_config
+
+YARN = {
+    "rope_theta": 5e5,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    archs = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+    return {arch: read_config(write_tiny(folder / arch, arch)) for arch in archs}
+
+
+def without(config: Mapping[str, Any], *keys: str, **changes: Any) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in keys}
+    return copy.deepcopy(kept | changes)
+
+
+def test_the_older_rope_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:
+    new = without(configs["llama"], rope_parameters=YARN)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    old = without(configs["llama"], "rope_parameters", rope_theta=5e5, rope_scaling=scaling)
+    assert parse_config(old) == parse_config(new)
+    assert parse_config(new).layers[0].rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
+
+
+def test_the_older_gemma_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    new = without(
+        configs["gemma3"],
+        rope_parameters={
+            "full_attention": {"rope_theta": 9e5, **linear},
+            "sliding_attention": {"rope_theta": 7e3, "rope_type": "default"},
+        },
+    )
+    old = without(
+        configs["gemma3"],
+        "rope_parameters",
+        "layer_types",
+        "_sliding_window_pattern",
+        rope_theta=9e5,
+        rope_local_base_freq=7e3,
+        rope_scaling=linear,
+        sliding_window_pattern=3,
+    )
+    assert parse_config(old) == parse_config(new)
+    kinds = [layer.rope.kind for layer in parse_config(old).layers]
+    assert kinds == ["default", "default", "linear", "default"]
+
+
+def test_absent_keys_take_the_defaults_of_their_architecture(
+    configs: Mapping[str, dict[str, Any]],
+) -> None:
+    mistral = parse_config(without(configs["mistral"], "sliding_window"))
+    assert {layer.window for layer in mistral.layers} == {4096}
+    assert parse_config(without(configs["gemma3"], "tie_word_embeddings")).tied_head
+    assert not parse_config(without(configs["llama"], "tie_word_embeddings")).tied_head
+    assert parse_config(without(configs["llama"], "num_key_value_heads")).num_kv_heads == 6
+    assert parse_config(without(configs["llama"], "head_dim")).head_dim == 48 // 6
+    assert parse_config(without(configs["qwen3"], "head_dim")).layers[0].rope.rotary_dim == 128
+    assert (
+        parse_config(without(configs["llama"], partial_rotary_factor=0.5)).layers[0].rope.rotary_dim
+        == 6
+    )
+
+
+def test_layers_of_one_window_share_a_group(configs: Mapping[str, dict[str, Any]]) -> None:
+    groups = parse_config(configs["gemma3"]).kv_groups("bfloat16")
+    assert [(group.kind, group.window, group.layers) for group in groups] == [
+        ("full", 0, (2,)),
+        ("window", 11, (0, 1, 3)),
+    ]
+    assert groups[0].block_bytes(16) == 2 * 1 * 16 * 20 * 2
+    (only,) = parse_config(configs["mistral"]).kv_groups("float32")
+    assert (only.kind, only.layers) == ("window", (0, 1, 2))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        r"'dynamic' is not supported; known: .*llama3, yarn",
+    ),
+    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+    "llama3 borders": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+            }
+        },
+        "low_freq_factor",
+    ),
+    "rope factor": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
+    "theta": ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
+    "nested rope": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        "rope_parameters",
+    ),
+    "rope factors": (
+        "llama",
+        {"rope_parameters": {"rope_type": "factors", "factors": [1.0]}},
+        "want 6 numbers",
+    ),
+    "activation": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported; known: silu"),
+    "heads": ("llama", {"num_attention_heads": 7}, "7 heads are no multiple of 2"),
+    "size": ("llama", {"hidden_size": "48"}, "hidden_size='48'"),
+    "negative": ("llama", {"vocab_size": -3}, "vocab_size=-3"),
+    "huge": ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "layer types": ("gemma3", {"layer_types": ["full_attention"]}, "layer_types"),
+    "bidirectional": (
+        "gemma3",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(
+    case: str, configs: Mapping[str, dict[str, Any]]
+) -> None:
+    arch, changes, message = REFUSED[case]
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_config(configs[arch] | changes)

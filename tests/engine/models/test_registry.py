@@ -1,0 +1,178 @@
+"""What every registered architecture must do, and one that is added at run time as a file."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_runner import PagedRunner, load_decoder, read_config, read_tensors
+from tiny_models import ARCHITECTURES, write_tiny
+
+from pdserve.engine.checkpoints.load import load_model
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.models import spec as registry
+from pdserve.engine.models.build import tensor_shapes
+from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models.spec import ModelSpec, find_spec, known_specs, parse_config, register
+
+SPECS = {spec.architectures[0]: spec for spec in known_specs()}
+JUNK = st.sampled_from(
+    (
+        None,
+        -1,
+        0,
+        1,
+        7,
+        2**40,
+        1.5,
+        float("nan"),
+        float("inf"),
+        "x",
+        "",
+        True,
+        [],
+        [1],
+        {},
+        {"a": 1},
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A tiny model of each architecture, by class name."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = [write_tiny(folder / arch, arch, max_shard_size="30KB") for arch in ARCHITECTURES]
+    return {name: path for path in paths for name in read_config(path)["architectures"]}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_conformance(name: str, models: Mapping[str, Path]) -> None:
+    """Names and shapes are those of Hugging Face, every layer has its cache, and the logits do
+    not depend on chunk borders.
+    """
+    assert name in models, f"tests/support/tiny_models.py has no tiny {name}"
+    path = models[name]
+    config = SPECS[name].parse(read_config(path))
+    assert config.architecture == name
+    stored = {key: tuple(tensor.shape) for key, tensor in read_tensors(path).items()}
+    assert tensor_shapes(config) == stored
+    decoder = load_decoder(path)
+    grouped = sorted(n for group in decoder.kv_groups for n in group.layers)
+    assert grouped == list(range(config.num_layers))
+    tokens = list(range(5, 45))
+    whole = PagedRunner(decoder).step({"x": tokens})["x"]
+    pieces = PagedRunner(decoder, block_size=16)
+    parts = [pieces.step({"x": tokens[a:b]})["x"] for a, b in ((0, 1), (1, 18), (18, 19), (19, 40))]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=0)
+    assert whole.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_broken_config_is_refused_or_read_but_never_crashes(
+    name: str, models: Mapping[str, Path]
+) -> None:
+    good = read_config(models[name])
+    keys = [*sorted(set(good) - {"architectures"}), "rope_scaling", "rope_theta"]
+    refused = 0
+
+    @given(st.dictionaries(st.sampled_from(keys), JUNK, min_size=1, max_size=3))
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    def check(changes: dict[str, Any]) -> None:
+        nonlocal refused
+        try:
+            config = SPECS[name].parse(good | changes)
+        except UnsupportedModel:
+            refused += 1
+        else:
+            assert config.num_layers >= 1
+
+    check()
+    assert refused > 20
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    for config in ({"architectures": ["MambaForCausalLM"]}, {}, {"architectures": None}):
+        with pytest.raises(UnsupportedModel) as caught:
+            parse_config(config)
+        assert all(name in str(caught.value) for name in SPECS)
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
+        find_spec({"architectures": ["MambaForCausalLM"]})
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+    llama = find_spec({"architectures": ["LlamaForCausalLM"]})
+    assert register(llama) is llama
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        register(ModelSpec(("OtherForCausalLM", "LlamaForCausalLM"), llama.parse))
+    with pytest.raises(UnsupportedModel):
+        find_spec({"architectures": ["OtherForCausalLM"]})
+
+
+GEMMA2 = '''
+"""Gemma 2: Gemma 3 without q/k norms, with soft caps, every second layer with a window."""
+
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.gemma3 import NORMS
+from pdserve.engine.models.hf import num_layers, plain_layers, sliding_window, soft_cap, standard
+from pdserve.engine.models.hf_fields import HfConfig, integer, positive
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    windows = [0 if n % 2 else sliding_window(hf, 4096) for n in range(num_layers(hf))]
+    return standard(
+        hf,
+        layers=plain_layers(hf, windows),
+        norms=NORMS,
+        norm_offset=1.0,
+        attn_scale=positive(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
+        attn_soft_cap=soft_cap(hf, "attn_logit_softcapping"),
+        logit_soft_cap=soft_cap(hf, "final_logit_softcapping"),
+        embed_scale=integer(hf, "hidden_size") ** 0.5,
+        tied_head=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+register(ModelSpec(("Gemma2ForCausalLM",), parse))
+'''
+
+
+def test_an_architecture_is_added_at_run_time_as_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+    path = write_tiny(
+        tmp_path / "model", "gemma2", attn_logit_softcapping=1.0, final_logit_softcapping=2.0
+    )
+    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM"):
+        parse_config(read_config(path))
+    file = tmp_path / "gemma2.py"
+    file.write_text(GEMMA2)
+    module_spec = importlib.util.spec_from_file_location("added_gemma2", file)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module_spec.loader.exec_module(importlib.util.module_from_spec(module_spec))
+
+    loaded = load_model(EngineConfig(model=str(path)), lambda what, fraction: None)
+    prompt = list(range(3, 40))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.inference_mode():
+        theirs = model(torch.tensor([prompt])).logits[0]
+        generated = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :]
+    runner = PagedRunner(loaded.decoder)
+    logits = runner.step({"x": prompt})["x"]
+    torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
+    assert logits.abs().max() > 1.5, "the cap of 2 is felt"
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < 12:
+        tokens.append(int(runner.step({"x": tokens[-1:]})["x"].argmax()))
+    assert tokens == generated.tolist()

@@ -1,0 +1,61 @@
+"""Weights kept as stored and expanded at each use: the same logits as weights expanded at load."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from paged_runner import PagedRunner, read_config, read_tensors
+from tiny_models import write_tiny
+from torch import Tensor
+
+from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.spec import parse_config
+from pdserve.engine.quant.registry import unpack
+from pdserve.kernels.ops import select
+
+# Rows of stored blocks are whole blocks of 32.
+SIZES = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 32}
+
+
+def quantized(path: Path, format_of: dict[str, str]) -> dict[str, RawTensor]:
+    """Every tensor as stored: matrices in the format that the first fitting key names, else F32."""
+    stored = {}
+    for name, tensor in read_tensors(path).items():
+        format = next((f for key, f in format_of.items() if key in name), "F32")
+        if tensor.dim() == 1 or format == "F32":
+            stored[name] = RawTensor(tensor, "F32", tuple(tensor.shape))
+            continue
+        blocks = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType[format])
+        stored[name] = RawTensor(torch.from_numpy(blocks), format, tuple(tensor.shape))
+    return stored
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_equal_those_of_expanded_weights(
+    arch: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = write_tiny(tmp_path, arch, **SIZES)
+    config = parse_config(read_config(path))
+    # q, k and v share a product but not a format.
+    stored = quantized(path, {"embed": "Q8_0", "v_proj": "Q5_1", "proj": "Q4_0", "lm_head": "Q4_1"})
+    expanded: dict[str, Tensor] = {name: unpack(raw, dtype) for name, raw in stored.items()}
+    asked: list[str] = []
+
+    def as_stored(name: str) -> RawTensor:
+        asked.append(name)
+        return stored[name]
+
+    kv_dtype = str(dtype).removeprefix("torch.")
+    args = (select("cpu"), dtype, kv_dtype, torch.device("cpu"))
+    logits = {}
+    for kind, weights in (("stored", as_stored), ("expanded", expanded.__getitem__)):
+        runner = PagedRunner(Decoder(config, weights, *args))
+        parts = [runner.step({"x": range(3, 24)}), runner.step({"x": [7]})]
+        logits[kind] = torch.cat([part["x"] for part in parts])
+    tolerance = 1e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(logits["stored"], logits["expanded"], atol=tolerance, rtol=0)
+    assert sorted(asked) == sorted(stored), "each tensor is asked for once"
+    assert {raw.format for raw in stored.values()} >= {"Q8_0", "Q5_1", "Q4_0"}
