@@ -30,10 +30,7 @@ def generate(model: str = "", max_tokens: int = 6) -> rpc.GenerateRequest:
 
 async def failure_of(call: Any) -> ServiceError:
     try:
-        if hasattr(call, "__aiter__"):
-            replies = [reply async for reply in call]
-        else:
-            replies = [await call]
+        replies = [reply async for reply in call] if hasattr(call, "__aiter__") else [await call]
     except grpc.aio.AioRpcError as error:
         return ServiceError.from_rpc(error)
     raise AssertionError(f"answered {replies}")

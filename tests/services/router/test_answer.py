@@ -1,0 +1,89 @@
+"""Whatever overlaps, repeats or is lost, an answer holds exactly the ids in order."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.router.answer import Answer, LostTokens
+
+TRUTH = list(range(100, 140))
+
+
+def answer(n: int = 1, prompt: list[int] | None = None) -> Answer:
+    return Answer(pb.Start(request="r", params=pb.SamplingParams(n=n)), prompt or [1, 2, 3])
+
+
+def message(start: int, end: int, choice: int = 0) -> pb.Tokens:
+    finish = pb.LENGTH if end == len(TRUTH) else pb.FINISH_REASON_UNSPECIFIED
+    return pb.Tokens(choice=choice, position=start, ids=TRUTH[start:end], finish=finish)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))))
+def test_overlaps_repeats_and_gaps(spans: list[tuple[int, int]]) -> None:
+    state, out = answer(), list[int]()
+    for a, b in spans:
+        start, end = sorted((a, b))
+        known = len(out)
+        if start > known and not state.complete:
+            with pytest.raises(LostTokens):
+                state.take(message(start, end))
+            continue
+        fresh = state.take(message(start, end))
+        if fresh is not None:
+            assert fresh.position == known
+            out += fresh.ids
+        assert out == TRUTH[: len(out)]
+        assert list(state.choices[0].generated_ids) == out
+    assert state.complete == (len(out) == len(TRUTH))
+
+
+def test_logprobs_are_cut_with_their_ids() -> None:
+    state = answer()
+    state.take(pb.Tokens(ids=[1, 2]))
+    probs = [pb.TokenLogprob(logprob=-float(i)) for i in range(4)]
+    fresh = state.take(pb.Tokens(position=0, ids=[1, 2, 3, 4], logprobs=probs))
+    assert fresh is not None
+    assert [p.logprob for p in fresh.logprobs] == [-2.0, -3.0]
+
+
+def test_prefix_ids_follow_the_unfinished_choices() -> None:
+    state = answer(n=2)
+    assert state.prefix_ids() == [1, 2, 3]
+    state.take(pb.Tokens(choice=0, ids=[7]))
+    state.take(pb.Tokens(choice=1, ids=[8, 9]))
+    assert state.prefix_ids() == [1, 2, 3]
+    state.abort([0])
+    assert state.prefix_ids() == [1, 2, 3, 8, 9]
+
+
+def test_start_of_a_resume() -> None:
+    state = answer(n=2)
+    assert not state.to_start(1, 0, 0, 0).choices
+    state.take(pb.Tokens(choice=1, ids=[8], finish=pb.STOP))
+    start = state.to_start(epoch=4, strikes=1, remaining_ms=10, queue_ms=0)
+    assert [list(c.generated_ids) for c in start.choices] == [[], [8]]
+    assert [c.finish for c in start.choices] == [0, pb.STOP]
+    assert (start.epoch, start.strikes, start.remaining_ms) == (4, 1, 10)
+    assert not start.prompt_ids
+
+
+def test_prompt_logprobs_are_wanted_once() -> None:
+    params = pb.SamplingParams(prompt_logprobs=2)
+    state = Answer(pb.Start(params=params), [1, 2])
+    assert not state.may_go_remote
+    assert state.scored()
+    assert not state.scored()
+    assert state.may_go_remote
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "choices", "param"),
+    [([], 1, 0, "prompt_ids"), ([1], 129, 0, "n"), ([1], 2, 1, "choices"), ([1], 0, 2, "choices")],
+)
+def test_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
+    start = pb.Start(params=pb.SamplingParams(n=n), choices=[pb.ChoiceState()] * choices)
+    with pytest.raises(ServiceError) as caught:
+        Answer(start, prompt)
+    assert caught.value.param == param

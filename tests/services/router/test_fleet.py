@@ -1,0 +1,179 @@
+"""The fleet's automaton and a worker's prefix index, under any sequence of events."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.router.fleet import SILENCE_S, SUSPECT_S, UNREPORTED_S, Fleet, State, Worker
+from pdserve.services.router.prefix_index import PrefixIndex
+
+
+def hello(name: int, life: int = 0) -> pb.WorkerHello:
+    return pb.WorkerHello(role=pb.DECODE, boot=bytes([name, life]) * 8, address=f"10.0.0.{name}:1")
+
+
+def joined(now: float = 0.0) -> tuple[Fleet, Worker]:
+    fleet = Fleet()
+    return fleet, fleet.join(hello(1), now)[0]
+
+
+def test_silence_makes_suspect_then_dead() -> None:
+    fleet, worker = joined()
+    assert fleet.tick(SILENCE_S - 0.01) == []
+    assert worker.state is State.LIVE
+    assert fleet.tick(SILENCE_S) == []
+    assert worker.state is State.SUSPECT
+    assert fleet.tick(SILENCE_S + SUSPECT_S - 0.01) == []
+    assert fleet.tick(SILENCE_S + SUSPECT_S) == [worker]
+    assert not fleet.workers
+
+
+def test_heard_again_is_as_if_nothing_had_happened() -> None:
+    fleet, worker = joined()
+    fleet.stream_ended(worker, worker.lease, 0.1)
+    assert worker.state is State.SUSPECT
+    again, dead = fleet.join(hello(1), 0.3)
+    assert (again, dead, worker.state) == (worker, [], State.LIVE)
+    assert fleet.tick(0.3 + SILENCE_S - 0.01) == []
+
+
+def test_a_witness_keeps_a_suspect_from_death_but_not_from_suspicion() -> None:
+    fleet, worker = joined()
+    fleet.stream_ended(worker, worker.lease, 0.0)
+    for step in range(1, 20):
+        fleet.witnessed(worker, step * 0.4)
+        assert fleet.tick(step * 0.4 + 0.1) == []
+        assert worker.state is State.SUSPECT
+    assert fleet.tick(19 * 0.4 + SUSPECT_S) == [worker]
+
+
+def test_an_old_stream_of_a_worker_that_joined_again_says_nothing() -> None:
+    fleet, worker = joined()
+    old = worker.lease
+    fleet.join(hello(1), 0.2)
+    assert fleet.stream_ended(worker, old, 0.3) == []
+    assert worker.state is State.LIVE
+
+
+def test_new_boot_on_the_same_address_ends_the_old_life() -> None:
+    fleet, worker = joined()
+    new, dead = fleet.join(hello(1, life=1), 0.2)
+    assert dead == [worker]
+    assert list(fleet.workers.values()) == [new]
+
+
+def test_goodbye_then_gone() -> None:
+    fleet, worker = joined()
+    fleet.goodbye(worker)
+    assert worker.state is State.DRAINING
+    assert fleet.stream_ended(worker, worker.lease, 0.1) == [worker]
+
+
+def test_own_commands_count_until_a_load_includes_them() -> None:
+    _, worker = joined()
+    worker.report(pb.Load(running=2, waiting_tokens=100))
+    for name, tokens in ((b"a", 10), (b"b", 20), (b"c", 30)):
+        worker.commanded(name, tokens, 0.0)
+    assert worker.expected(0.1) == (5, 160)
+    worker.report(pb.Load(running=4, waiting_tokens=130, last_command=b"b"))
+    assert worker.expected(0.1) == (5, 160)
+    worker.report(pb.Load(running=4, waiting_tokens=130, last_command=b"of another router"))
+    assert worker.expected(0.1) == (5, 160)
+    assert worker.expected(UNREPORTED_S) == (4, 130)
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Any order of events; a model of a few lines says who must be there."""
+
+    lives = Bundle("lives")
+
+    @initialize()
+    def begin(self) -> None:
+        self.fleet = Fleet()
+        self.now = 0.0
+        self.dead: list[Worker] = []
+
+    @rule(target=lives, name=st.integers(1, 3), life=st.integers(0, 2))
+    def join(self, name: int, life: int) -> Worker:
+        worker, dead = self.fleet.join(hello(name, life), self.now)
+        self.dead += dead
+        assert worker.state in (State.LIVE, State.DRAINING)
+        return worker
+
+    @rule(worker=lives)
+    def hear(self, worker: Worker) -> None:
+        if self.fleet.get(worker.boot) is worker:
+            self.fleet.heard(worker, self.now)
+            assert worker.state is not State.SUSPECT
+
+    @rule(worker=lives)
+    def witness(self, worker: Worker) -> None:
+        before = worker.state
+        self.fleet.witnessed(worker, self.now)
+        assert worker.state is before
+
+    @rule(worker=lives)
+    def end_stream(self, worker: Worker) -> None:
+        self.dead += self.fleet.stream_ended(worker, worker.lease, self.now)
+
+    @rule(worker=lives)
+    def say_goodbye(self, worker: Worker) -> None:
+        self.fleet.goodbye(worker)
+        assert not worker.takes_work(self.now)
+
+    @rule(worker=lives)
+    def refuse(self, worker: Worker) -> None:
+        self.dead += self.fleet.lost(worker)
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 0.6, 2.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.dead += self.fleet.tick(self.now)
+
+    @invariant()
+    def one_life_per_address_and_each_dies_once(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        addresses = [w.hello.address for w in self.fleet.workers.values()]
+        assert len(addresses) == len(set(addresses))
+        assert len({id(w) for w in self.dead}) == len(self.dead)
+        assert not {id(w) for w in self.dead} & {id(w) for w in self.fleet.workers.values()}
+
+
+TestFleetMachine = FleetMachine.TestCase
+TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+hashes = st.binary(min_size=1, max_size=1)
+changes = st.lists(st.tuples(st.lists(hashes, max_size=4), st.lists(hashes, max_size=4)))
+
+
+@given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))
+def test_prefix_index_never_knows_what_is_not_there(
+    changes: list[tuple[list[bytes], list[bytes]]], dropped: set[int], prompt: list[bytes]
+) -> None:
+    index, truth, sequence = PrefixIndex(), set[bytes](), 0
+    exact = True
+    for number, (added, removed) in enumerate(changes):
+        truth = (truth | set(added)) - set(removed)
+        if number not in dropped:
+            index.apply(pb.PrefixEvents(sequence=sequence, added=added, removed=removed))
+        elif added or removed:
+            exact = False
+        sequence += len(added) + len(removed)
+    hit = index.num_cached(prompt)
+    if exact:
+        assert index.gaps == 0
+        assert hit == next((i for i, h in enumerate(prompt) if h not in truth), len(prompt))
+    # A gap at the very end is not known before the next message.
+    index.apply(pb.PrefixEvents(sequence=sequence))
+    assert set(prompt[: index.num_cached(prompt)]) <= truth
+
+
+def test_prefix_index_is_bounded_and_reset() -> None:
+    index = PrefixIndex(capacity=10)
+    index.apply(pb.PrefixEvents(sequence=0, added=[bytes([i]) for i in range(50)]))
+    assert len(index) == 10
+    index.apply(pb.PrefixEvents(sequence=7, reset=True, added=[b"x"]))
+    assert (len(index), index.gaps) == (1, 0)
+    assert index.num_cached([b"x", b"y"]) == 1

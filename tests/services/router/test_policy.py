@@ -1,0 +1,141 @@
+"""The routing policy as properties: compatible pairs, the threshold, balance, no hot spots."""
+
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.services.router.policy import (
+    BUSIER_RATIO,
+    BUSIER_REQUESTS,
+    NEAR_RATIO,
+    PromptFacts,
+    Rules,
+    WorkerFacts,
+    compatible,
+    decide,
+    decode_cost,
+    power_of_two,
+    within_balance,
+)
+
+boots = st.binary(min_size=16, max_size=16)
+workers = st.builds(
+    WorkerFacts,
+    boot=boots,
+    kv_identity=st.sampled_from([b"a", b"b"]),
+    requests=st.integers(0, 100),
+    waiting_tokens=st.integers(0, 100_000),
+    cached_tokens=st.integers(0, 5_000),
+    wire_version=st.sampled_from([1, 2]),
+    transports=st.sampled_from([("tcp",), ("shm", "tcp"), ("shm",), ()]),
+)
+fleets = st.lists(workers, max_size=6, unique_by=lambda w: w.boot)
+prompts = st.builds(
+    PromptFacts,
+    num_tokens=st.integers(0, 5_000),
+    may_go_remote=st.booleans(),
+    prefill_failures=st.integers(0, 3),
+)
+rules = st.builds(
+    Rules,
+    remote_prefill=st.sampled_from(["auto", "always", "never"]),
+    threshold=st.integers(1, 2_000),
+)
+
+
+@given(prompts, fleets, fleets, rules, st.integers())
+def test_decision_is_possible_and_follows_the_rules(
+    prompt: PromptFacts,
+    decodes: list[WorkerFacts],
+    prefills: list[WorkerFacts],
+    rules: Rules,
+    seed: int,
+) -> None:
+    decision = decide(prompt, decodes, prefills, rules, Random(seed))
+    assert decision == decide(prompt, decodes, prefills, rules, Random(seed))
+    if decision is None:
+        assert not decodes
+        return
+    decode = next(w for w in decodes if w.boot == decision.decode)
+    missing = max(0, prompt.num_tokens - decode.cached_tokens)
+    assert decision.cached_tokens == prompt.num_tokens - missing
+    fit = [p for p in prefills if compatible(p, decode)]
+    wanted = (
+        missing > 0
+        and prompt.may_go_remote
+        and prompt.prefill_failures < 2
+        and (
+            rules.remote_prefill == "always"
+            or (rules.remote_prefill == "auto" and missing >= rules.threshold)
+        )
+    )
+    assert (decision.prefill is not None) == (wanted and bool(fit)), decision.reason
+    if decision.prefill is not None:
+        assert decision.prefill in {p.boot for p in fit}
+
+
+@given(prompts, st.lists(workers, min_size=1, max_size=6), st.integers())
+def test_failed_prefill_workers_are_not_asked_again(
+    prompt: PromptFacts, prefills: list[WorkerFacts], seed: int
+) -> None:
+    failed = replace(prompt, failed_prefills=frozenset(p.boot for p in prefills[1:]))
+    decode = WorkerFacts(b"d" * 16, b"a", transports=("tcp", "shm"))
+    decision = decide(failed, [decode], prefills, Rules("always"), Random(seed))
+    assert decision is not None
+    assert decision.prefill not in failed.failed_prefills
+
+
+@given(fleets.filter(bool), st.integers(0, 5000), st.integers())
+def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
+    prompt = PromptFacts(tokens)
+    within = within_balance(fleet)
+    costs = [decode_cost(prompt, w, w.boot in within) for w in fleet]
+    chosen = power_of_two(fleet, costs, Random(seed))
+    assert chosen is not None
+    assert costs[fleet.index(chosen)] <= min(costs) * NEAR_RATIO
+
+
+def test_two_are_drawn_among_equals() -> None:
+    fleet = [WorkerFacts(bytes([i]) * 16, b"a", requests=i) for i in range(4)]
+    drawn = [power_of_two(fleet, [10] * 4, Random(seed)) for seed in range(400)]
+    counts = {w.requests: drawn.count(w) for w in fleet}
+    # P(the less loaded of two is i): 3/6, 2/6, 1/6, 0.
+    assert counts[3] == 0
+    assert counts[0] > counts[1] > counts[2] > 0
+
+
+def test_a_cached_prefix_draws_a_request() -> None:
+    cold = WorkerFacts(b"c" * 16, b"a")
+    warm = WorkerFacts(b"w" * 16, b"a", requests=2, cached_tokens=900)
+    decision = decide(PromptFacts(1000), [cold, warm], [], Rules(), Random(0))
+    assert decision is not None
+    assert (decision.decode, decision.cached_tokens) == (warm.boot, 900)
+
+
+@given(st.integers(2, 6), st.integers(1, 200), st.integers(100, 100_000), st.integers())
+def test_one_hot_prefix_makes_no_hot_spot(
+    num_workers: int, num_requests: int, prompt_len: int, seed: int
+) -> None:
+    """Requests that never end, all with one prefix that a single worker has."""
+    rng = Random(seed)
+    fleet = {bytes([i]) * 16: WorkerFacts(bytes([i]) * 16, b"a") for i in range(num_workers)}
+    hot = next(iter(fleet))
+    fleet[hot] = replace(fleet[hot], cached_tokens=prompt_len)
+    for _ in range(num_requests):
+        decision = decide(PromptFacts(prompt_len), list(fleet.values()), [], Rules("never"), rng)
+        assert decision is not None
+        chosen = fleet[decision.decode]
+        fleet[decision.decode] = replace(chosen, requests=chosen.requests + 1)
+    loads = [w.requests for w in fleet.values()]
+    assert max(loads) <= min(loads) * BUSIER_RATIO + BUSIER_REQUESTS + 2
+
+
+def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
+    decode = WorkerFacts(b"d" * 16, b"a", cached_tokens=640, transports=("tcp",))
+    prefill = WorkerFacts(b"p" * 16, b"a", transports=("tcp",))
+    for tokens in (0, 600, 640):
+        decision = decide(PromptFacts(tokens), [decode], [prefill], Rules("always"), Random(0))
+        assert decision is not None
+        assert (decision.prefill, decision.reason) == (None, "nothing to prefill")
