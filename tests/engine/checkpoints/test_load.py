@@ -1,0 +1,293 @@
+"""load_model: the decoder gets every tensor, the card tells what was loaded, errors name things."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import shipped_model, write_tiny
+from write_gguf import write_gguf
+
+from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
+from pdserve.engine.checkpoints.load import LoadedModel, load_model, open_checkpoint
+from pdserve.engine.checkpoints.source import CheckpointError, RawTensor
+from pdserve.engine.checkpoints.weights import WeightLoader
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.layers.weight import expand
+from pdserve.engine.quant.registry import unpack
+
+QUANTIZABLE = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 96,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pdserve" / "digests"
+
+
+def load(path: Path, **options: str | int) -> LoadedModel:
+    return load_model(EngineConfig(model=str(path), **options), lambda what, fraction: None)
+
+
+def loaded_tensors(
+    path: Path, dtype: torch.dtype | None, threads: int = 2
+) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
+    with WeightLoader(
+        checkpoint, shapes, dtype, torch.device("cpu"), threads, False, lambda fraction: None
+    ) as weights:
+        # In another order than they are loaded in.
+        return {name: expand(weights(name), torch.float32) for name in sorted(shapes, reverse=True)}
+
+
+def test_card_of_a_folder(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "Tiny-Llama", "llama")
+    os.utime(folder / "model.safetensors", (1_700_000_000, 1_700_000_000))
+    card = load(folder).card
+    assert (card.name, card.architecture) == ("Tiny-Llama", "LlamaForCausalLM")
+    assert (card.context_len, card.vocab_size, card.quantization) == (512, 259, "float32")
+    assert (card.eos_ids, card.bos_id, card.adds_bos) == ((258,), 256, True)
+    assert card.created == 1_700_000_000
+    assert card.weights_bytes == (folder / "model.safetensors").stat().st_size
+    assert card.tokenizer_json == (folder / "tokenizer.json").read_bytes()
+    assert card.generation_config["eos_token_id"] == [258]
+    named = load(folder, served_name="mine", context_len=99).card
+    assert (named.name, named.context_len) == ("mine", 99)
+    assert load(folder, context_len=10**6).card.context_len == 512
+
+
+def test_shipped_model_loads_without_being_named() -> None:
+    seen: list[tuple[str, float]] = []
+    config = EngineConfig(weights="quantized")  # the quickest
+    loaded = load_model(config, lambda what, fraction: seen.append((what, fraction)))
+    assert (loaded.card.name, loaded.card.quantization) == ("SmolLM2-135M-Instruct", "Q4_1")
+    assert loaded.card.weights_bytes == shipped_model().stat().st_size
+    assert loaded.decoder.config.num_layers == 30
+    assert seen[-1] == ("loading weights", 1.0)
+    assert [f for _, f in seen] == sorted(f for _, f in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_every_tensor_arrives(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0", rounded=tmp_path / "rounded")
+    got = loaded_tensors(gguf, dtype)
+    expected = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert set(got) == set(expected)
+    for name, values in expected.items():
+        if dtype is torch.bfloat16 and values.dim() > 1:
+            values = values.bfloat16().float()
+        assert torch.equal(got[name], values), name
+
+
+def test_large_tensors_are_expanded_in_row_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
+    whole = loaded_tensors(gguf, torch.float32)
+    calls: list[int] = []
+    real = WeightLoader._expand
+
+    def counted(
+        self: WeightLoader, raw: RawTensor, out: torch.Tensor, start: int, end: int
+    ) -> None:
+        calls.append(threading.get_ident())
+        real(self, raw, out, start, end)
+
+    monkeypatch.setattr("pdserve.engine.checkpoints.weights.PIECE_VALUES", 640)  # ten rows
+    monkeypatch.setattr(WeightLoader, "_expand", counted)
+    pieces = loaded_tensors(gguf, torch.float32, threads=3)
+    assert len(calls) > 2 * len(whole)
+    assert all(torch.equal(pieces[name], whole[name]) for name in whole)
+
+
+def test_expansion_is_logged_with_its_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE, vocab_size=30_000)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
+    load(gguf, weights="bf16")
+    assert "weights expanded to torch.bfloat16: 8 MB" in caplog.text
+    caplog.clear()
+    load(gguf, weights="quantized")
+    assert "expanded" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        ("auto", torch.float32),
+        ("float32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("quantized", torch.float32),
+    ],
+)
+def test_dtype_of_the_decoder(weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    decoder = load(gguf, weights=weights).decoder
+    assert decoder.dtype == dtype
+    assert decoder.kv_groups[0].dtype == str(dtype).removeprefix("torch.")
+    assert load(gguf, weights=weights, kv_dtype="bf16").decoder.kv_groups[0].dtype == "bfloat16"
+
+
+def edit(folder: Path, add: dict[str, torch.Tensor], drop: set[str]) -> None:
+    file = folder / "model.safetensors"
+    tensors = {name: t for name, t in load_file(file).items() if name not in drop} | add
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "new")
+    (folder / "new").replace(file)
+
+
+def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    norm = "model.layers.1.input_layernorm.weight"
+    edit(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(72)}, {norm})
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert f"lacks 1 tensors: {norm}" in str(caught.value)
+    assert "no use for 1 tensors: model.layers.0.self_attn.q_proj.bias" in str(caught.value)
+
+
+def test_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    edit(folder, {"model.norm.weight": torch.ones(47)}, set())
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[47\], config says \[48\]"):
+        load(folder)
+
+
+def test_copy_of_a_tied_head_and_old_buffers_are_tolerated(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "qwen2")
+    digest = load(folder).card.weights_digest
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)}
+    edit(folder, {"lm_head.weight": torch.zeros(259, 48), **buffer}, set())
+    assert load(folder).card.weights_digest == digest
+
+
+def test_unknown_architecture_is_a_clear_error(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["XForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"unknown architecture .*LlamaForCausalLM"):
+        load(folder)
+
+
+def test_digest_names_the_weights_and_not_the_files(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    digest = load(folder).card.weights_digest
+    assert len(digest) == 64
+    sharded = write_tiny(tmp_path / "sharded", "llama", max_shard_size="40KB")
+    gguf = write_gguf(folder, tmp_path / "m.gguf")  # q and k in another row order
+    for same in (sharded, gguf):
+        assert load(same).card.weights_digest == digest
+        assert load(same, weights="quantized").card.weights_digest == digest
+    other = write_tiny(tmp_path / "other", "llama", seed=1)
+    half = write_tiny(tmp_path / "half", "llama", dtype=torch.float16)
+    found = {digest, load(other).card.weights_digest, load(half).card.weights_digest}
+    assert len(found) == 3
+
+
+def test_one_changed_bit_changes_the_digest(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    before = load(folder).card.weights_digest
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert load(folder).card.weights_digest != before
+
+
+def test_digest_is_remembered_until_the_file_changes(cache: Path, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    digest = load(folder).card.weights_digest
+    entries = list(cache.iterdir())
+    assert [entry.read_text() for entry in entries] == [digest]
+    entries[0].write_text("ab" * 32)
+    assert load(folder).card.weights_digest == "ab" * 32  # it was not computed again
+    entries[0].write_text("not a digest")
+    assert load(folder).card.weights_digest == digest
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    entries[0].write_text("ab" * 32)
+    assert load(copy).card.weights_digest == digest  # other files
+
+
+def test_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    remembered = DigestCache(tmp_path / "file" / "folder")
+    remembered.put([__file__], "ab" * 32)
+    assert remembered.get([__file__]) is None
+    assert remembered.get([str(tmp_path / "gone")]) is None
+
+
+@given(st.dictionaries(st.text(max_size=4), st.binary(min_size=1, max_size=4), max_size=9))
+def test_merkle_root_against_its_recursive_definition(contents: dict[str, bytes]) -> None:
+    leaves = {name: hashlib.sha256(data).digest() for name, data in contents.items()}
+
+    def root(level: list[bytes]) -> bytes:
+        """RFC 6962, 2.1: the left part is the largest power of two below the whole."""
+        if len(level) == 1:
+            return level[0]
+        split = 1 << (len(level) - 1).bit_length() - 1
+        return hashlib.sha256(b"\1" + root(level[:split]) + root(level[split:])).digest()
+
+    expected = (
+        root([leaves[name] for name in sorted(leaves)]) if leaves else hashlib.sha256().digest()
+    )
+    assert merkle_root(leaves) == expected.hex()
+
+
+def test_a_leaf_depends_on_all_it_names() -> None:
+    data = torch.arange(6, dtype=torch.float32)
+    leaves = {
+        leaf("a", RawTensor(data, "F32", (6,))),
+        leaf("b", RawTensor(data, "F32", (6,))),
+        leaf("a", RawTensor(data.view(2, 3), "F32", (2, 3))),
+        leaf("a", RawTensor(data.view(torch.int32), "I32", (6,))),
+        leaf("a", RawTensor(data + 1, "F32", (6,))),
+    }
+    assert len(leaves) == 5
+
+
+def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", dtype=torch.float16)
+    checkpoint = open_checkpoint(folder)
+    shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
+
+    def broken(fraction: float) -> None:
+        if fraction > 0.5:
+            raise OSError("progress is broken")
+
+    def load_all() -> None:
+        cpu = torch.device("cpu")
+        with WeightLoader(checkpoint, shapes, torch.float32, cpu, 2, True, broken) as weights:
+            for name in shapes:
+                weights(name)
+
+    with pytest.raises(OSError, match="progress is broken"):
+        load_all()
+    assert not [t for t in threading.enumerate() if t.name.startswith("load")]
+
+
+def test_quantized_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", "Q5_0"))
+    expanded = loaded_tensors(tmp_path / "m.gguf", torch.float32)
+    for name, values in expanded.items():
+        assert torch.equal(unpack(checkpoint.tensor(name), torch.float32), values)
