@@ -31,6 +31,7 @@ UP_OWNS = (
     "threads",
     "shm_dir",
     "metrics_port",
+    "host_engines",
 )
 
 
@@ -72,10 +73,10 @@ COMMANDS = {
             (
                 ("system", CLI + "UpSettings", ()),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
-                ("routing", ROUTER, (*UP_OWNS, "api_keys")),
+                ("routing", ROUTER, (*UP_OWNS, "api_keys", "queue_timeout_s", "request_timeout_s")),
                 ("prefill workers", PREFILL, UP_OWNS),
                 ("decode workers", DECODE, UP_OWNS),
-                ("model and engine", ENGINE, ("model",)),
+                ("model and engine", ENGINE, (*UP_OWNS, "model")),
             ),
         ),
         Command(

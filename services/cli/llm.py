@@ -29,6 +29,7 @@ from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.services.cli.generation import Generation, Result, TextDelta
 from pdserve.services.cli.options import options_of
 
+EXIT_POLL_S = 0.5  # so late an unclosed LLM notices that the main thread has ended
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -142,8 +143,9 @@ class LLM:
         self.close()
 
     def _close_at_exit(self) -> None:
-        threading.main_thread().join()
-        self.close()
+        while not self._closed.wait(EXIT_POLL_S):
+            if not threading.main_thread().is_alive():
+                self.close()
 
     def _default_params(self) -> SamplingParams:
         found = GenerationDefaults.from_json(json.dumps(self.card.generation_config))

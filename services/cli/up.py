@@ -136,6 +136,8 @@ class System:
             bind=self._router_address,
             cluster_secret=self._secret,
             api_keys=keys,
+            queue_timeout_s=self._gateway.queue_timeout,
+            request_timeout_s=self._gateway.request_timeout,
         )
         return Task(self._entries["router"], (made,))
 
@@ -144,6 +146,7 @@ class System:
         return Task(self._entries["gateway"], (made,))
 
     def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
+        num_workers = (self._up.prefill + self._up.decode) * len(self._models)
         cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
 
         def make() -> Task:
@@ -154,7 +157,7 @@ class System:
                 threads=share.threads,
                 shm_dir=str(folder),
             )
-            engine = self._settings.build(EngineConfig, model=model)
+            engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
             return Task(self._entries[role], (made, engine), share)
 
         return make

@@ -1,0 +1,155 @@
+"""The command table: every command's help, lazy imports, and errors that name what is wrong."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names, load
+from pdserve.services.cli.main import main
+from pdserve.services.cli.options import options_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 30) -> tuple[int, str, str]:
+    """The command line in a process where some modules cannot be imported."""
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {block!r}:\n"
+        "            raise ModuleNotFoundError(f'{name} is not installed', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "from pdserve.services.cli.main import main\n"
+        f"code = main({list(words)!r})\n"
+        "print(sorted(m for m in ('torch', 'grpc', 'fastapi', 'numpy') if m in sys.modules))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_overview_and_version_import_nothing_heavy() -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"  {name} " in out for name in (*COMMANDS, "config show"))
+    assert out.endswith("[]\n")
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("pdserve 0.")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: pdserve {name}")
+    assert COMMANDS[name].summary in text.replace("\n", " ")
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_entries_exist(name: str) -> None:
+    """The functions that the table names are there, without importing what they import."""
+    module, function = COMMANDS[name].entry.split(":")
+    source = ROOT / (module.removeprefix("pdserve.").replace(".", "/") + ".py")
+    names = {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
+    assert function in names
+
+
+def test_settings_are_light() -> None:
+    """`known_names` imports the settings of all commands; none may bring torch or grpc."""
+    _, out, _ = run("config", "show", "decode", block=("torch", "numpy", "grpc", "fastapi"))
+    assert out.endswith("[]\n")
+    assert "kv_transport: auto" in out
+
+
+@pytest.mark.parametrize("role", ["gateway", "router"])
+def test_gateway_and_router_need_no_torch(role: str) -> None:
+    """They come as far as their servers: the address given cannot be bound."""
+    words = {
+        "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1"),
+        "router": ("--bind", "203.0.113.1:1"),
+    }[role]
+    secret = ("--cluster-secret", "s")
+    code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers"))
+    assert code == 1, err
+    assert "203.0.113.1" in err
+    assert "Traceback" not in err
+    assert "'grpc'" in out
+    assert "torch" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["upp"], "did you mean up"),
+        (["config", "hide"], "config show"),
+        (["up", "--prt", "1"], "--prt"),
+        (["up", "--port", "70000"], "--port: 70000 is above"),
+        (["up", "--prefill", "0", "--remote-prefill", "always"], "contradicts --prefill 0"),
+        (["up", "--threads", "9999"], "--threads"),
+        (["up", "--served-name", "x", "--model", "a", "--model", "b"], "--served-name"),
+        (["up", "--model", "a", "--model", "a"], "twice"),
+        (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
+        (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
+        (["gateway", "--cluster-secret", "x"], "--routers is needed"),
+        (["decode", "--cluster-secret", "x", "--routers", "r:1", "--threads", "999"], "--threads"),
+        (["health"], "address"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_config_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", "hush")
+    assert main(["config", "show", "router", "--remote-prefill", "never"]) == 0
+    out = capsys.readouterr().out
+    assert "hush" not in out
+    assert any(
+        line.split() == ["remote_prefill:", "never", "#", "flag", "--remote-prefill"]
+        for line in out.splitlines()
+    )
+    assert "# PDSERVE_CLUSTER_SECRET" in out
+    assert main(["config", "show"]) == 0
+    assert "# default" in capsys.readouterr().out
+
+
+def test_an_unknown_variable_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_PREFIL", "2")
+    assert main(["config", "show"]) == 2
+    assert "did you mean prefill" in capsys.readouterr().err
+
+
+def test_what_up_decides_is_a_field_of_a_service() -> None:
+    fields = {
+        option.field
+        for command in ("gateway", "router", "prefill", "decode")
+        for _, where, _ in COMMANDS[command].section_specs
+        for option in options_of(load(where))
+    }
+    assert set(UP_OWNS) <= fields
+
+
+def test_an_option_means_one_thing() -> None:
+    """Options of one name have one kind wherever they stand, so one environment fits all."""
+    kinds: dict[str, set[type]] = {}
+    for command in COMMANDS.values():
+        for section in command.sections():
+            for option in section.options:
+                kinds.setdefault(option.name, set()).add(option.kind)
+    assert set(kinds) == known_names()
+    assert {name for name, found in kinds.items() if len(found) > 1} == set()
