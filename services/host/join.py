@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.1
 LOAD_INTERVAL_S = 0.05
 RESOLVE_S = 1.0
+SILENT_S = 5.0  # a router that echoes no heartbeat for longer is joined anew
 REJOIN_S = 0.1  # least time between two rounds
 HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
 
@@ -50,6 +51,7 @@ class _Lease:
         self._goodbye: str | None = None
         self._closed = False
         self._call: grpc.Call | None = None
+        self._heard = time.monotonic()
         self._load: pb.Load | None = None
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
@@ -89,6 +91,9 @@ class _Lease:
             # Cleared before looking, so that a change after the look wakes the next wait.
             self._wake.clear()
             now = time.monotonic()
+            if now - self._heard > SILENT_S and self._call is not None:
+                self._call.cancel()
+                return
             if self._goodbye is not None:
                 yield pb.WorkerReport(goodbye=pb.Goodbye(reason=self._goodbye))
                 self._goodbye = None
@@ -112,6 +117,7 @@ class _Lease:
                 call.cancel()
             try:
                 for reply in call:
+                    self._heard = time.monotonic()
                     if reply.HasField("welcome"):
                         log.info("joined router %s", self.address)
             except grpc.RpcError as error:

@@ -1,0 +1,54 @@
+"""Every code has a row, and an error survives the way to a peer and back."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import CATALOGUE, FAILURE_KEY, HTTP_STATUS, ServiceError
+
+CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_CODE_UNSPECIFIED]
+
+
+def test_the_catalogue_is_complete() -> None:
+    assert set(CATALOGUE) == set(HTTP_STATUS) == set(CODES)
+    assert HTTP_STATUS[pb.OVERLOADED] == 429
+    assert HTTP_STATUS[pb.CONTEXT_LENGTH_EXCEEDED] == 400
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_round_trip(code: Any) -> None:
+    error = ServiceError(code, "text", "max_tokens", 1.5)
+    back = ServiceError.from_failure(error.to_failure())
+    assert (back.code, back.message, back.param) == (code, "text", "max_tokens")
+    assert back.retry_after_s == 1.5
+    assert str(back) == "text"
+
+
+def test_an_unknown_code_is_internal() -> None:
+    failure = pb.Failure.FromString(b"\x08\x63")  # code 99, from a newer peer
+    assert ServiceError.from_failure(failure).code == pb.INTERNAL
+
+
+class Rpc(grpc.RpcError):
+    def __init__(self, status: grpc.StatusCode, trailing: Any = ()) -> None:
+        self._status, self._trailing = status, trailing
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+
+def test_errors_of_calls() -> None:
+    failure = ServiceError(pb.QUEUE_TIMEOUT, "waited", "", 2).to_failure()
+    trailing = ((FAILURE_KEY, failure.SerializeToString()),)
+    assert (
+        ServiceError.from_rpc(Rpc(grpc.StatusCode.UNAVAILABLE, trailing)).code == pb.QUEUE_TIMEOUT
+    )
+    assert ServiceError.from_rpc(Rpc(grpc.StatusCode.UNAVAILABLE)).code == pb.UNAVAILABLE
+    assert ServiceError.from_rpc(Rpc(grpc.StatusCode.DATA_LOSS)).code == pb.INTERNAL
+    garbage = ((FAILURE_KEY, b"\xff\xff"),)
+    assert ServiceError.from_rpc(Rpc(grpc.StatusCode.CANCELLED, garbage)).code == pb.CANCELLED

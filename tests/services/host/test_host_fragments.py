@@ -1,0 +1,74 @@
+"""Long id lists arrive whole and in order; a peer cannot make a collector grow without bound."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.fragments import IDS_PER_MESSAGE, IdsCollector, send_ids
+
+
+@given(st.lists(st.integers(0, 3 * IDS_PER_MESSAGE + 5), max_size=4), st.randoms())
+@settings(deadline=None, max_examples=40)
+def test_round_trip_of_interleaved_lists(lengths: list[int], random: object) -> None:
+    collector = IdsCollector()
+    lists = {f"r{i}": list(range(i, i + length)) for i, length in enumerate(lengths)}
+    sent = {key: send_ids(key, ids) for key, ids in lists.items()}
+    queues = [list(parts) for parts, _ in sent.values()]
+    while any(queues):
+        queue = random.choice([q for q in queues if q])  # type: ignore[attr-defined]
+        part = queue.pop(0)
+        assert part.ByteSize() < 256 << 10
+        collector.add(part)
+    for key, ids in lists.items():
+        assert len(sent[key][1]) <= IDS_PER_MESSAGE
+        assert collector.take(key, sent[key][1]) == ids
+    assert collector.take("r0", []) == []
+
+
+def test_largest_part_fits_a_message() -> None:
+    parts, tail = send_ids("k" * 256, [2**32 - 1] * (IDS_PER_MESSAGE + 1))
+    assert parts[0].ByteSize() < 256 << 10
+    assert len(tail) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.integers(0, 40), st.sampled_from(["add", "drop"]))
+    )
+)
+def test_bounds_hold_under_any_sequence(steps: list[tuple[str, int, str]]) -> None:
+    collector = IdsCollector(max_ids=100, max_keys=3)
+    model: dict[str, int] = {}
+    for key, count, what in steps:
+        if what == "drop":
+            collector.drop(key)
+            model.pop(key, None)
+            continue
+        fits = count > 0 and sum(model.values()) + count <= 100 and (key in model or len(model) < 3)
+        part = pb.IdsPart(key=key, ids=[7] * count)
+        if fits:
+            collector.add(part)
+            model[key] = model.get(key, 0) + count
+        else:
+            with pytest.raises(ServiceError):
+                collector.add(part)
+            model.pop(key, None)
+    for key, count in model.items():
+        assert len(collector.take(key, ())) == count
+
+
+@given(st.binary(max_size=300))
+def test_bytes_of_a_peer_parse_or_fail_cleanly(data: bytes) -> None:
+    from google.protobuf.message import DecodeError
+
+    try:
+        part = pb.IdsPart.FromString(data)
+    except DecodeError:
+        return
+    collector = IdsCollector(max_ids=10)
+    try:
+        collector.add(part)
+    except ServiceError:
+        assert collector.take(part.key, ()) == []

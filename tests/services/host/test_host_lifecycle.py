@@ -1,0 +1,83 @@
+"""A service ends on a signal: not serving, drain with a bound, stop; again: at once."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import asyncio, functools, sys
+from pdserve.services.host.lifecycle import run_until_signal
+
+async def main(mode):
+    async def drain():
+        print("drain", flush=True)
+        await asyncio.sleep(60 if mode == "stuck" else 0.05)
+        print("drained", flush=True)
+
+    async def stop(grace):
+        print("stop", flush=True)
+
+    async def fail():
+        raise RuntimeError("engine died")
+
+    failed = asyncio.ensure_future(fail()) if mode == "fail" else None
+    # Runs once run_until_signal waits, so its handlers are there.
+    asyncio.get_running_loop().call_soon(functools.partial(print, "up", flush=True))
+    return await run_until_signal(
+        set_serving=lambda serving: print("serving", serving, flush=True),
+        drain=drain,
+        stop=stop,
+        drain_s=float(sys.argv[2]),
+        failed=failed,
+    )
+
+sys.exit(asyncio.run(main(sys.argv[1])))
+"""
+
+
+def start(mode: str, drain_s: float) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, mode, str(drain_s)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_order(number: signal.Signals) -> None:
+    with start("quick", 10) as process:
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=10)
+    assert out.splitlines() == ["serving False", "drain", "drained", "stop"]
+    assert process.returncode == 0
+
+
+def test_drain_is_bounded() -> None:
+    with start("stuck", 0.2) as process:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=10)
+    assert out.splitlines() == ["serving False", "drain", "stop"]
+    assert process.returncode == 0
+
+
+def test_the_same_signal_again_exits_at_once() -> None:
+    with start("stuck", 60) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serving False\n"
+        assert process.stdout.readline() == "drain\n"
+        process.send_signal(signal.SIGTERM)  # of a parent: not a second Ctrl-C
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+
+
+def test_a_failure_of_the_service_ends_it() -> None:
+    with start("fail", 10) as process:
+        out, _ = process.communicate(timeout=10)
+    assert out.splitlines() == ["serving False", "stop"]
+    assert process.returncode == 1

@@ -1,0 +1,150 @@
+"""A peer without the secret reaches no handler; health, reflection, the bound address."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2 import WorkerReport
+from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
+from pdserve.services.host.channel import open_channel
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.server import GrpcHost
+
+pytestmark = pytest.mark.anyio
+
+
+class Blobs(BlobsServicer):
+    calls = 0
+
+    async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
+        self.calls += 1
+        if request.digest == "bad":
+            await abort(context, ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, "too long", "prompt", 3))
+        yield pb.BlobChunk(data=b"data")
+
+
+class Fleet(FleetServicer):
+    calls = 0
+
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        self.calls += 1
+        async for _ in request_iterator:
+            pass
+        return
+        yield
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[tuple[GrpcHost, str, Blobs, Fleet]]:
+    services = ["pdserve.v1.Blobs"]
+    host = GrpcHost("127.0.0.1:0", "right", ["/pdserve.v1.Blobs/GetBlob"], services)
+    blobs, fleet = Blobs(), Fleet()
+    add_BlobsServicer_to_server(blobs, host.server)
+    add_FleetServicer_to_server(fleet, host.server)
+    port = await host.start()
+    yield host, f"127.0.0.1:{port}", blobs, fleet
+    await host.stop(0)
+
+
+async def status_of(call: Any) -> grpc.StatusCode:
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_secret(running: Any) -> None:
+    _, address, blobs, fleet = running
+    for secret, status in (("right", "OK"), ("wrong", "UNAUTHENTICATED"), ("", "UNAUTHENTICATED")):
+        async with open_channel(address, secret) as channel:
+            call = FleetStub(channel).Join(iter([WorkerReport()]))
+            assert (await status_of(call)).name == status
+            open_call = BlobsStub(channel).GetBlob(pb.BlobRequest())
+            assert await status_of(open_call) is grpc.StatusCode.OK
+    assert (fleet.calls, blobs.calls) == (1, 3)
+
+
+async def test_denied_before_the_peer_has_sent_anything(running: Any) -> None:
+    _, address, _, fleet = running
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = FleetStub(channel).Join()
+        async with asyncio.timeout(5):
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert fleet.calls == 0
+
+
+async def test_errors_travel_whole(running: Any) -> None:
+    _, address, _, _ = running
+    async with open_channel(address, "right") as channel:
+        call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest="bad"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    error = ServiceError.from_rpc(caught.value)
+    assert (error.code, error.param, error.retry_after_s) == (
+        pb.CONTEXT_LENGTH_EXCEEDED,
+        "prompt",
+        3,
+    )
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_health_needs_no_secret_and_follows_the_service(running: Any) -> None:
+    host, address, _, _ = running
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def check() -> int:
+            return (await stub.Check(health_pb2.HealthCheckRequest())).status
+
+        assert await check() == health_pb2.HealthCheckResponse.NOT_SERVING
+        host.set_serving(True)
+        assert await check() == health_pb2.HealthCheckResponse.SERVING
+        host.set_serving(False)
+        assert await check() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await status_of(stub.Watch(health_pb2.HealthCheckRequest()))).name == (
+            "UNAUTHENTICATED"
+        )
+
+
+async def test_reflection_lists_the_services(running: Any) -> None:
+    _, address, _, _ = running
+    async with open_channel(address, "right") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        reply = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"pdserve.v1.Blobs", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_taken_port_is_named(running: Any) -> None:
+    _, address, _, _ = running
+    second = GrpcHost(address, "right")
+    with pytest.raises(OSError, match=f"cannot listen on {address}"):
+        await second.start()
+
+
+async def test_binds_to_the_given_address_only() -> None:
+    host = GrpcHost("127.0.0.2:0", "right")
+    port = await host.start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+    socket.create_connection(("127.0.0.2", port), timeout=2).close()
+    await host.stop(0)
+
+
+async def test_no_secret_no_server() -> None:
+    with pytest.raises(ValueError, match="cluster_secret"):
+        GrpcHost("127.0.0.1:0", "")
