@@ -15,7 +15,7 @@ from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
 from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
-from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
+from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weights import WeightLoader, check_names
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.models.build import tensor_shapes
@@ -51,8 +51,10 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         model = parse_config(checkpoint.hf_config)
     except UnsupportedModel as error:
         raise CheckpointError(f"{found.path}: {error}") from error
+    progress("reading the tokenizer", 0.0)
+    text = checkpoint.text_files()  # before the weights: what is wrong here is found at once
     decoder, digest = _load_weights(config, checkpoint, model, progress)
-    card = _card(config, found, checkpoint, model, digest)
+    card = _card(config, found, checkpoint, text, model, digest)
     return LoadedModel(decoder, card)
 
 
@@ -109,9 +111,13 @@ def _load_weights(
 
 
 def _card(
-    config: EngineConfig, found: Resolved, checkpoint: Checkpoint, model: ModelConfig, digest: str
+    config: EngineConfig,
+    found: Resolved,
+    checkpoint: Checkpoint,
+    text: TextFiles,
+    model: ModelConfig,
+    digest: str,
 ) -> CardData:
-    text = checkpoint.text_files()
     stats = [os.stat(file) for file in checkpoint.files]
     return CardData(
         name=config.served_name or found.name,

@@ -6,18 +6,8 @@ from tokenizers import Tokenizer
 
 from pdserve.engine.checkpoints.source import CheckpointError
 
-# What templates end a turn with, beside the eos token.
-TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|end|>",
-    "<|endofturn|>",
-    "<|end_of_text|>",
-    "<|return|>",
-)
+# What templates end a turn with, beside the eos token; not what only ends a part of one.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endofturn|>")
 
 
 def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:

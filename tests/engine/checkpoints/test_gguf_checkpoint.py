@@ -1,6 +1,7 @@
 """GGUF files written by the gguf package hold the same model as the directory they came from."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from pdserve.engine.models.spec import parse_config
 from pdserve.engine.quant.registry import unpack
 
 # The format cannot state gemma's own attention scale.
-OWN = {"gemma3": {"query_pre_attn_scalar": 20}}
-ROPE = {
+OWN: dict[str, dict[str, Any]] = {"gemma3": {"query_pre_attn_scalar": 20}}
+ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     "yarn": {
         "rope_type": "yarn",
@@ -61,7 +62,12 @@ def test_same_config_and_tensors(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"])
 def test_stored_blocks_with_permuted_rows(kind: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "intermediate_size": 512}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 512,
+    }
     folder = write_tiny(tmp_path / "hf", "llama", num_attention_heads=4, **sizes)
     gguf = write_gguf(folder, tmp_path / "model.gguf", kind, rounded=tmp_path / "rounded")
     layout = open_checkpoint(gguf).layout("model.layers.0.self_attn.q_proj.weight")

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.layers.weight import expand
 from pdserve.engine.quant.registry import unpack
 
-QUANTIZABLE = {
+QUANTIZABLE: dict[str, Any] = {
     "hidden_size": 64,
     "head_dim": 32,
     "num_attention_heads": 2,
@@ -40,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "pdserve" / "digests"
 
 
-def load(path: Path, **options: str | int) -> LoadedModel:
+def load(path: Path, **options: Any) -> LoadedModel:
     return load_model(EngineConfig(model=str(path), **options), lambda what, fraction: None)
 
 
@@ -79,6 +80,7 @@ def test_shipped_model_loads_without_being_named() -> None:
     assert (loaded.card.name, loaded.card.quantization) == ("SmolLM2-135M-Instruct", "Q4_1")
     assert loaded.card.weights_bytes == shipped_model().stat().st_size
     assert loaded.decoder.config.num_layers == 30
+    assert seen[0] == ("reading the tokenizer", 0.0)
     assert seen[-1] == ("loading weights", 1.0)
     assert [f for _, f in seen] == sorted(f for _, f in seen)
 

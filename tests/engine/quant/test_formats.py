@@ -56,7 +56,7 @@ def test_unpack_equals_gguf_bit_for_bit(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     expected = torch.from_numpy(gguf.quants.dequantize(raw.data.numpy(), kind))
     assert expected.shape == raw.shape
-    assert expected.unique().numel() > 2
+    assert len(set(expected.flatten().tolist())) > 2
     got = unpack(raw, torch.float32)
     # Equal as numbers: zero may carry either sign.
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
