@@ -1,0 +1,99 @@
+"""The compose files as text: names known to the settings, order of start, time to drain."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdserve.services.cli.commands import COMMANDS, known_names
+from pdserve.services.cli.options import ENV_PREFIX
+
+ROOT = Path(__file__).parents[2]
+# Variables of the compose files themselves: where to find models, how many GPUs.
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPUS"}
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    return found
+
+
+def default(value: object) -> str:
+    """What `${NAME:-default}` gives when nothing is set."""
+    return re.sub(r"\$\{\w+(?::?-([^}]*)|:\?[^}]*)\}", lambda m: m.group(1) or "", str(value))
+
+
+def test_variables_are_options_with_good_values(services: dict[str, Any]) -> None:
+    assert set(services) == {"gateway", "router", "prefill", "decode"}
+    checked = 0
+    for role, service in services.items():
+        assert service["command"] == [role]
+        known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
+        for name, value in service["environment"].items():
+            assert name in known, f"{role} does not know {name}"
+            if text := default(value):
+                known[name].parse(text, name)
+                checked += 1
+    assert checked > 20
+
+
+def test_every_name_is_known_to_some_command() -> None:
+    known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
+    for name in ("docker-compose.yml", "docker-compose.gpu.yml", "Dockerfile"):
+        found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
+        assert found <= known, name
+
+
+def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert service["init"] is True
+        grace_s = float(service["stop_grace_period"].removesuffix("s"))
+        assert grace_s > float(service["environment"]["PDSERVE_DRAIN_S"]) + 5
+
+
+def test_start_follows_health(services: dict[str, Any]) -> None:
+    assert "depends_on" not in services["router"]
+    for role in ("prefill", "decode", "gateway"):
+        assert services[role]["depends_on"]["router"] == {"condition": "service_healthy"}
+    assert set(services["gateway"]["depends_on"]) == {"router", "prefill", "decode"}
+    for service in services.values():
+        test = service["healthcheck"]["test"]
+        assert test[:3] == ["CMD", "pdserve", "health"]
+        port = int(re.search(r":(\d+)", test[3].removeprefix("http:")).group(1))  # type: ignore[union-attr]
+        binds = [str(v) for n, v in service["environment"].items() if n.endswith(("BIND", "PORT"))]
+        assert any(default(b).rpartition(":")[2] == str(port) for b in binds)
+
+
+def test_only_the_gateway_is_published_and_on_loopback(services: dict[str, Any]) -> None:
+    for role, service in services.items():
+        ports = service.get("ports", [])
+        assert bool(ports) == (role == "gateway")
+        assert all(default(port).startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_secret_must_be_given(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert service["environment"]["PDSERVE_CLUSTER_SECRET"].startswith(
+            "${PDSERVE_CLUSTER_SECRET:?"
+        )
+
+
+def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) -> None:
+    volumes = []
+    for role in ("prefill", "decode"):
+        folder = services[role]["environment"]["PDSERVE_SHM_DIR"]
+        volumes += [v for v in services[role]["volumes"] if v.endswith(f":{folder}")]
+    assert len(volumes) == 2
+    assert len(set(volumes)) == 1
+
+
+def test_the_gpu_overlay_only_adds_to_workers() -> None:
+    overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+    assert set(overlay) == {"prefill", "decode"}
+    for service in overlay.values():
+        assert service["environment"] == {"PDSERVE_DEVICE": "cuda"}
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
