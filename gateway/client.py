@@ -8,9 +8,9 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -46,6 +46,7 @@ CALL_S = 10.0  # for a unary call
 GRACE_S = 10.0  # a request without a router for longer fails
 MODELS_AGE_S = 1.0  # cards are asked for again after this
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
+STABLE_S = 1.0  # a session that lasted longer worked
 MAX_BACKOFF_S = 1.0
 MAX_BLOB_BYTES = 512 << 20
 MAX_BLOBS = 32
@@ -58,7 +59,7 @@ class _Inbox:
 
     def __init__(self, flight: Flight, now: float) -> None:
         self.flight = flight
-        self.orphan_since: float | None = now  # without a session since
+        self.opened = now
         self._events: deque[RequestEvent] = deque()
         self._arrived = asyncio.Event()
 
@@ -87,6 +88,7 @@ class RouterClient:
         self._outgoing: deque[GatewayMessage] = deque()
         self._to_send = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None  # of the live session
+        self._down_since = 0.0  # when the last session that worked was lost
         self._task: asyncio.Task[None] | None = None
         self._models: tuple[float, Sequence[ModelCard]] | None = None
         self._models_lock = asyncio.Lock()
@@ -100,8 +102,7 @@ class RouterClient:
         """End the session; open requests fail."""
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
         for inbox in self._inboxes.values():
             inbox.put(inbox.flight.fail(UNAVAILABLE, "the server is shutting down", 1000))
 
@@ -150,7 +151,6 @@ class RouterClient:
     def _issue(self, inbox: _Inbox) -> None:
         now = asyncio.get_running_loop().time()
         flight = inbox.flight
-        inbox.orphan_since = None
         start = flight.issue(now)
         if start is None:
             inbox.put(
@@ -181,7 +181,6 @@ class RouterClient:
         backoff = 0.05
         loop = asyncio.get_running_loop()
         for address in itertools.cycle(self._routers):
-            since = loop.time()
             try:
                 async with open_channel(address, self._secret) as channel:
                     await _connect(channel)
@@ -190,12 +189,15 @@ class RouterClient:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 log.warning("router %s: %s", address, reason or type(error).__name__)
             finally:
-                self._lose_session()
+                self._channel = None
+                self._outgoing.clear()
             now = loop.time()
+            if self._down_since == math.inf:
+                backoff, self._down_since = 0.05, now
             for inbox in list(self._inboxes.values()):
-                if inbox.orphan_since is not None and now - inbox.orphan_since > GRACE_S:
+                if now - max(inbox.opened, self._down_since) > GRACE_S:
                     inbox.put(inbox.flight.fail(UNAVAILABLE, "no router can be reached", 1000))
-            backoff = 0.05 if now - since > 5 else min(MAX_BACKOFF_S, backoff * 2)
+            backoff = min(MAX_BACKOFF_S, backoff * 2)
             await asyncio.sleep(backoff)
 
     async def _run_session(self, channel: grpc.aio.Channel, address: str) -> None:
@@ -206,24 +208,19 @@ class RouterClient:
         for inbox in list(self._inboxes.values()):
             self._issue(inbox)
         writer = asyncio.create_task(self._write(call))
+        since = asyncio.get_running_loop().time()
         try:
             async for message in call:
+                self._down_since = math.inf  # it works: it is not only a port that is open
                 for event in message.events:
                     self._dispatch(event)
             raise ConnectionError("the session ended")
         finally:
+            if asyncio.get_running_loop().time() - since > STABLE_S:
+                self._down_since = math.inf
             writer.cancel()
-            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await writer
             call.cancel()
-
-    def _lose_session(self) -> None:
-        self._channel = None
-        self._outgoing.clear()
-        now = asyncio.get_running_loop().time()
-        for inbox in self._inboxes.values():
-            if inbox.orphan_since is None:
-                inbox.orphan_since = now
+            await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
         while True:

@@ -52,7 +52,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     from_file = read_key_file(settings.api_key_file) if settings.api_key_file else ()
     keys = ApiKeys((*settings.api_keys, *from_file))
     client = RouterClient(settings.routers, settings.cluster_secret, secrets.token_bytes(16))
-    listener = _listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port)
     executor = ThreadPoolExecutor(settings.text_threads, "text")
     limits = Limits(settings.max_requests, settings.max_queued)
     service = Service(
@@ -77,7 +77,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         ),
         open_metrics=not settings.metrics_key,
     )
-    http = _Server(app)
+    http = HttpServer(app)
     grpc_host = GrpcHost(
         f"{settings.host}:{settings.grpc_port}",
         settings.cluster_secret,
@@ -130,7 +130,7 @@ async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -
         await asyncio.sleep(1.0 if announced else 0.1)
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: the process's own does it."""
 
     def __init__(self, app: object) -> None:
@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Raises OSError naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -7,7 +7,7 @@ An error before the first byte is an ordinary error response; later it is the la
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import to_json
@@ -110,6 +110,8 @@ class EventStream(Response):
                 async for event in events:
                     self._put(b"data: " + to_json(event) + b"\n\n")
                     if self._buffered > self._max_buffer_bytes:
+                        await asyncio.sleep(0)  # a burst: the sender may not have had its turn
+                    if self._buffered > self._max_buffer_bytes:
                         log.warning("a client left %d bytes unread", self._buffered)
                         sending.cancel()
                         return
@@ -161,6 +163,4 @@ async def _drop_connection(scope: Scope) -> None:
 async def _end(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+    await asyncio.gather(*tasks, return_exceptions=True)

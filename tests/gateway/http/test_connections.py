@@ -1,0 +1,188 @@
+"""Clients that leave, do not read, or send slowly, over real sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+from fake_router import FakeRouter, finished, placed, saying, tokens
+
+from pdserve.gateway.http import protocol
+from pdserve.gateway.http.app import HttpLimits
+from pdserve.gateway.main import HttpServer, listen
+from pdserve.protos import common_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+HI = [{"role": "user", "content": "hi"}]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def connect(make_app, anyio_backend) -> AsyncIterator[Callable[..., object]]:
+    """Serve a scripted router and open a raw connection to it."""
+    servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def make(router: FakeRouter, **options: object) -> Connection:
+        server = HttpServer(make_app(router, **options))
+        listener = listen("127.0.0.1", 0)
+        task = asyncio.create_task(server.serve([listener]))
+        servers.append((server, task))
+        host, port = listener.getsockname()
+        while not server.started:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(host, port, limit=1 << 12)
+        writers.append(writer)
+        return reader, writer
+
+    yield make
+    for writer in writers:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    for server, task in servers:
+        server.should_exit = True
+        await asyncio.wait_for(task, 5)
+
+
+def post(body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def endless(router, start):
+    """As many tokens as the consumer takes."""
+    yield placed(start)
+    ids = router.encode("hello world ") * 40
+    for position in range(0, 10**9, len(ids)):
+        yield tokens(start, ids, position)
+        await asyncio.sleep(0)
+
+
+async def waiting(router, start):
+    yield placed(start)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("play", [waiting, endless])
+async def test_a_client_that_leaves(connect, stream, play):
+    router = FakeRouter(play)
+    reader, writer = await connect(router)
+    writer.write(post({"messages": HI, "stream": stream}))
+    while not router.starts:
+        await asyncio.sleep(0.005)
+    if stream and play is endless:
+        assert b"200 OK" in await reader.readline()
+    left_at = asyncio.get_running_loop().time()
+    writer.transport.abort()
+    await asyncio.wait_for(router.closed.wait(), 5)
+    assert asyncio.get_running_loop().time() - left_at < 0.5
+    assert router.left == [router.starts[0].request]
+
+
+async def test_a_client_that_leaves_with_several_prompts(connect):
+    router = FakeRouter(waiting)
+    _, writer = await connect(router)
+    body = {"prompt": ["a", "b", "c"]}
+    writer.write(post(body).replace(b"/chat", b""))
+    while len(router.starts) < 3:
+        await asyncio.sleep(0.005)
+    writer.transport.abort()
+    while len(router.left) < 3:
+        await asyncio.sleep(0.005)
+    assert sorted(router.left) == sorted(start.request for start in router.starts)
+
+
+async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
+    router = FakeRouter(endless)
+    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 20, stall_s=60)
+    reader, writer = await connect(router, bounds=bounds)
+    writer.write(post({"messages": HI, "stream": True}))
+    await reader.readline()
+    await asyncio.wait_for(router.closed.wait(), 20)
+    assert len(router.left) == 1
+    with suppress(ConnectionError):
+        while await reader.read(1 << 16):
+            pass
+
+
+async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
+    async def play(router, start):
+        """Fills the socket's buffers, then goes on within the byte cap."""
+        async for event in endless(router, start):
+            yield event
+            if event.tokens.position > 2_000_000:
+                break
+        await asyncio.Event().wait()
+
+    router = FakeRouter(play)
+    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
+    reader, writer = await connect(router, bounds=bounds)
+    writer.write(post({"messages": HI, "stream": True}))
+    await reader.readline()
+    await asyncio.wait_for(router.closed.wait(), 20)
+    assert len(router.left) == 1
+
+
+async def test_a_slow_reader_gets_everything(connect):
+    words = "hello world " * 200
+
+    async def play(router, start):
+        ids = router.encode(words)
+        for position, token in enumerate(ids):
+            last = position == len(ids) - 1
+            yield tokens(start, [token], position, finish=pb.LENGTH if last else 0)
+        yield finished(start)
+
+    reader, writer = await connect(FakeRouter(play))
+    writer.write(post({"messages": HI, "stream": True}))
+    data = b""
+    async with asyncio.timeout(20):
+        while b"[DONE]" not in data:
+            piece = await reader.read(1 << 13)
+            assert piece, "the server hung up"
+            data += piece
+            await asyncio.sleep(0.001)
+    text = ""
+    for line in data.split(b"\n"):
+        if line.startswith(b"data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            text += choice["delta"].get("content", "")
+    assert text == words
+
+
+async def test_a_head_that_is_too_large(connect):
+    reader, writer = await connect(FakeRouter(saying("x")))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    writer.write(b"x-filler: " + b"y" * 100_000 + b"\r\n\r\n")
+    assert b" 431 " in await reader.readline()
+    body = (await reader.read()).split(b"\r\n\r\n")[1]
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_too_many_headers(connect):
+    reader, writer = await connect(FakeRouter(saying("x")))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 200 + b"\r\n")
+    assert b" 431 " in await reader.readline()
+
+
+async def test_a_head_that_comes_too_slowly(connect, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await connect(FakeRouter(saying("x")))
+    writer.write(b"GET /health HTTP/1.1\r\nhost")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_one_connection_serves_many_requests(connect, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await connect(FakeRouter(saying("x")))
+    for pause in (0, 0.3, 0):  # idle between requests is no slow head
+        await asyncio.sleep(pause)
+        writer.write(post({"messages": HI}))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        assert json.loads(await reader.readexactly(length))["choices"]

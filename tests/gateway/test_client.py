@@ -1,0 +1,304 @@
+"""RouterClient over real gRPC against a scripted Router servicer."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from pdserve.gateway import client as client_module
+from pdserve.gateway.client import RouterClient
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.server import GrpcHost
+
+pytestmark = pytest.mark.anyio
+SECRET = "s3cret"
+BLOB = b"x" * 500_000
+Event = router_pb2.RequestEvent
+
+
+class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
+    """Says `count` tokens to each request from where it stands; can hang up in between."""
+
+    def __init__(self) -> None:
+        self.starts: list[pb.Start] = []
+        self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
+        self.hang_up_after: int | None = None  # tokens of the next session
+        self.silent = False
+        self.hellos: list[bytes] = []
+        self.blob_calls = 0
+        self.wrong_blob = False
+
+    async def Session(self, requests, context):
+        ids = IdsCollector()
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "hello":
+                self.hellos.append(message.hello.boot)
+            elif kind == "ids_part":
+                ids.add(message.ids_part)
+            elif kind == "cancel":
+                await self.cancels.put(message.cancel)
+            elif kind == "start":
+                start = message.start
+                whole = ids.take(start.request, start.prompt_ids)
+                del start.prompt_ids[:]
+                start.prompt_ids.extend(whole)
+                self.starts.append(start)
+                if self.silent:
+                    continue
+                async for event in self._answer(start):
+                    yield router_pb2.RouterMessage(events=[event])
+                if self.hang_up_after is not None:
+                    self.hang_up_after = None
+                    return
+
+    async def _answer(self, start):
+        placement = pb.Placement(attempt=bytes([start.epoch]) * 16, decode_address="d:1")
+        yield Event(
+            placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
+        )
+        have = len(start.choices[0].generated_ids) if start.choices else 0
+        for position in range(max(0, have - 1), 6):  # one token again: it must not count twice
+            if position - have == self.hang_up_after:
+                return
+            yield Event(
+                tokens=pb.Tokens(
+                    request=start.request, epoch=start.epoch, position=position,
+                    ids=[100 + position], finish=pb.LENGTH if position == 5 else 0,
+                )
+            )  # fmt: skip
+        yield Event(finished=pb.Finished(request=start.request, epoch=start.epoch))
+
+    async def ListModels(self, request, context):
+        return router_pb2.ListModelsResponse(models=[pb.ModelCard(name="tiny")])
+
+    async def GetFleet(self, request, context):
+        return router_pb2.FleetView(prefill_local=7)
+
+    async def GetBlob(self, request, context):
+        self.blob_calls += 1
+        data = b"other" if self.wrong_blob else BLOB
+        for at in range(0, len(data), 190 << 10):
+            yield pb.BlobChunk(data=data[at : at + (190 << 10)])
+
+
+class Served:
+    """A router process in miniature: start, stop, start again on the same port."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.port = 0
+
+    async def start(self) -> str:
+        self.host = GrpcHost(f"127.0.0.1:{self.port}", SECRET)
+        router_pb2_grpc.add_RouterServicer_to_server(self.router, self.host.server)
+        common_pb2_grpc.add_BlobsServicer_to_server(self.router, self.host.server)
+        self.port = await self.host.start()
+        return f"127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        await self.host.stop(0)
+
+
+@pytest.fixture
+async def served(anyio_backend) -> AsyncIterator[Served]:
+    served = Served(Router())
+    await served.start()
+    yield served
+    await served.stop()
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[RouterClient]:
+    client = RouterClient([f"127.0.0.1:{served.port}"], SECRET, b"g" * 16)
+    await client.start()
+    yield client
+    await client.close()
+
+
+def start(request: str = "r", **fields) -> pb.Start:
+    values = {"prompt_ids": [1, 2, 3], "remaining_ms": 60_000, "queue_remaining_ms": 9_000}
+    return pb.Start(request=request, model="tiny", **(values | fields))
+
+
+async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Event]:
+    ids: list[int] = []
+    last = Event()
+    async for event in client.open(asked):
+        ids += event.tokens.ids
+        last = event
+    return ids, last
+
+
+async def connected(client: RouterClient) -> None:
+    async with asyncio.timeout(5):
+        while not client.connected:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_from_start_to_end(client, served):
+    ids, last = await ids_of(client, start())
+    assert ids == list(range(100, 106))
+    assert last.WhichOneof("event") == "finished"
+    assert served.router.hellos == [b"g" * 16]
+    assert served.router.cancels.empty()
+
+
+async def test_long_prompts_travel_in_parts(client, served):
+    prompt = list(range(100_000))
+    await ids_of(client, start(prompt_ids=prompt))
+    assert list(served.router.starts[0].prompt_ids) == prompt
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+async def test_a_lost_session_is_continued(client, served, after):
+    served.router.hang_up_after = after
+    asked = start(seed=5)
+    ids, last = await ids_of(client, asked)
+    assert ids == list(range(100, 106))
+    assert last.WhichOneof("event") == "finished"
+    first, second = served.router.starts
+    assert (first.epoch, second.epoch) == (0, 1)
+    generated = list(second.choices[0].generated_ids) if after else []
+    assert generated == list(range(100, 100 + after))
+    assert second.placement.attempt == b"\0" * 16
+    assert second.placement.decode_address == "d:1"
+    assert second.seed == 5
+    assert 0 < second.remaining_ms < 60_000
+    assert (second.queue_remaining_ms == 0) == bool(after)
+
+
+async def test_the_next_router_takes_over(served):
+    other = Served(Router())
+    await other.start()
+    served.router.hang_up_after = 2
+    addresses = [f"127.0.0.1:{served.port}", f"127.0.0.1:{other.port}"]
+    client = RouterClient(addresses, SECRET, b"g" * 16)
+    await client.start()
+    try:
+        ids, _ = await ids_of(client, start())
+    finally:
+        await client.close()
+        await other.stop()
+    assert ids == list(range(100, 106))
+    assert [len(s.router.starts) for s in (served, other)] == [1, 1]
+
+
+async def test_a_router_restarts_on_its_port(client, served):
+    await ids_of(client, start("one"))
+    served.router.silent = True
+    waiting = asyncio.create_task(ids_of(client, start("two")))
+    while len(served.router.starts) < 2:
+        await asyncio.sleep(0.01)
+    await served.stop()
+    served.router.silent = False
+    await served.start()
+    ids, _ = await waiting
+    assert ids == list(range(100, 106))
+
+
+async def test_leaving_cancels(client, served):
+    served.router.silent = True
+    async with aclosing(client.open(start())) as events:
+        waiting = asyncio.ensure_future(anext(events))
+        while not served.router.starts:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    cancel = await asyncio.wait_for(served.router.cancels.get(), 5)
+    assert (cancel.request, list(cancel.choices)) == ("r", [])
+
+
+async def test_single_choices_are_cancelled_and_stay_so(client, served):
+    served.router.silent = True
+    asked = start(params=pb.SamplingParams(n=2))
+    waiting = asyncio.create_task(ids_of(client, asked))
+    while not served.router.starts:
+        await asyncio.sleep(0.01)
+    client.cancel("r", [1])
+    cancel = await asyncio.wait_for(served.router.cancels.get(), 5)
+    assert list(cancel.choices) == [1]
+    await served.stop()
+    await served.start()
+    while len(served.router.starts) < 2:
+        await asyncio.sleep(0.01)
+    assert [choice.finish for choice in served.router.starts[1].choices] == [0, pb.ABORTED]
+    waiting.cancel()
+
+
+async def test_a_router_past_the_deadline(client, served, monkeypatch):
+    monkeypatch.setattr(client_module, "LATE_S", 0.05)
+    await connected(client)
+    served.router.silent = True
+    _, last = await ids_of(client, start(remaining_ms=50))
+    assert last.failed.failure.code == pb.DEADLINE_EXCEEDED
+    assert (await asyncio.wait_for(served.router.cancels.get(), 5)).request == "r"
+
+
+async def test_no_router(monkeypatch, anyio_backend):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.1)
+    client = RouterClient(["127.0.0.1:1"], SECRET, b"g" * 16)
+    await client.start()
+    try:
+        _, last = await ids_of(client, start())
+        assert last.failed.failure.code == pb.UNAVAILABLE
+        assert last.failed.failure.retry_after_ms
+        for call in (client.models(), client.fleet(), client.blob("ab")):
+            with pytest.raises(ServiceError) as caught:
+                await call
+            assert caught.value.code == pb.UNAVAILABLE
+    finally:
+        await client.close()
+
+
+async def test_a_wrong_secret_gets_nothing(served, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.1)
+    client = RouterClient([f"127.0.0.1:{served.port}"], "wrong", b"g" * 16)
+    await client.start()
+    try:
+        _, last = await asyncio.wait_for(ids_of(client, start()), 5)
+    finally:
+        await client.close()
+    assert last.failed.failure.code == pb.UNAVAILABLE
+    assert served.router.hellos == []
+
+
+async def test_closing_fails_what_is_open(client, served):
+    served.router.silent = True
+    waiting = asyncio.create_task(ids_of(client, start()))
+    while not served.router.starts:
+        await asyncio.sleep(0.01)
+    await client.close()
+    _, last = await waiting
+    assert last.failed.failure.code == pb.UNAVAILABLE
+
+
+async def test_models_fleet_and_blobs(client, served):
+    await connected(client)
+    assert [card.name for card in await client.models()] == ["tiny"]
+    assert (await client.fleet()).prefill_local == 7
+    digest = hashlib.sha256(BLOB).hexdigest()
+    assert await client.blob(digest) == BLOB
+    assert await client.blob(digest) == BLOB
+    assert served.router.blob_calls == 1
+    served.router.wrong_blob = True
+    with pytest.raises(ServiceError, match="digest"):
+        await client.blob("00" * 32)
+    await served.stop()
+    assert [card.name for card in await client.models()] == ["tiny"]  # remembered
+
+
+async def test_an_id_in_use_is_refused(client, served):
+    served.router.silent = True
+    waiting = asyncio.create_task(ids_of(client, start()))
+    while not served.router.starts:
+        await asyncio.sleep(0.01)
+    with pytest.raises(ServiceError, match="in use"):
+        await ids_of(client, start())
+    waiting.cancel()

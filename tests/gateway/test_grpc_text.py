@@ -1,0 +1,132 @@
+"""The gRPC Text service over a socket, with a scripted router behind it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+from fake_router import FakeRouter, placed, saying
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.keys import ApiKeys
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
+from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.services.host.server import GrpcHost
+
+pytestmark = pytest.mark.anyio
+HI = [ChatMessage(role="user", content="hi")]
+
+
+@pytest.fixture
+async def make_channel(make_service, anyio_backend) -> AsyncIterator[Callable[..., object]]:
+    opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
+
+    async def make(router: FakeRouter, keys: tuple[str, ...] = ()) -> grpc.aio.Channel:
+        host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
+        add_TextServicer_to_server(TextServicer(make_service(router), ApiKeys(keys)), host.server)
+        port = await host.start()
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        opened.append((channel, host))
+        return channel
+
+    yield make
+    for channel, host in opened:
+        await channel.close()
+        await host.stop(0)
+
+
+async def test_chat(make_channel):
+    router = FakeRouter(saying("hello world", cached=2))
+    text = TextStub(await make_channel(router))
+    chunks = [chunk async for chunk in text.Chat(ChatRequest(messages=HI))]
+    assert "".join(chunk.text for chunk in chunks) == "hello world"
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    assert chunks[-1].usage.prompt_tokens == len(router.starts[0].prompt_ids)
+    assert chunks[-1].usage.completion_tokens == len(router.encode("hello world")) + 1
+    assert chunks[-1].usage.cached_tokens == 2
+
+
+async def test_complete_with_options(make_channel):
+    router = FakeRouter(saying("hello world"))
+    text = TextStub(await make_channel(router))
+    options = TextOptions(
+        params=pb.SamplingParams(temperature=0, max_tokens=9, top_k=3), stop=["o w"], seed=4
+    )
+    asked = CompleteRequest(model="tiny", prompt="x", options=options)
+    chunks = [chunk async for chunk in text.Complete(asked)]
+    assert "".join(chunk.text for chunk in chunks) == "hell"
+    start = router.starts[0]
+    assert (start.params.temperature, start.params.top_k, start.params.max_tokens) == (0, 3, 9)
+    assert start.seed == 4
+    assert router.cancels
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (ChatRequest(model="other", messages=HI), grpc.StatusCode.NOT_FOUND),
+        (ChatRequest(), grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            ChatRequest(messages=[ChatMessage(role="wizard", content="x")]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            ChatRequest(messages=HI, options=TextOptions(params=pb.SamplingParams(top_p=7))),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            ChatRequest(
+                messages=HI, options=TextOptions(params=pb.SamplingParams(min_p=float("nan")))
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            ChatRequest(messages=HI, options=TextOptions(params=pb.SamplingParams(max_tokens=512))),
+            grpc.StatusCode.OUT_OF_RANGE,
+        ),
+        (
+            ChatRequest(messages=HI, options=TextOptions(params=pb.SamplingParams(logprobs=1))),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+    ],
+)
+async def test_refusals(make_channel, request_, status):
+    router = FakeRouter(saying("x"))
+    text = TextStub(await make_channel(router))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await text.Chat(request_).read()
+    assert caught.value.code() == status
+    assert caught.value.details()
+    assert router.starts == []
+
+
+async def test_keys(make_channel):
+    channel = await make_channel(FakeRouter(saying("hello")), ("secret",))
+    text = TextStub(channel)
+    for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "secret"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await text.Chat(ChatRequest(messages=HI), metadata=metadata).read()
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    good = (("authorization", "Bearer secret"),)
+    assert [c async for c in text.Chat(ChatRequest(messages=HI), metadata=good)]
+    health = health_pb2_grpc.HealthStub(channel)
+    assert await health.Check(health_pb2.HealthCheckRequest())
+
+
+async def test_leaving_cancels(make_channel):
+    async def play(router, start):
+        yield placed(start)
+        await asyncio.Event().wait()
+
+    router = FakeRouter(play)
+    call = TextStub(await make_channel(router)).Chat(ChatRequest(messages=HI))
+    reading = asyncio.ensure_future(call.read())
+    while not router.starts:
+        await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait_for(router.closed.wait(), 5)
+    assert router.left == [router.starts[0].request]
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
