@@ -75,7 +75,8 @@ def router(settings: Any, report: Report) -> int:
     port = settings.bind.rpartition(":")[2]
     address = f"127.0.0.1:{4000 if port == '0' else port}"
     facts = {"bind": settings.bind, "address": address, "secret": settings.cluster_secret}
-    report("listening", facts)
+    limits = {"api_keys": settings.api_keys, "queue_timeout_s": settings.queue_timeout_s}
+    report("listening", facts | limits)
     report("ready", {"pid": os.getpid()})
     return until_sigterm()
 
@@ -100,8 +101,17 @@ def worker(settings: Any, engine: Any, report: Report) -> int:
         "threads": settings.threads,
         "shm_dir": settings.shm_dir,
         "model": engine.model,
+        "host_engines": engine.host_engines,
         "kv_tokens": 1000,
     }
     Path(settings.shm_dir, f"{os.getpid()}.sock").touch()
     report("ready", facts)
     return until_sigterm()
+
+
+def broken_worker(settings: Any, engine: Any, report: Report) -> int:
+    return broken(report)
+
+
+def stubborn_worker(settings: Any, engine: Any, report: Report) -> int:
+    return stubborn(report)

@@ -1,0 +1,247 @@
+"""`pdserve up` over fake services: what each child is told, restarts, and a clean end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.cli.main import settle
+from pdserve.services.cli.run_dir import PREFIX, run_dir
+from pdserve.services.cli.supervisor import Child, StartError, Supervisor
+from pdserve.services.cli.up import System
+
+FAKES = {
+    "router": "fake_service:router",
+    "gateway": "fake_service:gateway",
+    "prefill": "fake_service:worker",
+    "decode": "fake_service:worker",
+}
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+class Watched(Supervisor):
+    """Calls back once everything is up, on the supervisor's own thread."""
+
+    def __init__(self, system: System, then: Callable[["Watched"], bool]) -> None:
+        super().__init__(system.on_event)
+        self._then = then
+
+    def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        serving = len(self.children) > 1 and all(c.ready for c in self.children)
+        if serving and not done():
+            return super().run_until(lambda: self._then(self), 20.0)
+        return super().run_until(done, timeout_s)
+
+    def named(self, name: str) -> Child:
+        return next(c for c in self.children if c.name == name)
+
+
+def serve(tmp_path: Path, *words: str, then: Callable[[Watched], bool] = lambda s: True) -> Watched:
+    """Run a system to readiness, then until `then`, then to its end."""
+    settings, _ = settle(COMMANDS["up"], "pdserve up", ["--port", "0", *words])
+    system = System(settings, FAKES)
+    with run_dir(tmp_path) as folder, Watched(system, then) as supervisor:
+        facts = {c.name: c.figures for c in supervisor.children}
+        code = system.serve(supervisor, folder)
+        assert code == 0, facts
+    assert list(tmp_path.iterdir()) == []
+    assert not any(psutil.pid_exists(c.figures["pid"]) for c in supervisor.children)
+    return supervisor
+
+
+def test_everybody_is_told_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = serve(tmp_path, "--model", "one.gguf", "--model", "two", "--decode", "2")
+    names = [child.name for child in ended.children]
+    assert names[0] == "router"
+    assert names[-1] == "gateway"
+    assert sorted(names[1:-1]) == sorted(
+        f"{role} {n} of {model}"
+        for model in ("one.gguf", "two")
+        for role, n in (("prefill", 0), ("decode", 0), ("decode", 1))
+    )
+    (router, *workers, gateway) = (child.figures for child in ended.children)
+    assert router["bind"] == "127.0.0.1:0"
+    assert len({f["secret"] for f in (router, *workers, gateway)}) == 1
+    assert len(router["secret"]) >= 32
+    assert gateway["routers"] == ["127.0.0.1:4000"]
+    for worker in workers:
+        assert worker["routers"] == ["127.0.0.1:4000"]
+        assert worker["threads"] == 1
+        assert worker["shm_dir"].startswith(str(tmp_path))
+        assert worker["host_engines"] == 6
+    assert [w["model"] for w in workers].count("two") == 3
+
+    said = capsys.readouterr()
+    assert "curl http://127.0.0.1:0/v1/chat/completions" in said.out
+    assert '"model": "fake"' in said.out
+    assert "Authorization" not in said.out
+    assert "decode 0 of two: loading 25%" in said.err
+    assert "decode 0 of two: ready" in said.err
+    assert "KV pool of 1000 tokens" in said.err
+    assert said.err.rstrip().endswith("stopped")
+
+
+def test_the_allotment_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ended = serve(tmp_path, "--prefill", "0")
+    assert [c.name for c in ended.children] == ["router", "decode 0", "gateway"]
+    assert ended.children[1].figures["threads"] == cores
+    err = capsys.readouterr().err
+    assert f"gateway and router: cores shared by all ({cores})" in err
+    assert "decode 0: core" in err
+
+
+def test_a_given_secret_keys_and_ports_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("third\n")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--cluster-secret", "s3cret", "--api-key", "first", "--api-key", "second"]
+    words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout", "7"]
+    ended = serve(folder, *words)
+    router = ended.named("router").figures
+    assert (router["secret"], router["bind"]) == ("s3cret", f"127.0.0.1:{port}")
+    assert router["api_keys"] == ["first", "second", "third"]
+    assert router["queue_timeout_s"] == 7
+    out = capsys.readouterr().out
+    assert "Authorization: Bearer YOUR_KEY" in out
+    assert "first" not in out
+
+
+def test_a_killed_router_comes_back_at_its_address(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill_router(supervisor: Watched) -> bool:
+        router = supervisor.named("router")
+        if not killed:
+            killed.append(router.figures["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+        return router.restarts == 1 and router.ready
+
+    ended = serve(tmp_path, then=kill_router)
+    router = ended.named("router").figures
+    assert router["pid"] != killed[0]
+    assert router["bind"] == router["address"] == "127.0.0.1:4000"
+    assert [c.restarts for c in ended.children] == [1, 0, 0, 0]
+
+
+def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:
+    settings, _ = settle(COMMANDS["up"], "pdserve up", ["--port", "0"])
+    system = System(settings, {**FAKES, "prefill": "fake_service:broken_worker"})
+    with run_dir(tmp_path) as folder, Supervisor(system.on_event) as supervisor:
+        with pytest.raises(StartError, match="prefill 0 could not start: no such model"):
+            system.serve(supervisor, folder)
+        assert all(c.process is None for c in supervisor.children)
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        for flag in ("--port", "--grpc-port", "--router-port"):
+            words = ["--port", "0", flag, str(port)]
+            settings, _ = settle(COMMANDS["up"], "pdserve up", words)
+            with pytest.raises(OSError, match=rf"port {port} of 127.0.0.1 .* {flag}"):
+                System(settings, FAKES)
+
+
+def test_an_open_address_without_a_key_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(tmp_path, "--host", "0.0.0.0")
+    assert "no --api-key is set" in capsys.readouterr().err
+    serve(tmp_path, "--host", "0.0.0.0", "--api-key", "k")
+    assert "no --api-key is set" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """The real command in a process of its own, over fake services."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(**entries: str) -> subprocess.Popen[str]:
+        code = (
+            "import sys\n"
+            "from pdserve.services.cli import up\n"
+            "from pdserve.services.cli.main import main\n"
+            "if __name__ == '__main__':\n"
+            f"    up.ENTRIES.update({ {**FAKES, **entries}!r})\n"
+            "    sys.exit(main(['up', '--port', '0', '--drain-s', '0']))\n"
+        )
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        env = {**os.environ, "PYTHONPATH": str(SUPPORT), "TMPDIR": str(tmp_path)}
+        made = subprocess.Popen(
+            [sys.executable, script],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(made)
+        return made
+
+    yield start
+    for made in started:
+        with made:  # closes its pipes and waits
+            made.kill()
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Everything below it, once it says that it is ready."""
+    assert process.stdout is not None
+    assert any("pdserve is ready" in line for line in process.stdout)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(
+    process: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    up = process()
+    children = family(up)
+    assert len(children) >= 4
+    assert list(tmp_path.glob(PREFIX + "*/*.sock"))
+    up.send_signal(number)
+    assert up.wait(15) == 0
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert list(tmp_path.glob(PREFIX + "*")) == []
+
+
+def test_the_second_signal_ends_it_at_once(
+    process: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    up = process(decode="fake_service:stubborn_worker")
+    children = family(up)
+    up.send_signal(signal.SIGINT)
+    assert up.stderr is not None
+    assert any("stopping" in line for line in up.stderr)
+    sent = time.monotonic()
+    up.send_signal(signal.SIGINT)
+    assert up.wait(10) == 1
+    assert time.monotonic() - sent < 4
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert list(tmp_path.glob(PREFIX + "*")) == []
+
+
+def test_no_orphan_when_it_is_killed(process: Callable[..., subprocess.Popen[str]]) -> None:
+    up = process()
+    children = family(up)
+    up.kill()
+    assert psutil.wait_procs(children, timeout=5)[1] == []
