@@ -1,0 +1,217 @@
+"""Random requests, aborts and hand-offs on a small pool: every request ends, no block is lost.
+
+The decoder reads every key through the tables and fails on a key of another sequence, so a block
+shared for writing shows as a failed request or as wrong tokens.
+"""
+
+from collections import Counter
+
+from engine_kit import ask, fake_engine
+from fake_decoder import fake_spec, reference
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from pdserve.engine.errors import ContextLengthExceeded
+from pdserve.engine.request import (
+    ChoiceState,
+    Computed,
+    Finished,
+    NewTokens,
+    Request,
+    RequestFailed,
+    Step,
+    prefix_ids,
+)
+from pdserve.engine.reservation import Reservation
+
+# Few distinct prompts, so that prefixes are shared.
+PROMPTS = st.builds(
+    lambda start, length: [(start + i) % 50 for i in range(length)],
+    st.integers(0, 1),
+    st.integers(1, 30),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        window=st.sampled_from([0, 6]),
+        num_blocks=st.integers(9, 20),
+        chunk_size=st.sampled_from([4, 7, 16]),
+        cache=st.booleans(),
+    )
+    def build(self, window: int, num_blocks: int, chunk_size: int, cache: bool) -> None:
+        self.window = window
+        self.engine = fake_engine(
+            num_blocks, window=window, chunk_size=chunk_size, max_running=4, prefix_cache=cache
+        )
+        self.source = fake_engine(200, window=window, prefix_cache=False)
+        self.asked: dict[str, Request] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.ends: Counter[str] = Counter()
+        self.aborted: set[str] = set()
+        self.reservations: list[tuple[Reservation, Request]] = []
+        self.held: set[str] = set()
+
+    def request(self, prompt: list[int], n: int, cut: int) -> Request:
+        key = f"r{len(self.asked)}"
+        whole = reference(prompt, fake_spec(4, self.window), cut)
+        cuts = [max(0, cut - c) for c in range(n)]  # choices of different lengths
+        states = tuple(ChoiceState(tuple(whole[:at])) for at in cuts) if cut else ()
+        return ask(key, prompt, n=n, max_tokens=10, choices=states)
+
+    @rule(prompt=PROMPTS, n=st.integers(1, 3), cut=st.integers(0, 6))
+    def submit(self, prompt: list[int], n: int, cut: int) -> None:
+        request = self.request(prompt, n, cut)
+        try:
+            self.engine.submit(request)
+        except ContextLengthExceeded:
+            event("never fits")
+            return
+        self.asked[request.key] = request
+
+    @rule(prompt=PROMPTS)
+    def submit_prefill(self, prompt: list[int]) -> None:
+        # Held blocks are given back by their holder only: leave the others room to run.
+        if len(self.held) < 1 and len(prompt) <= 16:
+            key = f"p{len(self.asked)}"
+            self.engine.submit(ask(key, prompt, prefill_only=True))
+            self.asked[key] = ask(key, prompt, prefill_only=True)
+            self.held.add(key)
+
+    @rule(prompt=PROMPTS, n=st.integers(1, 2), cut=st.integers(0, 6))
+    def reserve(self, prompt: list[int], n: int, cut: int) -> None:
+        request = self.request(prompt, n, cut)
+        if len(self.reservations) >= 2:
+            return
+        try:
+            reservation = self.engine.reserve(request)
+        except ContextLengthExceeded:
+            return
+        if reservation is None:
+            event("no blocks to reserve")
+            return
+        self.asked[request.key] = request
+        self.reservations.append((reservation, request))
+
+    @precondition(lambda self: self.reservations)
+    @rule(commit=st.booleans())
+    def end_reservation(self, commit: bool) -> None:
+        reservation, request = self.reservations.pop(0)
+        if not reservation.open:
+            self.engine.release(reservation)
+        elif commit:
+            self.fill(reservation, request)
+            self.engine.commit(reservation)
+            event("committed")
+        else:
+            self.engine.release(reservation)
+            self.ends[request.key] += 1
+
+    def fill(self, reservation: Reservation, request: Request) -> None:
+        ids = prefix_ids(request)[:-1]
+        if not ids:
+            return
+        self.source.submit(ask("source", ids, prefill_only=True))
+        while self.source.step() is not None:
+            pass
+        for group, held in enumerate(self.source.held_blocks("source")):
+            first, targets = reservation.first_block[group], reservation.blocks[group]
+            sources = held[first : len(targets)]
+            payload = memoryview(bytearray(self.source.kv.num_bytes(group, range(1), sources)))
+            self.source.kv.read(group, range(1), sources, payload)
+            self.engine.kv.write(group, range(1), targets[first:], payload)
+        self.source.release_held("source")
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), choice=st.sampled_from([None, 0, 1]))
+    def abort(self, data: st.DataObject, choice: int | None) -> None:
+        key = data.draw(st.sampled_from(sorted(self.asked)))
+        known = key in self.engine._roster.jobs
+        assert self.engine.abort(key, () if choice is None else (choice,)) == known
+        if known:
+            self.aborted.add(key)
+            if key in self.held and key not in self.engine._roster.jobs:
+                self.held.discard(key)
+                self.ends[key] = 1  # told before if it was held, not at all if it was computed
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release_held(self) -> None:
+        for key in sorted(self.held & set(self.engine._roster.held)):
+            self.engine.release_held(key)
+            self.held.discard(key)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            step = self.engine.step()
+            if step is not None:
+                self.note(step)
+
+    def note(self, step: Step) -> None:
+        for e in step.events:
+            assert not isinstance(e, RequestFailed), e
+            if isinstance(e, NewTokens):
+                self.got.setdefault((e.key, e.choice), []).extend(e.ids)
+            if isinstance(e, Finished) or (
+                isinstance(e, Computed) and e.done and self.asked[e.key].prefill_only
+            ):
+                self.ends[e.key] += 1
+
+    @invariant()
+    def blocks_add_up(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for number, pool in enumerate(self.engine._roster.tables.pools):
+            jobs = self.engine._roster.jobs.values()
+            in_tables = {
+                b
+                for job in jobs
+                for sequence in job.sequences
+                for b in sequence.block_tables[number]
+                if b
+            }
+            counts = pool.counts()
+            assert counts.total == pool.num_blocks
+            assert counts.used + counts.reserved == len(in_tables)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.reservations:
+            self.end_reservation(commit=True)
+        for _ in range(3000):
+            self.release_held()
+            step = self.engine.step()
+            if step is None:
+                break
+            self.note(step)
+        else:
+            raise AssertionError("requests do not end")
+        self.release_held()
+        event(f"preemptions: {min(self.engine.stats().preemptions, 3)}")
+        event(f"hits: {self.engine.stats().prefix_hits > 0}")
+        for key, request in self.asked.items():
+            assert self.ends[key] == 1, (key, self.ends[key])
+            if key in self.aborted or request.prefill_only or key not in {k for k, _ in self.got}:
+                continue
+            prompt = list(request.prompt_ids)
+            whole = reference(prompt, fake_spec(4, self.window), 10)
+            for choice in range(request.params.n):
+                start = len(request.choices[choice].generated_ids) if request.choices else 0
+                assert self.got[key, choice] == whole[start:], key
+        for pool in self.engine._roster.tables.pools:
+            counts = pool.counts()
+            assert counts.used == counts.reserved == 0
+        assert len(self.engine._roster._free_slots) == 4
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

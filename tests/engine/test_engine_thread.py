@@ -1,0 +1,185 @@
+"""The engine thread serves posts, polls and steps, and outlives whatever they raise."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from fake_decoder import fake_spec, reference
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.request import Event, Finished, RequestFailed, Step
+from pdserve.engine.thread import EngineThread
+
+WAIT_S = 10
+
+
+class Listener:
+    """Collects events and lets a test wait for the end of a request."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, step: Step) -> None:
+        with self.changed:
+            self.events.extend(step.events)
+            self.changed.notify_all()
+
+    def wait_for(self, key: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: any(of(self.events, kind, key) for kind in (Finished, RequestFailed)),
+                WAIT_S,
+            )
+
+
+@contextmanager
+def running(engine: Engine, listener: Listener) -> Iterator[EngineThread]:
+    thread = EngineThread(engine, listener)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.close()
+    assert not any(t.name == "engine" for t in threading.enumerate())
+
+
+def test_posted_requests_run_in_order_of_posting() -> None:
+    engine, listener = fake_engine(), Listener()
+    order: list[int] = []
+    with running(engine, listener) as thread:
+        for i in range(5):
+            thread.post(lambda _, i=i: order.append(i))
+        future = thread.post(lambda e: e.submit(ask("a", range(9))))
+        assert future.result(WAIT_S) is None
+        listener.wait_for("a")
+        assert order == list(range(5))
+        assert thread.steps > 0
+    assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 8)
+    assert_at_rest(engine)
+
+
+def test_what_a_post_raises_is_its_future_s() -> None:
+    listener = Listener()
+    with running(fake_engine(), listener) as thread:
+        future = thread.post(lambda e: e.submit(ask("a", [])))
+        with pytest.raises(Exception, match="empty"):
+            future.result(WAIT_S)
+        assert thread.post(lambda e: e.stats().step).result(WAIT_S) == 0
+
+
+def test_polls_run_between_steps_and_while_they_have_more() -> None:
+    listener, enough = Listener(), threading.Event()
+    budgets: list[float] = []
+
+    def poll(budget_s: float) -> bool:
+        budgets.append(budget_s)
+        if len(budgets) == 20:
+            enough.set()
+        return len(budgets) < 20
+
+    with running(fake_engine(), listener) as thread:
+        thread.add_poll(poll)
+        assert enough.wait(WAIT_S)
+        thread.post(lambda e: e.submit(ask("a", range(9))))
+        listener.wait_for("a")
+        before = len(budgets)
+        woken = threading.Event()
+        thread.add_poll(lambda _: woken.set() or False)  # type: ignore[func-returns-value]
+        assert woken.wait(WAIT_S)
+        woken.clear()
+        thread.wake()
+        assert woken.wait(WAIT_S)
+    assert before > 20
+    assert all(b > 0 for b in budgets)
+
+
+def test_an_idle_thread_does_not_spin() -> None:
+    with running(fake_engine(), Listener()) as thread:
+        thread.post(lambda _: None).result(WAIT_S)
+        turns = thread.post(lambda _: thread.steps).result(WAIT_S)
+        threading.Event().wait(0.2)
+        assert thread.post(lambda _: thread.steps).result(WAIT_S) <= turns + 3
+
+
+def test_close_cancels_what_is_posted_and_ends() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    thread = EngineThread(fake_engine(), Listener())
+    thread.start()
+    thread.post(lambda _: (entered.set(), go_on.wait(WAIT_S)))
+    assert entered.wait(WAIT_S)
+    closer = threading.Thread(target=thread.close)
+    closer.start()
+    while not thread._closing:
+        threading.Event().wait(0.001)
+    assert thread.post(lambda _: None).cancelled()
+    go_on.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+
+
+def test_a_failing_step_fails_its_requests_and_the_thread_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, listener = fake_engine(), Listener()
+    schedule = engine._scheduler.schedule
+    failures = [RuntimeError("a bug")]
+
+    def broken(*args):  # type: ignore[no-untyped-def]
+        if failures and engine._roster.waiting:
+            raise failures.pop()
+        return schedule(*args)
+
+    engine._scheduler.schedule = broken  # type: ignore[method-assign]
+    with running(engine, listener) as thread:
+        thread.post(lambda e: e.submit(ask("a", range(9))))
+        listener.wait_for("a")
+        assert "a bug" in of(listener.events, RequestFailed, "a")[0].message
+        thread.post(lambda e: e.submit(ask("b", range(9))))
+        listener.wait_for("b")
+    assert "a bug" in caplog.text
+    assert of(listener.events, Finished, "b")
+    assert_at_rest(engine)
+
+
+def test_a_failing_poll_or_listener_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener()
+
+    def on_step(step: Step) -> None:
+        listener(step)
+        raise ValueError("listener's fault")
+
+    def poll(budget_s: float) -> bool:
+        raise ValueError("poll's fault")
+
+    thread = EngineThread(fake_engine(), on_step)
+    thread.add_poll(poll)
+    thread.start()
+    try:
+        thread.post(lambda e: e.submit(ask("a", range(9))))
+        listener.wait_for("a")
+    finally:
+        thread.close()
+    assert "poll's fault" in caplog.text
+    assert "listener's fault" in caplog.text
+
+
+def test_steps_advance_while_work_waits_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liveness: a queue that cannot move is not a frozen engine."""
+    monkeypatch.setattr("pdserve.engine.thread.IDLE_TURN_S", 0.01)
+    engine, listener = fake_engine(num_blocks=4), Listener()
+    with running(engine, listener) as thread:
+        reservation = thread.post(lambda e: e.reserve(ask("r", range(12), max_tokens=1)))
+        held = reservation.result(WAIT_S)
+        thread.post(lambda e: e.submit(ask("a", range(12), max_tokens=1))).result(WAIT_S)
+        before, deadline = thread.steps, threading.Event()
+        for _ in range(200):
+            if thread.steps > before + 3:
+                break
+            deadline.wait(0.01)
+        assert thread.steps > before + 3
+        assert not listener.events
+        thread.post(lambda e: e.release(held))
+        listener.wait_for("a")

@@ -1,0 +1,88 @@
+"""Blocks leave and enter the pool as canonical bytes; what does not fit is refused."""
+
+import pytest
+import torch
+
+from pdserve.engine.block_tables import BlockCopy
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_spec import KvSpec, LayerGroup
+
+
+def cache(dtype: str = "float32") -> KvCache:
+    groups = (
+        LayerGroup((0, 2, 3), "full", 0, 2, 6, dtype, 0, 2),
+        LayerGroup((1,), "window", 8, 2, 6, dtype, 0, 2),
+    )
+    kv = KvCache(KvSpec(4, groups), 9)
+    for data in kv.data:
+        data.copy_(torch.randn(data.shape, generator=torch.Generator().manual_seed(3)))
+    return kv
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_read_gives_the_canonical_order(dtype: str) -> None:
+    kv = cache(dtype)
+    blocks = [7, 2, 9]
+    out = memoryview(bytearray(kv.num_bytes(0, range(1, 3), blocks)))
+    kv.read(0, range(1, 3), blocks, out)
+    expected = kv.data[0][1:3][:, blocks]
+    got = torch.frombuffer(out, dtype=expected.dtype).view(expected.shape)
+    assert expected.shape == (2, 3, 2, 2, 4, 6)
+    assert torch.equal(got, expected)
+    assert out.nbytes == 2 * 3 * kv.spec.groups[0].block_bytes(4)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_write_is_the_inverse_of_read(read_only: bool) -> None:
+    source, target = cache("bfloat16"), KvCache(cache("bfloat16").spec, 9)
+    payload = bytearray(source.num_bytes(0, range(3), [1, 5]))
+    source.read(0, range(3), [1, 5], memoryview(payload))
+    view = memoryview(bytes(payload)) if read_only else memoryview(payload)
+    target.write(0, range(3), [8, 3], view)
+    assert torch.equal(target.data[0][:, [8, 3]], source.data[0][:, [1, 5]])
+    assert not target.data[0][:, [0, 1, 2, 4, 5, 6, 7, 9]].any()
+    assert not target.data[1].any()
+
+
+def test_layers_map_to_their_group() -> None:
+    kv = cache()
+    for layer, (group, at) in {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (0, 2)}.items():
+        data, found = kv.layer(layer)
+        assert found == group
+        assert data.data_ptr() == kv.data[group][at].data_ptr()
+
+
+def test_copies_are_in_order() -> None:
+    kv = cache()
+    first = kv.data[0][:, 1].clone()
+    kv.copy([BlockCopy(0, 1, 2), BlockCopy(0, 2, 3)])
+    assert torch.equal(kv.data[0][:, 3], first)
+
+
+@pytest.mark.parametrize(
+    ("group", "layers", "blocks", "size"),
+    [
+        (0, range(3), [1], 100),
+        (0, range(2, 4), [1], None),
+        (0, range(-1, 1), [1], None),
+        (0, range(3), [10], None),
+        (0, range(3), [0], None),
+        (2, range(1), [1], 4),
+    ],
+)
+def test_what_is_outside_is_refused(
+    group: int, layers: range, blocks: list[int], size: int | None
+) -> None:
+    kv = cache()
+    payload = memoryview(bytearray(size or kv.num_bytes(group, layers, blocks)))
+    before = [d.clone() for d in kv.data]
+    for move in (kv.read, kv.write):
+        with pytest.raises(ValueError):
+            move(group, layers, blocks, payload)
+    assert all(torch.equal(a, b) for a, b in zip(before, kv.data, strict=True))
+
+
+def test_nothing_to_move_is_fine() -> None:
+    kv = cache()
+    kv.read(0, range(3), [], memoryview(b""))
+    kv.write(0, range(0), [1], memoryview(b""))
