@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 256  # query tokens; of 64 to 512 the best, by a little, for chunks of 512 and 2048
+FUSED_FROM = 32  # queries of a head from which torch's fused attention wins
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -72,34 +73,43 @@ def _decode(
     window: int,
     soft_cap: float,
 ) -> Tensor:
-    """One token a row, q [B, H, D]. Rows of about the same length are computed together."""
-    block_size = kv.shape[3]
-    lens = torch.tensor(kv_lens, device=q.device)
-    low = (lens - window).clamp_(min=0) if window else torch.zeros_like(lens)
-    first = low // block_size
-    spans = [
-        -(-n // block_size) - (max(n - window, 0) // block_size if window else 0) for n in kv_lens
-    ]
+    """One token a row, q [B, H, D]. Rows that need about as many blocks are computed together."""
+    block_size, max_blocks = kv.shape[3], block_table.shape[1]
+    firsts = [max(n - window, 0) // block_size if window else 0 for n in kv_lens]
+    spans = [-(-n // block_size) - first for n, first in zip(kv_lens, firsts, strict=True)]
     out = torch.empty_like(q)
     for rows, span in _buckets(spans):
-        pick = slice(None) if len(rows) == len(spans) else torch.tensor(rows, device=q.device)
-        columns = first[pick, None] + torch.arange(span, device=q.device)
-        # Past a row's last block the index is clamped; what it finds there is masked.
-        blocks = block_table[pick].gather(1, columns.clamp_(max=block_table.shape[1] - 1))
-        k, v = _gather(kv, blocks, q.dtype)  # [B, K, span * block_size, D]
-        position = first[pick, None] * block_size + torch.arange(span * block_size, device=q.device)
-        seen = (position < lens[pick, None]) & (position >= low[pick, None])
-        # The query heads of one kv head take the place of query positions: all see the same keys.
-        grouped = q[pick].view(len(rows), kv.shape[2], -1, q.shape[2])
-        mask = seen[:, None, None]
-        result = _attend(grouped, k, v, mask, scale, soft_cap)
-        if q.is_cuda or not torch.isfinite(result.sum()):
-            # Masked slots count with weight 0, and only NaN or infinity in them survives that.
-            hidden = ~seen[:, None, :, None]
-            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-            result = _attend(grouped, k, v, mask, scale, soft_cap)
-        out[pick] = result.reshape(len(rows), *q.shape[1:])
+        everyone = len(rows) == len(spans)
+        pick = slice(None) if everyone else torch.tensor(rows, device=q.device)
+        lens = torch.tensor([kv_lens[row] for row in rows], device=q.device)[:, None]
+        key = torch.arange(span * block_size, device=q.device)  # [span * block_size]
+        if window:
+            first = torch.tensor([firsts[row] for row in rows], device=q.device)[:, None]
+            key = key + first * block_size
+            seen = (key < lens) & (key >= lens - window)
+            # Past a row's last block the column is clamped; what it finds there is not seen.
+            columns = first + torch.arange(span, device=q.device)
+            blocks = block_table[pick].gather(1, columns.clamp_(max=max_blocks - 1))
+        else:
+            seen = key < lens
+            blocks = block_table[pick, :span]
+        grouped = q[pick].reshape(len(rows), kv.shape[2], -1, q.shape[2])  # [B, K, G, D]
+        out[pick] = _attend_seen(grouped, kv, blocks, seen, scale, soft_cap).flatten(1, 2)
     return out
+
+
+def _attend_seen(
+    q: Tensor, kv: Tensor, blocks: Tensor, seen: Tensor, scale: float, soft_cap: float
+) -> Tensor:
+    """One token a row: q [B, K, G, D] over the keys of blocks [B, n] where seen [B, n * size]."""
+    k, v = _gather(kv, blocks, q.dtype)
+    result = _attend(q, k, v, seen[:, None, None], scale, soft_cap)
+    if not q.is_cuda and torch.isfinite(result.sum()):
+        return result
+    # Slots not seen count with weight 0, and only infinity or NaN in them survives that.
+    hidden = ~seen[:, None, :, None]
+    k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    return _attend(q, k, v, seen[:, None, None], scale, soft_cap)
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
@@ -163,20 +173,24 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap:
 
 
 def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [B, n], each [B, K, n * block_size, D], in one copy."""
+    """Keys and values of blocks [B, n], each contiguous [B, K, n * block_size, D], in one copy."""
     _, two, heads, block_size, head_dim = kv.shape
-    part = torch.arange(two * heads, device=kv.device)[:, None]
-    index = blocks[:, None, :] * (two * heads) + part  # [B, 2 * K, n]
+    part = torch.arange(two * heads, device=kv.device).view(two, 1, heads, 1)
+    index = (blocks * (two * heads))[:, None] + part  # [2, B, K, n]
     flat = kv.view(-1, block_size * head_dim).index_select(0, index.flatten())
-    both = flat.to(dtype).view(len(blocks), two, heads, -1, head_dim)
-    return both[:, 0], both[:, 1]
+    k, v = flat.to(dtype).view(two, len(blocks), heads, -1, head_dim)
+    return k, v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen."""
-    if not soft_cap:
+    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen.
+
+    Scores and softmax in float32. A few queries are faster as plain products.
+    """
+    if not soft_cap and q.shape[2] >= FUSED_FROM:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
-    scores = torch.tanh(scores / soft_cap) * soft_cap
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))
+    if soft_cap:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    weights = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1)
     return torch.matmul(weights.to(q.dtype), v)
