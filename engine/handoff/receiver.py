@@ -153,6 +153,11 @@ class Receiver(Endpoint[Incoming]):
         found.cancelled.update(choices)
         return True
 
+    def is_waiting(self, attempt: bytes) -> bool:
+        """It is live and has no blocks yet."""
+        found = self._by_attempt.get(attempt)
+        return found is not None and not found.state.holds
+
     @property
     def promised_tokens(self) -> int:
         return self.promises.blocks * self._kv.spec.block_size

@@ -1,0 +1,285 @@
+"""What decode does for its routers: attempts from Admit to their one terminal event.
+
+Everything runs on the loop; the engine thread is reached through DecodePart and answers through
+call_soon_threadsafe. An attempt is forgotten here before its terminal event is put, or without
+one if a router cancelled it; whatever the engine still says of it is ignored.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import Any
+
+from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.request import (
+    Computed,
+    Event,
+    Finished,
+    NewTokens,
+    PromptScored,
+    RequestFailed,
+    Scheduled,
+    Step,
+    prefix_ids,
+)
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.decode.convert import to_logprob, to_request, to_tokens
+from pdserve.services.decode.part import DecodePart
+from pdserve.services.decode.served import RouterSession, Served
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+SESSION_GRACE_S = 5.0  # a lost session may have been a network's hiccup: then its attempts end
+ID_BYTES = 16
+
+
+class DecodeCore:
+    """All attempts of one decode process."""
+
+    def __init__(self) -> None:
+        self.num_stale = 0  # messages of unknown attempts
+        self._part: DecodePart | None = None
+        self._served: dict[bytes, Served] = {}
+        self._by_key: dict[str, Served] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def attach(self, part: DecodePart) -> None:
+        self._part = part
+
+    @property
+    def ready(self) -> bool:
+        return self._part is not None
+
+    @property
+    def num_served(self) -> int:
+        return len(self._served)
+
+    async def drain(self) -> None:
+        self._draining = True
+        await self._empty.wait()
+
+    # what routers say
+
+    def open_session(self) -> RouterSession:
+        return RouterSession()
+
+    def close_session(self, session: RouterSession) -> None:
+        """The stream is over: its attempts end too, after a grace."""
+        session.outbox.close()
+        asyncio.get_running_loop().call_later(SESSION_GRACE_S, self._orphaned, session)
+
+    def admit(self, session: RouterSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
+        """Answered, now or later, with Admitted, Busy or Failed."""
+        part, start = self._part, admit.start
+        try:
+            if part is None or self._draining:
+                raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
+            if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
+                raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
+            request = to_request(admit.attempt.hex(), start, prompt_ids)
+        except ServiceError as error:
+            failed = _failed(start.request, admit.attempt, start.epoch, error)
+            session.outbox.put(wire.DecodeEvent(failed=failed))
+            return
+        nothing_to_send = len(prefix_ids(request)) < 2 or request.params.prompt_logprobs is not None
+        remote = bool(admit.prefill_boot) and not nothing_to_send
+        now = time.monotonic()
+        served = Served(
+            admit.attempt, start.request, start.epoch, request, session, remote, arrived=now
+        )
+        self._served[served.attempt] = served
+        self._by_key[request.key] = served
+        self._empty.clear()
+        self._set_timers(served, start)
+        if remote:
+            deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
+            future = part.admit_remote(served.attempt, request, admit.prefill_boot, deadline)
+        else:
+            future = part.admit_local(served.attempt, request)
+        self._when_done(future, partial(self._admitted, served))
+
+    def cancel(self, attempt: bytes, choices: Sequence[int]) -> None:
+        """One-way. Whole: no event follows. Single choices: they finish as ABORTED."""
+        served = self._served.get(attempt)
+        if served is None or self._part is None:
+            self.num_stale += 1
+            return
+        if not choices:
+            self._forget(served)
+        self._part.cancel(attempt, choices)
+
+    def resume(self, session: RouterSession, resume: wire.Resume) -> None:
+        """Nothing is parked: the router tries again under a new attempt."""
+        session.outbox.put(wire.DecodeEvent(gone=wire.Gone(attempt=resume.attempt)))
+
+    # what the engine thread says, brought to the loop
+
+    def on_step(self, step: Step, now: float) -> None:
+        for event in step.events:
+            served = self._by_key.get(event.key)
+            if served is not None:
+                self._on_event(served, event, now)
+
+    def on_received(self, received: Received) -> None:
+        served = self._served.get(received.attempt)
+        if served is not None:
+            served.received = received
+
+    def on_lost(self, attempt: bytes, reason: str) -> None:
+        served = self._served.get(attempt)
+        if served is None:
+            return
+        log.info("hand-off lost: %s", reason, extra={"request": served.name})
+        lost = wire.HandoffLost(attempt=attempt, reason=reason)
+        self._end(served, wire.DecodeEvent(handoff_lost=lost))
+
+    # ---
+
+    def _on_event(self, served: Served, event: Event, now: float) -> None:
+        match event:
+            case Scheduled():
+                served.scheduled = now
+            case Computed(_, _, done):
+                if done:
+                    served.computed = now
+            case NewTokens():
+                served.first_token = served.first_token or now
+                served.num_generated += len(event.ids)
+                tokens = to_tokens(served.name, served.attempt, served.epoch, event)
+                served.session.outbox.put(wire.DecodeEvent(tokens=tokens))
+            case PromptScored(_, logprobs):
+                scored = pb.PromptLogprobs(
+                    request=served.name,
+                    attempt=served.attempt,
+                    logprobs=[to_logprob(logprob) for logprob in logprobs],
+                )
+                served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
+            case Finished(_, cached_tokens):
+                finished = served.finished(cached_tokens)
+                log.info("%s", served.line(finished), extra={"request": served.name})
+                self._end(served, wire.DecodeEvent(finished=finished))
+            case RequestFailed(_, message):
+                log.error("the engine gave up: %s", message, extra={"request": served.name})
+                self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))
+
+    def _admitted(self, served: Served, future: "Future[Any]") -> None:
+        """The engine's answer to Admit."""
+        if self._served.get(served.attempt) is not served:
+            return  # cancelled meanwhile, after the admission: the engine did likewise
+        try:
+            ticket: Ticket | None = future.result()
+        except QueueFull:
+            self._busy(served)
+            return
+        except EngineError as error:
+            self._fail(served, _service_error(error))
+            return
+        except CancelledError:
+            self._fail(served, ServiceError(pb.UNAVAILABLE, "this worker stops"))
+            return
+        if served.remote and ticket is None:
+            self._busy(served)
+            return
+        admitted = wire.Admitted(
+            attempt=served.attempt, promised_tokens=len(prefix_ids(served.request))
+        )
+        if ticket is not None and self._part is not None:
+            admitted.ticket.CopyFrom(
+                wire.Ticket(
+                    id=ticket.id,
+                    secret=ticket.secret,
+                    data_address=self._part.data_address,
+                    decode_boot=ticket.decode_boot,
+                )
+            )
+        served.session.outbox.put(wire.DecodeEvent(admitted=admitted))
+
+    def _busy(self, served: Served) -> None:
+        waiting = len(self._served) - 1
+        busy = wire.Busy(attempt=served.attempt, waiting=waiting)
+        self._end(served, wire.DecodeEvent(busy=busy))
+
+    def _set_timers(self, served: Served, start: pb.Start) -> None:
+        loop = asyncio.get_running_loop()
+        if start.remaining_ms:
+            served.timers.append(loop.call_later(start.remaining_ms / 1000, self._deadline, served))
+        if start.queue_remaining_ms:
+            served.timers.append(
+                loop.call_later(start.queue_remaining_ms / 1000, self._queue_timeout, served)
+            )
+
+    def _deadline(self, served: Served) -> None:
+        self._cut(served, pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout allows")
+
+    def _queue_timeout(self, served: Served) -> None:
+        if served.scheduled or self._part is None:
+            return
+        if not served.remote:
+            self._queued_too_long(served)
+            return
+
+        def answered(future: "Future[Any]") -> None:
+            if not future.cancelled() and future.result():
+                self._queued_too_long(served)
+
+        self._when_done(self._part.give_up_waiting(served.attempt), answered)
+
+    def _queued_too_long(self, served: Served) -> None:
+        self._cut(served, pb.QUEUE_TIMEOUT, "the request waited too long for its turn")
+
+    def _cut(self, served: Served, code: pb.ErrorCode, message: str) -> None:
+        if self._served.get(served.attempt) is served and self._part is not None:
+            self._fail(served, ServiceError(code, message, retry_after_s=1.0))
+            self._part.cancel(served.attempt)
+
+    def _orphaned(self, session: RouterSession) -> None:
+        for served in [s for s in self._served.values() if s.session is session]:
+            log.info("its session is lost", extra={"request": served.name})
+            self.cancel(served.attempt, ())
+
+    def _fail(self, served: Served, error: ServiceError) -> None:
+        failed = _failed(served.name, served.attempt, served.epoch, error)
+        self._end(served, wire.DecodeEvent(failed=failed))
+
+    def _end(self, served: Served, event: wire.DecodeEvent) -> None:
+        self._forget(served)
+        served.session.outbox.put(event)
+
+    def _forget(self, served: Served) -> None:
+        served.stop_timers()
+        self._served.pop(served.attempt, None)
+        self._by_key.pop(served.request.key, None)
+        if not self._served:
+            self._empty.set()
+
+    def _when_done(self, future: "Future[Any]", then: Any) -> None:
+        """Call then(future) on the loop, in the order in which the engine thread answers."""
+        loop = asyncio.get_running_loop()
+
+        def done(future: "Future[Any]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(then, future)
+
+        future.add_done_callback(done)
+
+
+def _failed(request: str, attempt: bytes, epoch: int, error: ServiceError) -> pb.Failed:
+    return pb.Failed(request=request, attempt=attempt, epoch=epoch, failure=error.to_failure())
+
+
+def _service_error(error: EngineError) -> ServiceError:
+    code = (
+        pb.CONTEXT_LENGTH_EXCEEDED
+        if isinstance(error, ContextLengthExceeded)
+        else pb.INVALID_ARGUMENT
+    )
+    return ServiceError(code, str(error), error.param)

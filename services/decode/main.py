@@ -1,0 +1,64 @@
+"""The decode process: builds its parts, serves, drains."""
+
+import asyncio
+
+import grpc.aio
+import torch
+
+from pdserve.engine.build import build_engine
+from pdserve.engine.config import EngineConfig
+from pdserve.protos.worker_pb2_grpc import add_DecodeServicer_to_server
+from pdserve.services.decode.core import DecodeCore
+from pdserve.services.decode.part import DecodePart, Sink
+from pdserve.services.decode.servicer import DecodeService
+from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.host.lifecycle import Report, silent
+from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.worker import Progress, on_loop, serve_worker
+
+
+class DecodeRole:
+    """See services/host/worker.py Role; construct it inside the running loop."""
+
+    services = ("pdserve.v1.Decode",)
+
+    def __init__(self, settings: DecodeSettings, config: EngineConfig) -> None:
+        self.core = DecodeCore()
+        self._settings = settings
+        self._config = config
+        self._part: DecodePart | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        add_DecodeServicer_to_server(DecodeService(self.core), server)
+
+    def build(self, boot: bytes, progress: Progress) -> DecodePart:
+        if self._settings.threads:
+            torch.set_num_threads(self._settings.threads)
+        engine, card = build_engine(self._config, progress)
+        core, loop = self.core, self._loop
+        sink = Sink(
+            step=on_loop(loop, core.on_step),
+            received=on_loop(loop, core.on_received),
+            lost=on_loop(loop, core.on_lost),
+        )
+        self._part = DecodePart(self._settings, engine, card, boot, sink)
+        return self._part
+
+    def attach(self) -> None:
+        assert self._part is not None  # built
+        self.core.attach(self._part)
+
+    async def drain(self) -> None:
+        await self.core.drain()
+
+
+async def serve(settings: DecodeSettings, config: EngineConfig, report: Report) -> int:
+    return await serve_worker(settings, DecodeRole(settings, config), report)
+
+
+def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
+    """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
+    what loading the model raises."""
+    configure_logging("decode", settings.log_level)
+    return asyncio.run(serve(settings, engine, report))

@@ -1,0 +1,178 @@
+"""Decode's engine thread and Receiver. The engine thread owns both; other threads post to it."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.engine import Engine
+from pdserve.engine.handoff.frames import WIRE_VERSION
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.layout import slot_bytes
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.request import Request, Step
+from pdserve.engine.thread import EngineThread
+from pdserve.engine.transport.base import TransportOptions
+from pdserve.engine.transport.registry import make_transports
+from pdserve.protos import fleet_pb2
+from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.host.addresses import advertised
+from pdserve.services.host.card import model_card
+from pdserve.services.host.load import load_of
+from pdserve.services.host.shm_dir import host_id, shm_folder
+from pdserve.services.host.worker import Snapshot
+
+DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-off only if it fails
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where the engine thread tells what happened; none of these may block."""
+
+    step: Callable[[Step, float], None]
+    received: Callable[[Received], None]
+    lost: Callable[[bytes, str], None]
+
+
+class DecodePart:
+    """See services/host/worker.py Part. Constructed on the loading thread."""
+
+    def __init__(
+        self, settings: DecodeSettings, engine: Engine, card: CardData, boot: bytes, sink: Sink
+    ) -> None:
+        self.engine = engine
+        self.thread = EngineThread(engine, self._on_step)
+        self._sink = sink
+        self._changed = True
+        self._last_command = b""
+        self._receiver = Receiver(
+            engine,
+            engine.kv,
+            boot=boot,
+            identity=engine.kv_identity,
+            on_received=sink.received,
+            on_lost=sink.lost,
+            wake=self.thread.wake,
+            # The ticker wakes the thread while attempts live: one that does not turn is frozen.
+            progress=lambda: (self.thread.steps, True),
+        )
+        folder = shm_folder(settings.shm_dir)
+        options = TransportOptions(settings.data_bind, folder, slot_bytes(engine.kv.spec))
+        transports = make_transports(settings.kv_transport, options)
+        addresses = self._receiver.listen(transports, settings.kv_transport != "auto")
+        self.thread.add_poll(self._poll)
+        self._receiver.start()
+        self.data_address = ""
+        if "tcp" in addresses:
+            self.data_address = advertised(addresses["tcp"], settings.data_advertise)
+        message, self.blobs = model_card(
+            card, engine.kv.spec, engine.kv_identity, engine.numerics_id
+        )
+        self.hello = fleet_pb2.WorkerHello(
+            role=fleet_pb2.DECODE,
+            data_address=self.data_address,
+            card=message,
+            transports=list(addresses),
+            wire_version=WIRE_VERSION,
+            host_id=host_id(folder) if "shm" in addresses else "",
+        )
+        self.figures = {
+            "model": card.name,
+            "kv_tokens": engine.kv.num_blocks * engine.kv.spec.block_size,
+            "chunk_size": engine.limits.chunk_size,
+            "data_address": self.data_address,
+            "transports": list(addresses),
+        }
+
+    @property
+    def changed(self) -> bool:
+        changed, self._changed = self._changed, False
+        return changed
+
+    # posted by the loop
+
+    def admit_local(self, attempt: bytes, request: Request) -> "Future[Any]":
+        """The engine queues the prompt itself. The future raises the engine's errors."""
+
+        def admit(engine: Engine) -> None:
+            engine.submit(request)
+            self._command(attempt)
+
+        return self.thread.post(admit)
+
+    def admit_remote(
+        self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
+    ) -> "Future[Any]":
+        """The ticket, or None without room. The future raises the engine's errors."""
+
+        def admit(engine: Engine) -> Ticket | None:
+            engine.limits.check(request)
+            ticket = self._receiver.admit(
+                attempt, request, prefill_boot, deadline + DEADLINE_SLACK_S
+            )
+            if ticket is not None:
+                self._command(attempt)
+            return ticket
+
+        return self.thread.post(admit)
+
+    def cancel(self, attempt: bytes, choices: Sequence[int] = ()) -> None:
+        """End an attempt, or some of its choices, wherever it is; its blocks are free then."""
+
+        def cancel(engine: Engine) -> None:
+            if choices:
+                known = self._receiver.cancel_choices(attempt, choices)
+            else:
+                known = self._receiver.cancel(attempt, "cancelled")
+            if not known:
+                engine.abort(attempt.hex(), choices)
+            self._changed = True
+
+        self.thread.post(cancel)
+
+    def give_up_waiting(self, attempt: bytes) -> "Future[Any]":
+        """Its time in the queue is over: ends it if it has no blocks yet; whether it has."""
+
+        def give_up(engine: Engine) -> bool:
+            if not self._receiver.is_waiting(attempt):
+                return False
+            return self._receiver.cancel(attempt, "queue timeout")
+
+        return self.thread.post(give_up)
+
+    # on the engine thread
+
+    def snapshot(self) -> Snapshot:
+        receiver = self._receiver
+        stats = self.engine.stats()
+        stale = receiver.counters["stale"] + receiver.counters["late_frames"]
+        load = load_of(stats, receiver.figures, {}, stale)
+        load.waiting += receiver.num_waiting
+        load.promised_tokens = receiver.promised_tokens
+        load.last_command = self._last_command
+        added, removed = self.engine.take_prefix_events()
+        return load, added, removed
+
+    def promised_tokens(self) -> int:
+        return self._receiver.promised_tokens
+
+    def close(self) -> None:
+        self.thread.close()
+        self._receiver.close()
+
+    def _command(self, attempt: bytes) -> None:
+        self._last_command = attempt
+        self._changed = True
+
+    def _poll(self, budget_s: float) -> bool:
+        live = self._receiver.num_live
+        more = self._receiver.poll(budget_s)
+        self._changed |= bool(live)
+        return more
+
+    def _on_step(self, step: Step) -> None:
+        self._changed = True
+        self._sink.step(step, time.monotonic())

@@ -1,0 +1,90 @@
+"""One attempt as decode serves it, and the seconds it spent in each phase."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.request import Request
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.worker_pb2 import DecodeEvent
+from pdserve.services.host.outbox import Outbox
+
+
+@dataclass(eq=False, slots=True)
+class RouterSession:
+    """One router's stream; its attempts outlive it for a grace."""
+
+    outbox: Outbox[DecodeEvent] = field(default_factory=Outbox[DecodeEvent])
+
+
+@dataclass(eq=False, slots=True)
+class Served:
+    """Times are clock readings (time.monotonic); 0: not reached."""
+
+    attempt: bytes
+    name: str  # the request's public id
+    epoch: int
+    request: Request
+    session: RouterSession
+    remote: bool
+    arrived: float
+    scheduled: float = 0.0
+    computed: float = 0.0
+    first_token: float = 0.0
+    received: Received | None = None
+    num_generated: int = 0
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
+
+    def phases(self) -> pb.Phases:
+        """They sum to the time from Admit to the first token."""
+        end = self.first_token or self.computed or self.arrived
+        if self.received is not None:
+            times = self.received.times
+            # Waiting for blocks after the prompt was computed is queueing, not transfer.
+            computed = max(times.computed or times.claimed, times.claimed)
+            wait = max(0.0, times.granted - computed)
+            queue_s = times.claimed - self.arrived + wait
+            prefill_s = computed - times.claimed
+            transfer_s = times.committed - computed - wait
+            return pb.Phases(
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                transfer_s=transfer_s,
+                first_token_s=end - times.committed,
+            )
+        scheduled = self.scheduled or end
+        computed = self.computed or end
+        return pb.Phases(
+            queue_s=scheduled - self.arrived,
+            prefill_s=computed - scheduled,
+            first_token_s=end - computed,
+        )
+
+    def finished(self, cached_tokens: int) -> pb.Finished:
+        if self.received is not None:
+            cached_tokens = self.received.cached_tokens
+        return pb.Finished(
+            request=self.name,
+            attempt=self.attempt,
+            epoch=self.epoch,
+            cached_tokens=cached_tokens,
+            remote=self.received is not None,
+            transport=self.received.transport if self.received else "",
+            phases=self.phases(),
+        )
+
+    def line(self, finished: pb.Finished) -> str:
+        """The request's line in the log."""
+        phases = finished.phases
+        where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
+        return (
+            f"{len(self.request.prompt_ids)} + {self.num_generated} tokens, "
+            f"{finished.cached_tokens} cached, {where}: queue {phases.queue_s:.3f} s, "
+            f"prefill {phases.prefill_s:.3f} s, transfer {phases.transfer_s:.3f} s, "
+            f"first token {phases.first_token_s:.3f} s"
+        )

@@ -1,0 +1,192 @@
+"""What prefill does for its routers: attempts from PrefillStart to Done or Failed.
+
+Everything runs on the loop; the engine thread is reached through PrefillPart. A lost session does
+not end its attempts: decode answers the Claim of one that nobody wants any more with Gone.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
+from pdserve.engine.handoff.frames import ID_BYTES
+from pdserve.engine.handoff.keys import SECRET_BYTES, Ticket
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.prefill.part import PrefillPart
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class RouterSession:
+    """One router's stream."""
+
+    outbox: Outbox[wire.PrefillEvent] = field(default_factory=Outbox[wire.PrefillEvent])
+
+
+class PrefillCore:
+    """All attempts of one prefill process."""
+
+    def __init__(self) -> None:
+        self.num_stale = 0  # messages of unknown attempts
+        self._part: PrefillPart | None = None
+        self._sessions: dict[bytes, RouterSession] = {}  # by attempt
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def attach(self, part: PrefillPart) -> None:
+        self._part = part
+
+    @property
+    def ready(self) -> bool:
+        return self._part is not None
+
+    async def drain(self) -> None:
+        self._draining = True
+        await self._empty.wait()
+
+    def open_session(self) -> RouterSession:
+        return RouterSession()
+
+    def close_session(self, session: RouterSession) -> None:
+        session.outbox.close()
+
+    def start(self, session: RouterSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
+        """Answered with PrefillAccepted, Busy or PrefillFailed."""
+        try:
+            part = self._part
+            if part is None or self._draining:
+                raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
+            ticket = self._ticket(start, part)
+        except ServiceError as error:
+            session.outbox.put(_failed(start.attempt, error))
+            return
+        self._sessions[start.attempt] = session
+        self._empty.clear()
+        deadline = float("inf")
+        if start.remaining_ms:
+            deadline = time.monotonic() + start.remaining_ms / 1000
+        address = start.ticket.data_address
+        future = part.start_sending(ticket, address, tuple(ids), start.cache_salt, deadline)
+        loop = asyncio.get_running_loop()
+
+        def done(future: "Future[Any]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._started, start.attempt, future)
+
+        future.add_done_callback(done)
+
+    def cancel(self, attempt: bytes) -> None:
+        """One-way: no event follows."""
+        if self._forget(attempt) is None or self._part is None:
+            self.num_stale += 1
+            return
+        self._part.cancel(attempt)
+
+    def on_ended(self, sent: Sent) -> None:
+        """The hand-off is over, one way or the other."""
+        _log(sent)
+        session = self._forget(sent.attempt)
+        if session is None:
+            return
+        if sent.reason:
+            error = ServiceError(pb.UNAVAILABLE, f"hand-off lost: {sent.reason}")
+            session.outbox.put(_failed(sent.attempt, error))
+            return
+        done = wire.PrefillDone(
+            attempt=sent.attempt,
+            cached_tokens=sent.cached_tokens,
+            sent_bytes=sent.num_bytes,
+            transport=sent.transport,
+            phases=_phases(sent),
+        )
+        session.outbox.put(wire.PrefillEvent(done=done))
+
+    def _ticket(self, start: wire.PrefillStart, part: PrefillPart) -> Ticket:
+        given = start.ticket
+        for name, value, size in (
+            ("attempt", start.attempt, ID_BYTES),
+            ("ticket.id", given.id, ID_BYTES),
+            ("ticket.secret", given.secret, SECRET_BYTES),
+            ("ticket.decode_boot", given.decode_boot, ID_BYTES),
+        ):
+            if len(value) != size:
+                raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
+        if start.attempt in self._sessions:
+            raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
+        ours = part.engine.kv_identity
+        if start.kv_identity != ours:
+            raise ServiceError(
+                pb.INVALID_ARGUMENT,
+                f"KV identity {ours.hex()[:12]} here, {start.kv_identity.hex()[:12]} at decode",
+                "kv_identity",
+            )
+        return Ticket(given.id, given.secret, start.attempt, part.boot, given.decode_boot)
+
+    def _started(self, attempt: bytes, future: "Future[Any]") -> None:
+        session = self._sessions.get(attempt)
+        if session is None:
+            return
+        try:
+            future.result()
+        except QueueFull:
+            busy = wire.Busy(attempt=attempt, waiting=len(self._sessions) - 1)
+            session.outbox.put(wire.PrefillEvent(busy=busy))
+        except EngineError as error:
+            too_long = isinstance(error, ContextLengthExceeded)
+            code = pb.CONTEXT_LENGTH_EXCEEDED if too_long else pb.INVALID_ARGUMENT
+            failed = _failed(attempt, ServiceError(code, str(error), error.param))
+            session.outbox.put(failed)
+        except CancelledError:
+            error_ = ServiceError(pb.UNAVAILABLE, "this worker stops")
+            session.outbox.put(_failed(attempt, error_))
+        else:
+            accepted = wire.PrefillAccepted(attempt=attempt)
+            session.outbox.put(wire.PrefillEvent(accepted=accepted))
+            return
+        self._forget(attempt)
+
+    def _forget(self, attempt: bytes) -> RouterSession | None:
+        session = self._sessions.pop(attempt, None)
+        if not self._sessions:
+            self._empty.set()
+        return session
+
+
+def _failed(attempt: bytes, error: ServiceError) -> wire.PrefillEvent:
+    failed = wire.PrefillFailed(attempt=attempt, failure=error.to_failure())
+    return wire.PrefillEvent(failed=failed)
+
+
+def _phases(sent: Sent) -> pb.Phases:
+    times = sent.times
+    picked = times.picked or times.ended
+    computed = min(times.computed or times.ended, times.ended)
+    return pb.Phases(
+        queue_s=picked - times.started,
+        prefill_s=computed - picked,
+        transfer_s=times.ended - computed,
+    )
+
+
+def _log(sent: Sent) -> None:
+    phases = _phases(sent)
+    outcome = sent.reason or f"{sent.num_bytes / 1e6:.1f} MB by {sent.transport}"
+    log.info(
+        "attempt %s: %s; %d tokens cached; queue %.3f s, prefill %.3f s, transfer %.3f s",
+        sent.attempt.hex()[:8],
+        outcome,
+        sent.cached_tokens,
+        phases.queue_s,
+        phases.prefill_s,
+        phases.transfer_s,
+    )

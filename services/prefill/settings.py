@@ -1,0 +1,10 @@
+"""Options of a prefill worker: those of every worker."""
+
+from dataclasses import dataclass
+
+from pdserve.services.host.settings import WorkerSettings
+
+
+@dataclass(frozen=True)
+class PrefillSettings(WorkerSettings):
+    """Where a prefill worker listens, whom it joins, and how its KV moves."""
