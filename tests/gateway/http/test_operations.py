@@ -1,0 +1,107 @@
+"""/tokenize, /detokenize, /health, /ready and /metrics."""
+
+import pytest
+from fake_router import FakeRouter, saying
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.anyio
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_tokenize_and_back(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    asked = {"model": "tiny", "prompt": "hello world", "return_token_strs": True}
+    body = (await client.post("/tokenize", json=asked)).json()
+    assert body["tokens"] == router.encode("hello world")
+    assert body["count"] == len(body["tokens"])
+    assert body["max_model_len"] == 512
+    assert "".join(body["token_strs"]) == "hello world"
+    reply = await client.post("/detokenize", json={"model": "tiny", "tokens": body["tokens"]})
+    assert reply.json() == {"prompt": "hello world"}
+
+
+async def test_tokenize_messages_as_chat_does(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    await client.post("/v1/chat/completions", json={"messages": HI})
+    body = (await client.post("/tokenize", json={"messages": HI})).json()
+    assert body["tokens"] == list(router.starts[0].prompt_ids)
+    closed = {"messages": HI, "add_generation_prompt": False}
+    assert (await client.post("/tokenize", json=closed)).json()["count"] < body["count"]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+    ],
+)
+async def test_refusals(make_http, url, body, param):
+    reply = await make_http(saying("x")).post(url, json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_ready_needs_a_live_decode_worker(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    assert (await client.get("/ready")).json() == {"status": "ready", "models": ["tiny"]}
+    router.view.workers[0].state = "suspect"
+    reply = await client.get("/ready")
+    assert reply.status_code == 503
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_metrics(make_http):
+    router = FakeRouter(saying("hello world"))
+    client = make_http(router)
+    for stream in (False, True):
+        await client.post("/v1/chat/completions", json={"messages": HI, "stream": stream})
+    await client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1})
+    await client.post("/v1/chat/completions", json={"messages": HI, "model": "other"})
+    values = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families((await client.get("/metrics")).text)
+        for sample in family.samples
+    }
+    said = len(router.encode("hello world")) + 1
+    assert values["vllm:generation_tokens_total", "tiny"] == 2 * said + 1
+    assert values["vllm:prompt_tokens_total", "tiny"] == 3 * len(router.starts[0].prompt_ids)
+    assert values["vllm:time_to_first_token_seconds_count", "tiny"] == 3
+    assert values["vllm:inter_token_latency_seconds_count", "tiny"] == 2 * (said - 1)
+    assert values["vllm:e2e_request_latency_seconds_count", "tiny"] == 3
+    assert values["vllm:request_success_total", "stop", "tiny"] == 2
+    assert values["vllm:request_success_total", "length", "tiny"] == 1
+    assert values["pdserve_request_failures_total", "MODEL_NOT_FOUND"] == 1
+    worker = ("127.0.0.1:1", "decode", "tiny")
+    assert values["vllm:num_requests_running", *worker] == 3
+    assert values["vllm:num_requests_waiting", *worker] == 2
+    assert values["vllm:kv_cache_usage_perc", *worker] == 0.4
+    assert values["vllm:num_preemptions_total", *worker] == 5
+    assert values["vllm:prefix_cache_queries_total", *worker] == 100
+    assert values["vllm:prefix_cache_hits_total", *worker] == 60
+    blocks = {
+        state: values["pdserve_kv_blocks", "127.0.0.1:1", state]
+        for state in ("free", "used", "cached", "reserved", "total")
+    }
+    assert blocks == {"free": 4, "used": 3, "cached": 2, "reserved": 1, "total": 10}
+    assert values["pdserve_prefill_requests_total", "local"] == 11
+    assert values["pdserve_prefill_requests_total", "remote"] == 4
+    assert values["pdserve_transfer_bytes_total", "127.0.0.1:1", "tcp"] == 1000
+    assert values["pdserve_transfer_seconds_total", "127.0.0.1:1", "tcp"] == 0.5
+    assert values["pdserve_transfer_frames_total", "127.0.0.1:1", "tcp"] == 7
+    assert values["pdserve_transfer_frames_refused_total", "127.0.0.1:1", "tcp"] == 1
+    assert values["pdserve_gateway_requests", "open"] == 0
+
+
+async def test_metrics_without_a_router(make_http):
+    router = FakeRouter(saying("x"))
+    router.view = None
+    assert (await make_http(router).get("/metrics")).status_code == 200

@@ -1,0 +1,161 @@
+"""The gateway as a process, with a scripted router behind real gRPC."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fake_router import FakeRouter, placed, saying
+from router_process import RouterServicer, serve_router
+
+pytestmark = pytest.mark.anyio
+SECRET = "cluster"
+HI = [{"role": "user", "content": "hi"}]
+PROGRAM = """
+import json, sys
+for name in ("torch", "transformers", "numpy"):
+    sys.modules[name] = None  # a gateway must not need them
+from pdserve.gateway.main import run
+from pdserve.gateway.settings import GatewaySettings
+def report(event, figures):
+    print(json.dumps([event, figures]), flush=True)
+sys.exit(run(GatewaySettings(**json.loads(sys.argv[1])), report))
+"""
+
+
+class Gateway:
+    def __init__(self, process: asyncio.subprocess.Process, began: float) -> None:
+        self.process = process
+        self.began = began
+        self.url = ""
+        self.log = ""
+
+    async def event(self) -> tuple[str, dict[str, str]]:
+        assert self.process.stdout is not None
+        name, figures = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 20))
+        return name, figures
+
+    async def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        _, log = await asyncio.wait_for(self.process.communicate(), 20)
+        self.log = log.decode()
+        return int(self.process.returncode or 0)
+
+
+async def launch(**settings: object) -> Gateway:
+    began = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, json.dumps(settings),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    return Gateway(process, began)
+
+
+@pytest.fixture
+async def servicer(anyio_backend) -> AsyncIterator[tuple[RouterServicer, str]]:
+    servicer, host, address = await serve_router(
+        FakeRouter(saying("hello world", cached=2)), SECRET
+    )
+    yield servicer, address
+    await host.stop(0)
+
+
+@pytest.fixture
+async def gateway(servicer) -> AsyncIterator[Gateway]:
+    gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=SECRET)
+    name, figures = await gateway.event()
+    assert name == "listening"
+    gateway.url = figures["url"]
+    yield gateway
+    if gateway.process.returncode is None:
+        gateway.process.kill()
+        await gateway.ended()
+
+
+async def test_from_start_to_stop(gateway):
+    assert time.monotonic() - gateway.began < 5  # about 0.6 s on an idle machine
+    assert (await gateway.event())[0] == "ready"
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        assert (await http.get("/ready")).json()["models"] == ["tiny"]
+        headers = {"x-request-id": "mine"}
+        reply = await http.post("/v1/chat/completions", json={"messages": HI}, headers=headers)
+        assert reply.json()["choices"][0]["message"]["content"] == "hello world"
+        assert reply.headers["x-request-id"] == "mine"
+        metrics = (await http.get("/metrics")).text
+    assert 'vllm:generation_tokens_total{model_name="tiny"}' in metrics
+    assert await gateway.stop() == 0
+    line = next(line for line in gateway.log.splitlines() if "finish=" in line)
+    assert re.search(r"finish=stop prefill_at=local decode=d:1 queue=0\.010s prefill=0\.020s", line)
+    assert "Traceback" not in gateway.log
+
+
+async def test_a_stop_lets_open_requests_end(servicer, gateway):
+    hold = asyncio.Event()
+
+    async def play(router, start):
+        yield placed(start)
+        await hold.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    servicer[0].router.play = play
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        while not servicer[0].router.starts:
+            await asyncio.sleep(0.02)
+        gateway.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while (await http.get("/ready")).status_code != 503:
+                await asyncio.sleep(0.02)
+        hold.set()
+        assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
+    assert await gateway.ended() == 0
+
+
+async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
+    async def play(router, start):
+        yield placed(start)
+        await asyncio.Event().wait()
+
+    servicer[0].router.play = play
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        while not servicer[0].router.starts:
+            await asyncio.sleep(0.02)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        left = await asyncio.wait_for(servicer[0].cancelled.get(), 5)
+    assert left == servicer[0].router.starts[0].request
+    assert await gateway.stop() == 0
+    assert "finish=CANCELLED" in gateway.log
+
+
+async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
+    gateway = await launch(port=0, routers=["127.0.0.1:1"], cluster_secret=SECRET)
+    _, figures = await gateway.event()
+    async with httpx.AsyncClient(base_url=figures["url"]) as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/ready")).status_code == 503
+        reply = await http.post("/v1/chat/completions", json={"messages": HI})
+        assert reply.status_code == 503
+        assert reply.headers["retry-after"]
+    assert await gateway.stop() == 0
+
+
+async def test_a_busy_port_is_named(anyio_backend):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        gateway = await launch(port=port, routers=["127.0.0.1:1"], cluster_secret=SECRET)
+        assert await gateway.ended() == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in gateway.log

@@ -1,0 +1,69 @@
+"""A FakeRouter behind a real gRPC server, as gateways see a router."""
+
+import asyncio
+from typing import Any
+
+from fake_router import FakeRouter
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
+from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.server import GrpcHost
+
+
+class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
+    def __init__(self, router: FakeRouter) -> None:
+        self.router = router
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()  # whole requests
+
+    async def Session(self, requests: Any, context: Any) -> Any:
+        events: asyncio.Queue[router_pb2.RequestEvent] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(requests, events))
+        try:
+            while True:
+                yield router_pb2.RouterMessage(events=[await events.get()])
+        finally:
+            reading.cancel()
+
+    async def _read(self, requests: Any, events: asyncio.Queue[router_pb2.RequestEvent]) -> None:
+        ids = IdsCollector()
+        running: dict[str, asyncio.Task[None]] = {}
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "ids_part":
+                ids.add(message.ids_part)
+            elif kind == "cancel":
+                self.router.cancel(message.cancel.request, message.cancel.choices)
+                if not message.cancel.choices:
+                    running[message.cancel.request].cancel()
+                    await self.cancelled.put(message.cancel.request)
+            elif kind == "start":
+                start = message.start
+                whole = ids.take(start.request, start.prompt_ids)
+                del start.prompt_ids[:]
+                start.prompt_ids.extend(whole)
+                running[start.request] = asyncio.create_task(self._play(start, events))
+
+    async def _play(self, start: pb.Start, events: asyncio.Queue[router_pb2.RequestEvent]) -> None:
+        async for event in self.router.open(start):
+            await events.put(event)
+
+    async def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:
+        return router_pb2.ListModelsResponse(models=await self.router.models())
+
+    async def GetFleet(self, request: Any, context: Any) -> router_pb2.FleetView:
+        return await self.router.fleet()
+
+    async def GetBlob(self, request: pb.BlobRequest, context: Any) -> Any:
+        data = await self.router.blob(request.digest)
+        for at in range(0, len(data), 190 << 10):
+            yield pb.BlobChunk(data=data[at : at + (190 << 10)])
+
+
+async def serve_router(router: FakeRouter, secret: str) -> tuple[RouterServicer, GrpcHost, str]:
+    """The servicer, its host (stop it), and its address."""
+    servicer = RouterServicer(router)
+    host = GrpcHost("127.0.0.1:0", secret)
+    router_pb2_grpc.add_RouterServicer_to_server(servicer, host.server)
+    common_pb2_grpc.add_BlobsServicer_to_server(servicer, host.server)
+    return servicer, host, f"127.0.0.1:{await host.start()}"
