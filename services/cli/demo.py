@@ -1,0 +1,194 @@
+"""`pdserve demo`: a short and a long question over each transport, with proof of who did what.
+
+It asks a system of its own through the HTTP API as any client would, and believes nothing: the
+answer's usage, the gateway's log and its metrics must agree on where each prompt was computed.
+"""
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.cli.sources import Settings
+
+TRANSPORTS = ("tcp", "shm")
+START_S = 120.0
+SETTLE_S = 10.0  # for a worker's last load report to reach the metrics
+SHORT = "What is the capital of France?"
+LONG_TOKENS = 600
+SENTENCE = "The quick brown fox jumps over the lazy dog near the old river bank. "
+QUESTION = " Which animal jumps over the dog?"
+
+Metrics = Mapping[str, float]
+
+
+class DemoError(Exception):
+    """Something is not as it should be."""
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """0 if every answer came and log and metrics agree."""
+    try:
+        for transport in TRANSPORTS:
+            with system(transport) as (client, log):
+                show(transport, client, log)
+    except (DemoError, ApiError) as error:
+        print(f"\ndemo failed: {error}", file=sys.stderr)
+        return 1
+    print("\nlog and metrics agree; everything has stopped")
+    return 0
+
+
+@contextmanager
+def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
+    """A running `pdserve up` on a free port; its log is the file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "pdserve.services.cli.main", "up", "--port", str(port)]
+    command += ["--kv-transport", transport, "--remote-prefill", "auto"]
+    with tempfile.TemporaryDirectory(prefix="pdserve-demo-") as folder:
+        log = Path(folder) / "log"
+        started = time.monotonic()
+        with (
+            log.open("wb") as out,
+            subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL) as up,
+        ):
+            try:
+                client = ApiClient(f"http://127.0.0.1:{port}")
+                wait_ready(up, log, started)
+                yield client, log
+            finally:
+                up.terminate()
+                code = up.wait(60)
+        if code:
+            raise DemoError(f"pdserve up ended with exit code {code}:\n{tail(log)}")
+
+
+def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None:
+    """Raises DemoError if it ends, or takes too long."""
+    while "pdserve is ready" not in log.read_text(errors="replace"):
+        if up.poll() is not None:
+            raise DemoError(f"pdserve up ended early:\n{tail(log)}")
+        if time.monotonic() - started > START_S:
+            raise DemoError(f"not ready after {START_S:g} s:\n{tail(log)}")
+        time.sleep(0.1)
+
+
+def show(transport: str, client: ApiClient, log: Path) -> None:
+    """Both questions over one transport. Raises DemoError, ApiError."""
+    model = client.get_json("/v1/models")["data"][0]["id"]
+    print(f"\n{model}, KV over {transport}")
+    ask(client, log, model, "short", SHORT, Expected("local", "", ""))
+    ask(
+        client,
+        log,
+        model,
+        "long",
+        long_question(client, model),
+        Expected("remote", transport, transport),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Where the prompt must be computed: the metric's label, and the transport if remote."""
+
+    where: str
+    transport: str
+    bytes_over: str
+
+
+def long_question(client: ApiClient, model: str) -> str:
+    """A prompt of at least LONG_TOKENS tokens, as the server counts them."""
+    one = client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"]
+    return SENTENCE * -(-LONG_TOKENS // max(1, one - 1)) + QUESTION
+
+
+def ask(
+    client: ApiClient, log: Path, model: str, name: str, question: str, expected: Expected
+) -> None:
+    before = metrics(client)
+    started = time.monotonic()
+    message = {"role": "user", "content": question}
+    answer = client.post_json(
+        "/v1/chat/completions",
+        {"model": model, "messages": [message], "max_tokens": 20, "temperature": 0},
+    )
+    seconds = time.monotonic() - started
+    usage = answer["usage"]
+    text = answer["choices"][0]["message"]["content"]
+    where = logged(log, answer["id"])
+    print(
+        f"  {name}: {usage['prompt_tokens']} prompt tokens, prefilled {place(where)}, "
+        f"{seconds:.2f} s\n    {' '.join(text.split())!r}"
+    )
+    if not text.strip():
+        raise DemoError(f"the {name} question got no answer")
+    wanted = expected.transport or expected.where
+    if where != wanted:
+        raise DemoError(f"the log says that the {name} prompt was prefilled {where}, not {wanted}")
+    check_metrics(client, before, name, expected)
+
+
+def place(where: str) -> str:
+    return "by decode itself" if where == "local" else f"remotely over {where}"
+
+
+def logged(log: Path, request: str) -> str:
+    """What the gateway's line of this request says of its prefill. Raises DemoError."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        for line in log.read_text(errors="replace").splitlines():
+            found = re.search(r"prefill_at=(\S+)", line)
+            if request in line and found:
+                return found.group(1)
+        if time.monotonic() > deadline:
+            raise DemoError(f"the log has no line of request {request}")
+        time.sleep(0.05)
+
+
+def check_metrics(client: ApiClient, before: Metrics, name: str, expected: Expected) -> None:
+    """One more prompt where it was expected and none elsewhere; bytes moved if it was remote."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        now = metrics(client)
+        moved = {key: value - before.get(key, 0.0) for key, value in now.items()}
+        counts = {
+            where: moved.get(f'pdserve_prefill_requests_total{{where="{where}"}}', 0.0)
+            for where in ("local", "remote")
+        }
+        sent = sum(
+            value
+            for key, value in moved.items()
+            if key.startswith("pdserve_transfer_bytes_total")
+            and f'transport="{expected.bytes_over}"' in key
+        )
+        right = counts == {"local": 0.0, "remote": 0.0} | {expected.where: 1.0}
+        if right and (sent > 0) == bool(expected.bytes_over):
+            print(f"    /metrics: {expected.where} +1, {sent / 1e6:.1f} MB of KV sent and received")
+            return
+        if time.monotonic() > deadline:
+            raise DemoError(f"/metrics after the {name} question: {counts}, {sent:g} bytes")
+        time.sleep(0.1)
+
+
+def metrics(client: ApiClient) -> Metrics:
+    """Every sample by name and labels."""
+    samples: dict[str, float] = {}
+    for line in client.get("/metrics").decode().splitlines():
+        key, _, value = line.rpartition(" ")
+        if key and not line.startswith("#"):
+            samples[key] = float(value)
+    return samples
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
