@@ -16,11 +16,14 @@ log = logging.getLogger("pdserve.gateway.request")
 
 
 class Meter:
-    """Times in seconds of the clock that is handed in."""
+    """Times in seconds of the clock that is handed in; `trace` is the client's request id."""
 
-    def __init__(self, metrics: GatewayMetrics, request: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, request: str, trace: str, clock: Callable[[], float]
+    ) -> None:
         self._metrics = metrics
         self._request = request
+        self._trace = trace
         self._clock = clock
         self.arrived = clock()
         self._model = ""
@@ -84,6 +87,7 @@ class Meter:
             outcome or "-", ",".join(self._where) or "-", self._decode or "-",
             self._phases.queue_s, self._phases.prefill_s, self._phases.transfer_s,
             self._phases.first_token_s, first, now - self.arrived,
+            extra={"request": self._trace},
         )  # fmt: skip
 
     def _count(self, total_s: float) -> None:

@@ -73,9 +73,11 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
 
     @asynccontextmanager
-    async def job(self, ask: ChatAsk | CompleteAsk, request: str) -> AsyncIterator[Job]:
-        """The job to run inside the block. Raises ServiceError."""
-        meter = Meter(self.metrics, request, self._clock)
+    async def job(
+        self, ask: ChatAsk | CompleteAsk, request: str, trace: str = ""
+    ) -> AsyncIterator[Job]:
+        """The job to run inside the block; `trace` goes to the log. Raises ServiceError."""
+        meter = Meter(self.metrics, request, trace, self._clock)
         error: BaseException | None = None
         try:
             with self.limits.place() as place:

@@ -71,6 +71,9 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     async def read(request: Request, kind: type[B]) -> B:
         return parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
 
+    def trace(request: Request) -> str:
+        return str(request.state.request_id)
+
     def answer(work: Chat | Completion, stream: bool | None) -> Response:
         if stream:
             return EventStream(work.chunks(), limits.max_buffer_bytes, limits.stall_s)
@@ -79,12 +82,12 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read(request, ChatBody)
-        return answer(Chat(service, body), body.stream)
+        return answer(Chat(service, body, trace(request)), body.stream)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody)
-        return answer(Completion(service, body), body.stream)
+        return answer(Completion(service, body, trace(request)), body.stream)
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:

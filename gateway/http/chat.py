@@ -16,10 +16,11 @@ from pdserve.gateway.service import ChatAsk, Service
 class Chat:
     """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
+    def __init__(self, service: Service, body: ChatBody, trace: str) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
+        self._trace = trace
         self._ask = ChatAsk(
             body.model,
             [message.as_template() for message in body.messages],
@@ -30,7 +31,7 @@ class Chat:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id) as job:
+        async with self._service.job(self._ask, self._id, self._trace) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
                 {
@@ -46,7 +47,7 @@ class Chat:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
-        async with self._service.job(self._ask, self._id) as job:
+        async with self._service.job(self._ask, self._id, self._trace) as job:
             head = self._head("chat.completion.chunk", job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

@@ -16,10 +16,11 @@ from pdserve.gateway.service import CompleteAsk, Service
 class Completion:
     """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(self, service: Service, body: CompletionBody) -> None:
+    def __init__(self, service: Service, body: CompletionBody, trace: str) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
+        self._trace = trace
         self._ask = CompleteAsk(
             body.model,
             body.prompt,
@@ -33,7 +34,7 @@ class Completion:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id) as job:
+        async with self._service.job(self._ask, self._id, self._trace) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
                 self._choice(answer.index, answer.text, answer.tokens, answer.finish)
@@ -43,7 +44,7 @@ class Completion:
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._service.job(self._ask, self._id) as job:
+        async with self._service.job(self._ask, self._id, self._trace) as job:
             head = self._head(job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from eventually import eventually
 
 from pdserve.gateway import client as client_module
 from pdserve.gateway.client import RouterClient
@@ -136,9 +137,7 @@ async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Even
 
 
 async def connected(client: RouterClient) -> None:
-    async with asyncio.timeout(5):
-        while not client.connected:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: client.connected)
 
 
 async def test_a_request_from_start_to_end(client, served):
@@ -193,8 +192,7 @@ async def test_a_router_restarts_on_its_port(client, served):
     await ids_of(client, start("one"))
     served.router.silent = True
     waiting = asyncio.create_task(ids_of(client, start("two")))
-    while len(served.router.starts) < 2:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: len(served.router.starts) == 2)
     await served.stop()
     served.router.silent = False
     await served.start()
@@ -206,8 +204,7 @@ async def test_leaving_cancels(client, served):
     served.router.silent = True
     async with aclosing(client.open(start())) as events:
         waiting = asyncio.ensure_future(anext(events))
-        while not served.router.starts:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: served.router.starts)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -219,15 +216,13 @@ async def test_single_choices_are_cancelled_and_stay_so(client, served):
     served.router.silent = True
     asked = start(params=pb.SamplingParams(n=2))
     waiting = asyncio.create_task(ids_of(client, asked))
-    while not served.router.starts:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: served.router.starts)
     client.cancel("r", [1])
     cancel = await asyncio.wait_for(served.router.cancels.get(), 5)
     assert list(cancel.choices) == [1]
     await served.stop()
     await served.start()
-    while len(served.router.starts) < 2:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: len(served.router.starts) == 2)
     assert [choice.finish for choice in served.router.starts[1].choices] == [0, pb.ABORTED]
     waiting.cancel()
 
@@ -272,8 +267,7 @@ async def test_a_wrong_secret_gets_nothing(served, monkeypatch):
 async def test_closing_fails_what_is_open(client, served):
     served.router.silent = True
     waiting = asyncio.create_task(ids_of(client, start()))
-    while not served.router.starts:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: served.router.starts)
     await client.close()
     _, last = await waiting
     assert last.failed.failure.code == pb.UNAVAILABLE
@@ -297,8 +291,7 @@ async def test_models_fleet_and_blobs(client, served):
 async def test_an_id_in_use_is_refused(client, served):
     served.router.silent = True
     waiting = asyncio.create_task(ids_of(client, start()))
-    while not served.router.starts:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: served.router.starts)
     with pytest.raises(ServiceError, match="in use"):
         await ids_of(client, start())
     waiting.cancel()

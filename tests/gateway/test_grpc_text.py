@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
+from eventually import eventually
 from fake_router import FakeRouter, placed, saying
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -123,8 +124,7 @@ async def test_leaving_cancels(make_channel):
     router = FakeRouter(play)
     call = TextStub(await make_channel(router)).Chat(ChatRequest(messages=HI))
     reading = asyncio.ensure_future(call.read())
-    while not router.starts:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: router.starts)
     call.cancel()
     await asyncio.wait_for(router.closed.wait(), 5)
     assert router.left == [router.starts[0].request]

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from eventually import eventually
 from fake_router import FakeRouter, placed, saying
 from router_process import RouterServicer, serve_router
 
@@ -95,6 +96,7 @@ async def test_from_start_to_stop(gateway):
     assert await gateway.stop() == 0
     line = next(line for line in gateway.log.splitlines() if "finish=" in line)
     assert re.search(r"finish=stop prefill_at=local decode=d:1 queue=0\.010s prefill=0\.020s", line)
+    assert line.endswith("request=mine")
     assert "Traceback" not in gateway.log
 
 
@@ -110,12 +112,11 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
     servicer[0].router.play = play
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
-        while not servicer[0].router.starts:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: servicer[0].router.starts)
         gateway.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(5):
-            while (await http.get("/ready")).status_code != 503:
-                await asyncio.sleep(0.02)
+            while (await http.get("/ready")).status_code == 200:
+                pass
         hold.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
     assert await gateway.ended() == 0
@@ -129,8 +130,7 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
     servicer[0].router.play = play
     async with httpx.AsyncClient(base_url=gateway.url) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
-        while not servicer[0].router.starts:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: servicer[0].router.starts)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         left = await asyncio.wait_for(servicer[0].cancelled.get(), 5)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
+from eventually import eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 
 from pdserve.gateway.http import protocol
@@ -33,8 +34,7 @@ async def connect(make_app, anyio_backend) -> AsyncIterator[Callable[..., object
         task = asyncio.create_task(server.serve([listener]))
         servers.append((server, task))
         host, port = listener.getsockname()
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: server.started)
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
         client.setblocking(False)
@@ -79,8 +79,7 @@ async def test_a_client_that_leaves(connect, stream, play):
     router = FakeRouter(play)
     reader, writer = await connect(router)
     writer.write(post({"messages": HI, "stream": stream}))
-    while not router.starts:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: router.starts)
     if stream and play is endless:
         assert b"200 OK" in await reader.readline()
     left_at = asyncio.get_running_loop().time()
@@ -95,11 +94,9 @@ async def test_a_client_that_leaves_with_several_prompts(connect):
     _, writer = await connect(router)
     body = {"prompt": ["a", "b", "c"]}
     writer.write(post(body).replace(b"/chat", b""))
-    while len(router.starts) < 3:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: len(router.starts) == 3)
     writer.transport.abort()
-    while len(router.left) < 3:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: len(router.left) == 3)
     assert sorted(router.left) == sorted(start.request for start in router.starts)
 
 

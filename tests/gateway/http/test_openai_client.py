@@ -361,8 +361,12 @@ async def test_failure_in_the_middle_of_a_stream(make_openai):
         yield failed(start, pb.STRUCK_TWICE, "struck twice")
 
     stream = await make_openai(play).chat.completions.create(model="tiny", messages=HI, stream=True)
-    seen = ""
-    with pytest.raises(openai.APIError, match="struck twice"):
+    seen: list[str] = []
+
+    async def read() -> None:
         async for chunk in stream:
-            seen += chunk.choices[0].delta.content or ""
-    assert seen == "hello"
+            seen.append(chunk.choices[0].delta.content or "")
+
+    with pytest.raises(openai.APIError, match="struck twice"):
+        await read()
+    assert "".join(seen) == "hello"
