@@ -40,6 +40,7 @@ class Lease:
 class Router(FleetServicer):
     def __init__(self) -> None:
         self.leases: list[Lease] = []
+        self.echoes = True
 
     async def start(self, port: int = 0) -> str:
         self.host = GrpcHost(f"127.0.0.1:{port}", "secret")
@@ -53,7 +54,7 @@ class Router(FleetServicer):
         yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r"))
         async for report in request_iterator:
             lease.reports.append((time.monotonic(), report))
-            if report.HasField("heartbeat"):
+            if report.HasField("heartbeat") and self.echoes:
                 yield pb.JoinReply(echo=pb.HeartbeatEcho(step=report.heartbeat.step))
             if lease.cut.is_set():
                 return
@@ -173,6 +174,19 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     await until(lambda: [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"])
     router.leases[0].cut.set()
     await until(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
+
+
+async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pdserve.services.host.join.SILENT_S", 0.3)
+    (router,), member = await make()
+    router.echoes = False
+    member.start()
+    await until(lambda: len(router.leases) >= 2)
+    router.echoes = True
+    await until(lambda: len(router.leases[-1].of("heartbeat")) >= 8)
+    num_leases = len(router.leases)
+    await asyncio.sleep(0.5)
+    assert len(router.leases) == num_leases
 
 
 def test_resolve() -> None:

@@ -426,3 +426,44 @@ async def test_prompt_logprobs_stay_local_and_arrive_once(make_cluster: Any) -> 
     params = pb.SamplingParams(prompt_logprobs=1)
     await gateway.start("r", LONG, params=params)
     assert not (await gateway.end("r")).remote
+
+
+async def test_worker_given_up_by_mistake_joins_anew(make_cluster: Any, wait_for: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    gateway = await cluster.gateway()
+    core = cluster.router.core
+    before = core.fleet.get(decode.boot)
+    core._bury(core.fleet.lost(before))  # as after a partition that has healed since
+    await wait_for(lambda: core.fleet.get(decode.boot) not in (None, before))
+    await gateway.start("r", SHORT)
+    assert isinstance(await gateway.end("r"), pb.Finished)
+
+
+async def test_many_mixed_requests_leave_nothing_behind(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decodes = [await cluster.decode() for _ in range(2)]
+    prefills = [await cluster.prefill() for _ in range(2)]
+    gateway = await cluster.gateway()
+    decodes[0].busy, prefills[0].fail = 20, 5
+    for number in range(200):
+        prompt = LONG if number % 3 == 0 else SHORT
+        await gateway.start(f"r{number}", prompt, max_tokens=30, n=1 + number % 2)
+        if number % 10 == 9:
+            await gateway.cancel(f"r{number}")
+    ends = [await gateway.end(f"r{number}", 30) for number in range(200)]
+    cancelled = [e for e in ends if isinstance(e, pb.Failed)]
+    assert {e.failure.code for e in cancelled} <= {pb.CANCELLED}
+    assert len(cancelled) <= 20
+    for number, end in enumerate(ends):
+        if isinstance(end, pb.Finished):
+            prompt = LONG if number % 3 == 0 else SHORT
+            assert gateway.ids(f"r{number}") == expected(prompt, 30)
+    assert decodes[0].busy < 20
+    assert prefills[0].fail < 5
+    dispatcher = cluster.router.core.dispatcher
+    assert dispatcher.num_running == dispatcher.num_queued == 0
+    assert not dispatcher._by_attempt
+    assert not dispatcher._admitting
+    assert not any(w.unreported for w in cluster.router.core.fleet.workers.values())
+    assert sum(dispatcher.outcomes.values()) == 200
