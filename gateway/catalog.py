@@ -92,10 +92,13 @@ class Catalog:
         return cards
 
     async def card(self, name: str) -> ModelCard:
-        """The card of a live model. Raises ServiceError MODEL_NOT_FOUND."""
-        for card in await self.cards():
+        """The card of a live model. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE."""
+        cards = await self.cards()
+        for card in cards:
             if card.name == name:
                 return card
+        if not cards:
+            raise _none_yet()
         raise ServiceError(MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
 
     async def get(self, name: str) -> ServedModel:
@@ -113,8 +116,10 @@ class Catalog:
                 card = self._seen[name]
         else:
             cards = await self.cards()
-            if len(cards) != 1:
-                names = ", ".join(sorted(card.name for card in cards)) or "none yet"
+            if not cards:
+                raise _none_yet()
+            if len(cards) > 1:
+                names = ", ".join(sorted(card.name for card in cards))
                 raise ServiceError(
                     INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
                 )
@@ -137,6 +142,10 @@ class Catalog:
                     del self._loaded[next(iter(self._loaded))]
                 self._loaded[key] = texts
             return self._loaded[key]
+
+
+def _none_yet() -> ServiceError:
+    return ServiceError(UNAVAILABLE, "no model is served yet", retry_after_s=1.0)
 
 
 def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> Texts:

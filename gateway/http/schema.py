@@ -177,6 +177,7 @@ class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
     prompt: Annotated[Any, AfterValidator(_prompt)]
+    max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None

@@ -193,6 +193,25 @@ async def test_unknown_model(make_http):
     assert "'other'" in error["message"]
 
 
+@pytest.mark.parametrize("model", ["", "tiny"])
+async def test_no_model_is_served_yet(make_http, model):
+    client = make_http(FakeRouter(saying("x"), cards=[]))
+    reply = await client.post(CHAT, json={"model": model, "messages": HI})
+    check(reply, 503, code="unavailable")
+    assert reply.headers["retry-after"]
+    assert (await client.get("/v1/models")).json() == {"object": "list", "data": []}
+    assert (await client.get("/ready")).status_code == 503
+
+
+async def test_a_model_that_was_served_is_left_to_the_router(make_http):
+    router = FakeRouter(saying("hello"))
+    client = make_http(router)
+    await client.get("/v1/models")
+    router.cards = []
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": HI})
+    assert reply.status_code == 200
+
+
 async def test_a_model_must_be_named_if_there_are_several(make_http):
     cards = [served(name)[0] for name in ("one", "two")]
     router = FakeRouter(saying("x"), cards)
@@ -235,7 +254,8 @@ async def test_the_whole_context_can_be_used(make_http):
     router = FakeRouter(saying("x"))
     body = {"prompt": [1] * 500, "max_tokens": 12}
     assert (await make_http(router).post(PLAIN, json=body)).status_code == 200
-    reply = await make_http(router).post(PLAIN, json={"prompt": [1] * 511})
+    body = {"prompt": [1] * 511, "max_tokens": None}
+    reply = await make_http(router).post(PLAIN, json=body)
     assert reply.status_code == 200
     assert router.starts[-1].params.max_tokens == 1
 

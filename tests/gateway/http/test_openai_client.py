@@ -208,7 +208,7 @@ async def test_completion(make_openai):
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].logprobs is None
     assert list(router.starts[0].prompt_ids) == router.encode("hello")
-    assert router.starts[0].params.max_tokens == 512 - 1
+    assert router.starts[0].params.max_tokens == 16
 
 
 async def test_completion_of_several_prompts_and_choices(make_openai):
