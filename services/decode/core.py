@@ -231,7 +231,7 @@ class DecodeCore:
             if not future.cancelled() and future.result():
                 self._queued_too_long(served)
 
-        self._when_done(self._part.give_up_waiting(served.attempt), answered)
+        self._when_done(self._part.is_waiting(served.attempt), answered)
 
     def _queued_too_long(self, served: Served) -> None:
         self._cut(served, pb.QUEUE_TIMEOUT, "the request waited too long for its turn")

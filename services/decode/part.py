@@ -133,15 +133,9 @@ class DecodePart:
 
         self.thread.post(cancel)
 
-    def give_up_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Its time in the queue is over: ends it if it has no blocks yet; whether it has."""
-
-        def give_up(engine: Engine) -> bool:
-            if not self._receiver.is_waiting(attempt):
-                return False
-            return self._receiver.cancel(attempt, "queue timeout")
-
-        return self.thread.post(give_up)
+    def is_waiting(self, attempt: bytes) -> "Future[Any]":
+        """Whether a hand-off is live and has no blocks yet."""
+        return self.thread.post(lambda _: self._receiver.is_waiting(attempt))
 
     # on the engine thread
 

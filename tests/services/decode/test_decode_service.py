@@ -1,0 +1,406 @@
+"""The decode service over real gRPC: local and remote prompts, cancel, deadlines, sessions."""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from engine_kit import ask, fake_engine, run, tokens
+from fake_decoder import FakeDecoder, fake_spec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker_kit import (
+    CARD,
+    SECRET,
+    Pair,
+    SessionClient,
+    build_with,
+    engine_maker,
+    worker_pair,
+)
+
+from pdserve.engine.transport.registry import transports
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.common_pb2_grpc import BlobsStub
+from pdserve.protos.worker_pb2_grpc import DecodeStub
+from pdserve.services.host.channel import open_channel
+
+Test = Callable[[Pair], Awaitable[None]]
+
+
+class Gate:
+    """A fake model whose steps wait while the gate is shut."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+        self.opened.set()
+        self._inner = FakeDecoder(fake_spec())
+
+    def forward(self, batch: Any, kv: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(30)
+        return self._inner.forward(batch, kv)
+
+
+@pytest.fixture
+def with_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    def run_test(
+        test: Test,
+        transport: str = "tcp",
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        build_with(monkeypatch, engine_maker(**(engine or {})))
+
+        async def main() -> None:
+            async with worker_pair(tmp_path, transport, **settings) as pair:
+                await test(pair)
+
+        before = threading.active_count()
+        asyncio.run(main())
+        names = [t.name for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
+        assert not names, (before, names)
+        assert not list(tmp_path.iterdir())
+
+    return run_test
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(i * 7 + seed * 13 + i * i) % 60 for i in range(length)]
+
+
+def expected(ids: list[int], **params: Any) -> dict[int, list[int]]:
+    answer = tokens(run(fake_engine(), ask("x", ids, **params)))
+    return {choice: found for (_, choice), found in answer.items()}
+
+
+def test_a_local_prompt(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(40), remote=False)
+        finished = await pair.decode.wait("finished", attempt)
+        kinds = pair.decode.kinds(attempt)
+        assert kinds[0] == "admitted"
+        assert kinds[-1] == "finished"
+        assert not pair.decode.events[0][1].HasField("ticket")
+        assert pair.decode.tokens(attempt) == expected(prompt(40))
+        assert (finished.remote, finished.transport, finished.epoch) == (False, "", 3)
+        assert finished.phases.transfer_s == 0
+        assert finished.phases.prefill_s > 0
+        last = [m for k, m in pair.decode.events if k == "tokens"][-1]
+        assert last.finish == pb.LENGTH
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("transport", [*transports(), "auto"])
+def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None:
+    async def test(pair: Pair) -> None:
+        for _ in range(2):
+            attempt = await pair.hand_off(prompt(90))
+            finished = await pair.decode.wait("finished", attempt)
+            done = await pair.prefill.wait("done", attempt)
+            assert pair.prefill.kinds(attempt) == ["accepted", "done"]
+            assert pair.decode.tokens(attempt) == expected(prompt(90))
+            used = "shm" if transport == "auto" else transport
+            assert (finished.remote, finished.transport, done.transport) == (True, used, used)
+            phases = finished.phases
+            total = phases.queue_s + phases.prefill_s + phases.transfer_s + phases.first_token_s
+            assert 0 < total < 10
+            assert min(phases.queue_s, phases.prefill_s, phases.transfer_s) >= 0
+        assert finished.cached_tokens > 0, "the second time the prefix is warm"
+        assert done.sent_bytes < 90 * 32
+        await pair.at_rest()
+        load = (await snapshot(pair))[0]
+        assert load.transports[0].transport == used
+        assert load.transports[0].bytes > 0
+        assert load.last_command == attempt
+
+    with_pair(test, transport)
+
+
+async def snapshot(pair: Pair) -> Any:
+    part: Any = pair.decode_worker.part
+    return await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot()))
+
+
+def test_nothing_to_send_is_local_whatever_was_asked(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        one = pair.admit([5], remote=True)
+        scored = pair.admit(prompt(30), remote=True, params={"prompt_logprobs": 2})
+        for attempt in (one, scored):
+            finished = await pair.decode.wait("finished", attempt)
+            assert not finished.remote
+        logprobs = await pair.decode.wait("prompt_logprobs", scored)
+        assert len(logprobs.logprobs) == 29
+        assert len(logprobs.logprobs[0].top_ids) == 2
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_choices_resumes_and_long_prompts_in_parts(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        sampled = {"n": 3, "temperature": 1.0}
+        attempt = await pair.hand_off(prompt(50), params=sampled, seed=7)
+        await pair.decode.wait("finished", attempt)
+        assert pair.decode.tokens(attempt) == expected(prompt(50), seed=7, **sampled)
+
+        whole = expected(prompt(50))[0]
+        start = pair.admit(
+            prompt(50), remote=False, choices=[pb.ChoiceState(generated_ids=whole[:3])]
+        )
+        await pair.decode.wait("finished", start)
+        first = next(m for k, m in pair.decode.events if k == "tokens" and m.attempt == start)
+        ids = [
+            i for k, m in pair.decode.events if k == "tokens" and m.attempt == start for i in m.ids
+        ]
+        assert (first.position, ids) == (3, whole[3:])
+
+        long = pair.admit(prompt(40_000), remote=False)
+        failed = await pair.decode.wait("failed", long)
+        assert failed.failure.code == pb.CONTEXT_LENGTH_EXCEEDED
+        assert "40000" in failed.failure.message
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("remote", [True, False])
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"params": {"temperature": -1}}, pb.INVALID_ARGUMENT, "temperature"),
+        ({"params": {"n": 2}, "choices": [pb.ChoiceState()]}, pb.INVALID_ARGUMENT, "n"),
+        ({"params": {"max_tokens": 5000}}, pb.CONTEXT_LENGTH_EXCEEDED, "max_tokens"),
+    ],
+)
+def test_bad_requests_fail_with_their_field(
+    with_pair: Callable[..., None], remote: bool, change: dict[str, Any], code: int, param: str
+) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(20), remote=remote, **change)
+        failed = await pair.decode.wait("failed", attempt)
+        assert (failed.failure.code, failed.failure.param, failed.epoch) == (code, param, 3)
+        assert pair.decode.kinds(attempt) == ["failed"]
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempts = [pair.admit(prompt(60, seed)) for seed in range(6)]
+        for attempt in attempts[:4]:
+            await pair.decode.wait("admitted", attempt)
+        for attempt in attempts[4:]:
+            busy = await pair.decode.wait("busy", attempt)
+            assert busy.waiting >= 4
+        for attempt in attempts:
+            pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
+        again = pair.admit(prompt(60))
+        await pair.decode.wait("admitted", again)
+        pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=again)))
+        await pair.at_rest()
+        assert pair.decode_role.core.num_stale == 2, "the busy ones were not known any more"
+
+    with_pair(test, engine={"num_blocks": 64})
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_cancel_frees_within_a_step(with_pair: Callable[..., None], remote: bool) -> None:
+    async def test(pair: Pair) -> None:
+        params = {"max_tokens": 150}
+        if remote:
+            attempt = await pair.hand_off(prompt(50), params=params)
+        else:
+            attempt = pair.admit(prompt(50), remote=False, params=params)
+        await pair.decode.wait("tokens", attempt)
+        pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
+        await pair.at_rest()
+        assert pair.decode_role.core.num_served == 0
+        assert "finished" not in pair.decode.kinds(attempt)
+        assert sum(map(len, pair.decode.tokens(attempt).values())) < 150
+
+    with_pair(test)
+
+
+def test_cancel_of_a_single_choice(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        params = {"n": 2, "temperature": 1.0, "max_tokens": 100}
+        attempt = pair.admit(prompt(50), remote=False, params=params)
+        await pair.decode.wait("tokens", attempt)
+        cancel = wire.CancelAttempt(attempt=attempt, choices=[0])
+        pair.decode.send(wire.DecodeCommand(cancel=cancel))
+        await pair.decode.wait("finished", attempt)
+        found = pair.decode.tokens(attempt)
+        assert len(found[0]) < 100 == len(found[1])
+        assert any(
+            m.finish == pb.ABORTED and m.choice == 0 for k, m in pair.decode.events if k == "tokens"
+        )
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_a_deadline_ends_it(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        remote = pair.admit(prompt(50), remaining_ms=200)  # prefill never comes
+        failed = await pair.decode.wait("failed", remote)
+        assert failed.failure.code == pb.DEADLINE_EXCEEDED
+        assert pair.decode.kinds(remote) == ["admitted", "failed"]
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_the_queue_timeout_counts_only_while_it_waits(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        waits = pair.admit(prompt(50), queue_remaining_ms=150)  # prefill never comes
+        failed = await pair.decode.wait("failed", waits)
+        assert failed.failure.code == pb.QUEUE_TIMEOUT
+        runs = await pair.hand_off(prompt(50), queue_remaining_ms=2000)
+        await pair.decode.wait("finished", runs)
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(60))
+        admitted = await pair.decode.wait("admitted", attempt)
+        pair.start_prefill(attempt, prompt(30), admitted.ticket)  # not the ids it was promised for
+        lost = await pair.decode.wait("handoff_lost", attempt)
+        assert lost.reason == "claim of 30 tokens, not 59"
+        failed = await pair.prefill.wait("failed", attempt)
+        assert failed.failure.code == pb.UNAVAILABLE
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_a_lost_session_ends_its_attempts_after_a_grace(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.services.decode.core.SESSION_GRACE_S", 0.2)
+
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(50))  # a promise
+        await pair.decode.wait("admitted", attempt)
+        await pair.decode.close()
+        assert pair.decode_role.core.num_served == 1
+        await asyncio.sleep(0.4)
+        assert pair.decode_role.core.num_served == 0
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_resume_is_gone_and_unknown_cancels_are_counted(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        pair.decode.send(wire.DecodeCommand(resume=wire.Resume(attempt=b"x" * 16, epoch=9)))
+        await pair.decode.wait("gone", b"x" * 16)
+        cancel = wire.CancelAttempt(attempt=b"y" * 16)
+        pair.decode.send(wire.DecodeCommand(cancel=cancel))
+        attempt = pair.admit(prompt(9), remote=False)
+        await pair.decode.wait("finished", attempt)
+        assert pair.decode_role.core.num_stale == 1
+
+    with_pair(test)
+
+
+def test_many_requests_share_messages(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempts = [pair.admit(prompt(9 + i, i), remote=False) for i in range(8)]
+        for i, attempt in enumerate(attempts):
+            await pair.decode.wait("finished", attempt)
+            assert pair.decode.tokens(attempt) == expected(prompt(9 + i, i))
+        assert max(pair.decode.batches) > 1
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(30), remote=False, params={"max_tokens": 100})
+        await pair.decode.wait("tokens", attempt)
+        drained = asyncio.create_task(pair.decode_worker.drain())
+        await asyncio.sleep(0)
+        late = pair.admit(prompt(30), remote=False)
+        failed = await pair.decode.wait("failed", late)
+        assert failed.failure.code == pb.UNAVAILABLE
+        await asyncio.wait_for(drained, 10)
+        await pair.decode.wait("finished", attempt)
+
+    with_pair(test)
+
+
+def test_blobs_and_card(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        part: Any = pair.decode_worker.part
+        card = part.hello.card
+        assert card.kv_identity == b"test"
+        assert card.kv_spec.groups[0].block_bytes == 128
+        async with open_channel(pair.decode_worker.address, SECRET) as channel:
+            blobs = BlobsStub(channel)
+            call = blobs.GetBlob(pb.BlobRequest(digest=card.tokenizer_digest))
+            chunks = [chunk.data async for chunk in call]
+            assert len(chunks) == 3
+            assert b"".join(chunks) == CARD.tokenizer_json
+            assert hashlib.sha256(CARD.tokenizer_json).hexdigest() == card.tokenizer_digest
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(blobs.GetBlob(pb.BlobRequest(digest="0" * 64))))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    with_pair(test)
+
+
+def test_a_stranger_reaches_nothing(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        stranger = SessionClient(DecodeStub, pair.decode_worker.address, "wrong")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stranger.reader
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await stranger.close()
+
+    with_pair(test)
+
+
+def test_a_frozen_engine_is_not_serving(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.services.host.worker.FROZEN_S", 0.4)
+    monkeypatch.setattr("pdserve.services.host.worker.IDLE_LOAD_S", 0.1)
+    gate = Gate()
+
+    async def health(pair: Pair) -> int:
+        async with grpc.aio.insecure_channel(pair.decode_worker.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
+
+    async def until(pair: Pair, status: int) -> None:
+        for _ in range(200):
+            if await health(pair) == status:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"health never became {status}")
+
+    async def test(pair: Pair) -> None:
+        serving = health_pb2.HealthCheckResponse
+        await until(pair, serving.SERVING)
+        gate.opened.clear()
+        gate.entered.clear()
+        attempt = pair.admit(prompt(30), remote=False)
+        await asyncio.to_thread(gate.entered.wait, 10)
+        await until(pair, serving.NOT_SERVING)
+        gate.opened.set()
+        await until(pair, serving.SERVING)
+        await pair.decode.wait("finished", attempt)
+
+    with_pair(test, engine={"model": gate})

@@ -1,0 +1,170 @@
+"""The prefill service over real gRPC: what it refuses, cancel, lost sessions, a dead decode."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.worker_pb2_grpc import PrefillStub
+
+Test = Callable[[Pair], Awaitable[None]]
+
+
+@pytest.fixture
+def with_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    def run_test(test: Test, engine: dict[str, Any] | None = None) -> None:
+        build_with(monkeypatch, engine_maker(**(engine or {})))
+
+        async def main() -> None:
+            async with worker_pair(tmp_path) as pair:
+                await test(pair)
+
+        asyncio.run(main())
+
+    return run_test
+
+
+def prompt(length: int) -> list[int]:
+    return [(i * 7 + i * i) % 60 for i in range(length)]
+
+
+def ticket(pair: Pair, **change: Any) -> wire.Ticket:
+    fields: dict[str, Any] = {
+        "id": os.urandom(16),
+        "secret": os.urandom(32),
+        "decode_boot": pair.decode_worker.boot,
+        "data_address": pair.decode_worker.part.hello.data_address,  # type: ignore[union-attr]
+    }
+    return wire.Ticket(**(fields | change))
+
+
+@pytest.mark.parametrize(
+    ("of_ticket", "of_start", "code", "text"),
+    [
+        ({"id": b"short"}, {}, pb.INVALID_ARGUMENT, "ticket.id must have 16 bytes"),
+        ({"secret": b""}, {}, pb.INVALID_ARGUMENT, "ticket.secret must have 32 bytes"),
+        ({}, {"kv_identity": b"other"}, pb.INVALID_ARGUMENT, "KV identity 74657374 here, 6f74"),
+        ({}, {"ids": [5000]}, pb.INVALID_ARGUMENT, "outside the vocabulary"),
+        ({}, {"ids": [1] * 5000}, pb.CONTEXT_LENGTH_EXCEEDED, "5000"),
+        ({"data_address": "127.0.0.1:9"}, {}, pb.UNAVAILABLE, "127.0.0.1:9"),
+        ({"decode_boot": b"?" * 16}, {}, pb.UNAVAILABLE, "another decode process"),
+        ({}, {}, pb.UNAVAILABLE, "gone at decode"),  # a ticket that decode never gave
+    ],
+)
+def test_what_it_refuses_is_named(
+    with_pair: Callable[..., None],
+    of_ticket: dict[str, Any],
+    of_start: dict[str, Any],
+    code: int,
+    text: str,
+) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = os.urandom(16)
+        fields = {"ids": prompt(20), "ticket": ticket(pair, **of_ticket)} | of_start
+        pair.start_prefill(attempt, **fields)
+        failed = await pair.prefill.wait("failed", attempt)
+        assert failed.failure.code == code
+        assert text in failed.failure.message
+        await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        part: Any = pair.prefill_worker.part
+        release = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        hold = part.thread.post(
+            lambda _: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+        )
+        attempts = [os.urandom(16) for _ in range(4)]
+        for attempt in attempts:
+            pair.start_prefill(attempt, prompt(20), ticket(pair))
+        await asyncio.sleep(0.1)  # all four are posted behind the hold
+        release.set()
+        await asyncio.wrap_future(hold)
+        for attempt in attempts[2:]:
+            await pair.prefill.wait("busy", attempt)
+        await pair.at_rest()
+
+    with_pair(test, engine={"max_waiting": 2})
+
+
+def test_cancel_reaches_both_sides(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(200))
+        admitted = await pair.decode.wait("admitted", attempt)
+        cancel = wire.CancelAttempt(attempt=attempt)
+        pair.start_prefill(attempt, prompt(199), admitted.ticket)
+        pair.prefill.send(wire.PrefillCommand(cancel=cancel))
+        other = pair.admit(prompt(50))
+        await pair.decode.wait("admitted", other)
+        pair.decode.send(wire.DecodeCommand(cancel=cancel))
+        pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=other)))
+        await pair.at_rest()
+        assert pair.prefill.kinds(attempt) in ([], ["accepted"])
+        pair.prefill.send(wire.PrefillCommand(cancel=cancel))
+        again = await pair.hand_off(prompt(30))
+        await pair.decode.wait("finished", again)
+        assert pair.prefill_role.core.num_stale == 1
+
+    with_pair(test)
+
+
+def test_a_lost_session_does_not_end_its_attempts(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(200))
+        admitted = await pair.decode.wait("admitted", attempt)
+        pair.start_prefill(attempt, prompt(199), admitted.ticket)
+        await pair.prefill.wait("accepted", attempt)
+        await pair.prefill.close()
+        finished = await pair.decode.wait("finished", attempt)
+        assert finished.remote
+        await pair.at_rest()
+        pair.prefill = SessionClient(PrefillStub, pair.prefill_worker.address)
+
+    with_pair(test)
+
+
+def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        first = await pair.hand_off(prompt(20))
+        await pair.prefill.wait("done", first)
+        attempt = pair.admit(prompt(50))
+        admitted = await pair.decode.wait("admitted", attempt)
+        await pair.decode_worker.stop(0.1)
+        pair.start_prefill(attempt, prompt(49), admitted.ticket)
+        failed = await pair.prefill.wait("failed", attempt)
+        assert failed.failure.code == pb.UNAVAILABLE
+        part: Any = pair.prefill_worker.part
+        load = (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
+        assert load.blocks_free + load.blocks_cached == load.blocks_total
+        assert load.transports[0].refused > 0
+
+    with_pair(test)
+
+
+def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(200))
+        admitted = await pair.decode.wait("admitted", attempt)
+        pair.start_prefill(attempt, prompt(199), admitted.ticket)
+        await pair.prefill.wait("accepted", attempt)
+        drained = asyncio.create_task(pair.prefill_worker.drain())
+        await asyncio.sleep(0)
+        late = os.urandom(16)
+        pair.start_prefill(late, prompt(20), ticket(pair))
+        failed = await pair.prefill.wait("failed", late)
+        assert "no new work" in failed.failure.message
+        await asyncio.wait_for(drained, 10)
+        await pair.prefill.wait("done", attempt)
+        await pair.decode.wait("finished", attempt)
+
+    with_pair(test)
