@@ -139,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.aborted.add(key)
             if key in self.held and key not in self.engine._roster.jobs:
                 self.held.discard(key)
-                self.ends[key] = 1  # told before if it was held, not at all if it was computed
+                self.ends[key] = 1  # counted before if it was held already
 
     @precondition(lambda self: self.held)
     @rule()
