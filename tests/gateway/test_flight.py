@@ -1,0 +1,108 @@
+"""The state of a request between gateway and router: whatever arrives, ids continue exactly."""
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from pdserve.gateway.flight import Flight
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2
+
+Event = router_pb2.RequestEvent
+ANSWER = list(range(1000, 1020))
+
+
+def tokens(epoch: int, position: int, ids: list[int], finish: int = 0) -> Event:
+    scores = [pb.TokenLogprob(logprob=-float(token)) for token in ids]
+    return Event(
+        tokens=pb.Tokens(
+            request="r", epoch=epoch, position=position, ids=ids, logprobs=scores, finish=finish
+        )
+    )
+
+
+def start(**fields) -> pb.Start:
+    return pb.Start(request="r", prompt_ids=[1, 2], **fields)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.booleans()), max_size=40))
+def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
+    """Routers that send any overlapping piece, of any epoch, with re-issues in between."""
+    flight = Flight(start(), 0.0)
+    first = flight.issue(0.0)
+    assert first is not None
+    epoch, got = first.epoch, []
+    for position, length, reissue in pieces:
+        if reissue:
+            again = flight.issue(1.0)
+            assert again is not None
+            assert again.epoch == epoch + 1
+            epoch = again.epoch
+            assert (list(again.choices[0].generated_ids) if again.choices else []) == got
+            stale = tokens(epoch - 1, len(got), ANSWER[len(got) :][:1])
+            assert flight.take(stale) is None
+        position = min(position, len(got))  # a router never leaves a gap
+        taken = flight.take(tokens(epoch, position, ANSWER[position : position + length]))
+        if taken is not None:
+            assert taken.tokens.position == len(got)
+            assert len(taken.tokens.logprobs) == len(taken.tokens.ids) > 0
+            got += taken.tokens.ids
+            event("a piece was taken")
+    assert got == ANSWER[: len(got)]
+
+
+def test_a_gap_ends_it_with_an_error() -> None:
+    flight = Flight(start(), 0.0)
+    flight.issue(0.0)
+    taken = flight.take(tokens(0, 1, [5]))
+    assert taken is not None
+    assert taken.failed.failure.code == pb.INTERNAL
+    assert flight.take(tokens(0, 0, [5])) is None
+
+
+def test_remaining_time_shrinks_and_ends() -> None:
+    flight = Flight(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
+    first = flight.issue(10.25)
+    assert first is not None
+    assert (first.remaining_ms, first.queue_remaining_ms) == (750, 150)
+    again = flight.issue(10.75)
+    assert again is not None
+    assert (again.remaining_ms, again.queue_remaining_ms) == (250, 1)
+    assert flight.issue(11.0) is None
+    assert flight.expired(11.0)
+
+
+def test_what_has_ended_is_not_asked_for_again() -> None:
+    flight = Flight(start(params=pb.SamplingParams(n=2)), 0.0)
+    flight.issue(0.0)
+    assert flight.take(tokens(0, 0, [5], pb.STOP)) is not None
+    again = flight.issue(1.0)
+    assert again is not None
+    assert [choice.finish for choice in again.choices] == [pb.STOP, 0]
+    flight.abort([1])
+    assert flight.issue(2.0) is None
+    assert flight.finish() is not None
+    assert flight.finish() is None
+
+
+def test_prompt_logprobs_come_once() -> None:
+    flight = Flight(start(params=pb.SamplingParams(prompt_logprobs=1)), 0.0)
+    flight.issue(0.0)
+    scored = Event(prompt_logprobs=pb.PromptLogprobs(request="r"))
+    assert flight.take(scored) is scored
+    assert flight.take(scored) is None
+    again = flight.issue(1.0)
+    assert again is not None
+    assert not again.params.HasField("prompt_logprobs")
+
+
+def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
+    flight = Flight(start(), 0.0)
+    flight.issue(0.0)
+    flight.issue(1.0)
+    old = Event(failed=pb.Failed(request="r", epoch=0))
+    assert flight.take(old) is None
+    now = Event(finished=pb.Finished(request="r", epoch=1))
+    assert flight.take(now) is now
+    assert flight.ended
+    assert flight.take(now) is None
