@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
@@ -84,37 +83,20 @@ def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None
 
 def show(transport: str, client: ApiClient, log: Path) -> None:
     """Both questions over one transport. Raises DemoError, ApiError."""
-    model = client.get_json("/v1/models")["data"][0]["id"]
+    model = str(client.get_json("/v1/models")["data"][0]["id"])
     print(f"\n{model}, KV over {transport}")
-    ask(client, log, model, "short", SHORT, Expected("local", "", ""))
-    ask(
-        client,
-        log,
-        model,
-        "long",
-        long_question(client, model),
-        Expected("remote", transport, transport),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Where the prompt must be computed: the metric's label, and the transport if remote."""
-
-    where: str
-    transport: str
-    bytes_over: str
+    ask(client, log, model, "short", SHORT, "local")
+    ask(client, log, model, "long", long_question(client, model), transport)
 
 
 def long_question(client: ApiClient, model: str) -> str:
     """A prompt of at least LONG_TOKENS tokens, as the server counts them."""
-    one = client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"]
+    one = int(client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"])
     return SENTENCE * -(-LONG_TOKENS // max(1, one - 1)) + QUESTION
 
 
-def ask(
-    client: ApiClient, log: Path, model: str, name: str, question: str, expected: Expected
-) -> None:
+def ask(client: ApiClient, log: Path, model: str, name: str, question: str, wanted: str) -> None:
+    """`wanted`: "local", or the transport that the prompt's KV must take."""
     before = metrics(client)
     started = time.monotonic()
     message = {"role": "user", "content": question}
@@ -132,10 +114,9 @@ def ask(
     )
     if not text.strip():
         raise DemoError(f"the {name} question got no answer")
-    wanted = expected.transport or expected.where
     if where != wanted:
         raise DemoError(f"the log says that the {name} prompt was prefilled {where}, not {wanted}")
-    check_metrics(client, before, name, expected)
+    check_metrics(client, before, name, wanted)
 
 
 def place(where: str) -> str:
@@ -149,14 +130,15 @@ def logged(log: Path, request: str) -> str:
         for line in log.read_text(errors="replace").splitlines():
             found = re.search(r"prefill_at=(\S+)", line)
             if request in line and found:
-                return found.group(1)
+                return str(found.group(1))
         if time.monotonic() > deadline:
             raise DemoError(f"the log has no line of request {request}")
         time.sleep(0.05)
 
 
-def check_metrics(client: ApiClient, before: Metrics, name: str, expected: Expected) -> None:
-    """One more prompt where it was expected and none elsewhere; bytes moved if it was remote."""
+def check_metrics(client: ApiClient, before: Metrics, name: str, wanted: str) -> None:
+    """One more prompt where it was wanted and none elsewhere; bytes moved only if remote."""
+    label = "local" if wanted == "local" else "remote"
     deadline = time.monotonic() + SETTLE_S
     while True:
         now = metrics(client)
@@ -168,12 +150,11 @@ def check_metrics(client: ApiClient, before: Metrics, name: str, expected: Expec
         sent = sum(
             value
             for key, value in moved.items()
-            if key.startswith("pdserve_transfer_bytes_total")
-            and f'transport="{expected.bytes_over}"' in key
+            if key.startswith("pdserve_transfer_bytes_total") and f'transport="{wanted}"' in key
         )
-        right = counts == {"local": 0.0, "remote": 0.0} | {expected.where: 1.0}
-        if right and (sent > 0) == bool(expected.bytes_over):
-            print(f"    /metrics: {expected.where} +1, {sent / 1e6:.1f} MB of KV sent and received")
+        right = counts == {"local": 0.0, "remote": 0.0} | {label: 1.0}
+        if right and (sent > 0) == (label == "remote"):
+            print(f"    /metrics: {label} +1, {sent / 1e6:.1f} MB of KV sent and received")
             return
         if time.monotonic() > deadline:
             raise DemoError(f"/metrics after the {name} question: {counts}, {sent:g} bytes")

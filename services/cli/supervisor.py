@@ -22,6 +22,7 @@ from pdserve.services.cli.child import MAX_REPORT_BYTES, Task, child_main
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SOON_S = 10.0  # a child that dies again within this time is restarted with a delay
 MAX_DELAY_S = 30.0
+ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, its group
 
 
 class StartError(Exception):
@@ -63,6 +64,7 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self.children: list[Child] = []
         self.signals: list[int] = []
+        self._signalled_at = -ECHO_S
 
     def __enter__(self) -> "Supervisor":
         self._wake, self._waker = socket.socketpair()
@@ -81,7 +83,10 @@ class Supervisor:
         self._waker.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
+        now = time.monotonic()
+        if now - self._signalled_at >= ECHO_S:
+            self.signals.append(number)
+            self._signalled_at = now
 
     def start(self, name: str, make: Callable[[], Task]) -> Child:
         """Start a child and keep it alive from now on."""

@@ -177,7 +177,8 @@ class System:
         if event == "loading":
             self._progress.update(child.name, float(figures.get("fraction", 0.0)))
         elif event == "ready":
-            self._progress.update(child.name, 1.0)
+            if "fraction" in child.figures:
+                self._progress.update(child.name, 1.0)
             tokens = figures.get("kv_tokens")
             kv = f", KV pool of {tokens} tokens" if tokens else ""
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")

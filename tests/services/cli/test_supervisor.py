@@ -117,8 +117,9 @@ def test_a_second_signal_kills_at_once(supervisor: Supervisor) -> None:
     assert all_ready(supervisor)
     os.kill(os.getpid(), signal.SIGTERM)
     assert supervisor.run_until(lambda: False, 5.0)
+    os.kill(os.getpid(), signal.SIGINT)  # an echo of the first
     assert supervisor.signals == [signal.SIGTERM]
-    again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
     started = time.monotonic()
     assert not supervisor.stop([[child]], 60.0)

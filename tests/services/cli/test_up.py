@@ -15,7 +15,7 @@ import pytest
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
 from pdserve.services.cli.run_dir import PREFIX, run_dir
-from pdserve.services.cli.supervisor import Child, StartError, Supervisor
+from pdserve.services.cli.supervisor import ECHO_S, Child, StartError, Supervisor
 from pdserve.services.cli.up import System
 
 FAKES = {
@@ -89,6 +89,7 @@ def test_everybody_is_told_what_they_need(
     assert "decode 0 of two: ready" in said.err
     assert "KV pool of 1000 tokens" in said.err
     assert said.err.rstrip().endswith("stopped")
+    assert "router: loading" not in said.err
 
 
 def test_the_allotment_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +233,7 @@ def test_the_second_signal_ends_it_at_once(
     up.send_signal(signal.SIGINT)
     assert up.stderr is not None
     assert any("stopping" in line for line in up.stderr)
+    time.sleep(ECHO_S + 0.1)
     sent = time.monotonic()
     up.send_signal(signal.SIGINT)
     assert up.wait(10) == 1
