@@ -1,6 +1,15 @@
+from collections.abc import AsyncIterator
+
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
+    and an event of a closed test's loop would raise in the next one's."""
+    yield  # noqa: PT022  (a fixture that is not over keeps the loop)
