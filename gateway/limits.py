@@ -6,7 +6,7 @@ Invariant: a Place is given back exactly once, when its `with` block ends.
 import asyncio
 from types import TracebackType
 
-from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 
 
@@ -47,13 +47,20 @@ class Limits:
     def __init__(self, max_requests: int, max_queued: int) -> None:
         self._max_requests = max_requests
         self._max_queued = max_queued
+        self._closed = False
         self.open = 0
         self.waiting = 0
         self.idle = asyncio.Event()  # no request is open
         self.idle.set()
 
+    def close(self) -> None:
+        """Let no more in; `idle` is set when the last one has left."""
+        self._closed = True
+
     def place(self) -> Place:
-        """To be entered at once. Raises ServiceError OVERLOADED."""
+        """To be entered at once. Raises ServiceError OVERLOADED, UNAVAILABLE when closed."""
+        if self._closed:
+            raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
         if self.open >= self._max_requests:
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
         if self.waiting >= self._max_queued:

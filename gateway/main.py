@@ -79,7 +79,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     )
     http = HttpServer(app)
     grpc_host = GrpcHost(
-        f"{settings.host}:{settings.grpc_port}",
+        _address(settings.host, settings.grpc_port),
         settings.cluster_secret,
         # Callers of Text show an API key, which the servicer checks.
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
@@ -92,13 +92,17 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     port = listener.getsockname()[1]
     report(
         "listening",
-        {"url": f"http://{settings.host}:{port}", "grpc": f"{settings.host}:{grpc_port}"},
+        {
+            "url": f"http://{_address(settings.host, port)}",
+            "grpc": _address(settings.host, grpc_port),
+        },
     )
     announcing = asyncio.create_task(_announce(readiness, grpc_host, report))
 
     def set_serving(serving: bool) -> None:
         announcing.cancel()
         readiness.drain()
+        limits.close()
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
@@ -153,6 +157,10 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Raises OSError naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -162,6 +170,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise OSError(
+            error.errno, f"cannot listen on {_address(host, port)}: {error.strerror}"
+        ) from error
     listener.set_inheritable(False)
     return listener

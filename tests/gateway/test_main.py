@@ -117,6 +117,8 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
         async with asyncio.timeout(5):
             while (await http.get("/ready")).status_code == 200:
                 pass
+        refused = await http.post("/v1/chat/completions", json={"messages": HI})
+        assert refused.status_code == 503
         hold.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
     assert await gateway.ended() == 0
@@ -148,6 +150,14 @@ async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
         reply = await http.post("/v1/chat/completions", json={"messages": HI})
         assert reply.status_code == 503
         assert reply.headers["retry-after"]
+    assert await gateway.stop() == 0
+
+
+async def test_ipv6(servicer):
+    gateway = await launch(port=0, host="::1", routers=[servicer[1]], cluster_secret=SECRET)
+    _, figures = await gateway.event()
+    async with httpx.AsyncClient(base_url=figures["url"]) as http:
+        assert (await http.get("/health")).status_code == 200
     assert await gateway.stop() == 0
 
 
