@@ -103,13 +103,16 @@ def _attend_seen(
 ) -> Tensor:
     """One token a row: q [B, K, G, D] over the keys of blocks [B, n] where seen [B, n * size]."""
     k, v = _gather(kv, blocks, q.dtype)
-    result = _attend(q, k, v, seen[:, None, None], scale, soft_cap)
-    if not q.is_cuda and torch.isfinite(result.sum()):
-        return result
-    # Slots not seen count with weight 0, and only infinity or NaN in them survives that.
+    mask = seen[:, None, None]
+    if q.is_cpu:
+        result = _attend(q, k, v, mask, scale, soft_cap)
+        if torch.isfinite(result.sum()):
+            return result
+    # Slots not seen count with weight 0, and only infinity or NaN in them survives that. Elsewhere
+    # than on the CPU asking costs more than clearing them.
     hidden = ~seen[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    return _attend(q, k, v, seen[:, None, None], scale, soft_cap)
+    return _attend(q, k, v, mask, scale, soft_cap)
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
