@@ -73,6 +73,7 @@ class Claim:
 
     TYPE: ClassVar[int] = 16
     num_tokens: int
+    age_ms: int  # since its first step began: what decode counts as prefill, not as queueing
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ _CODECS: dict[int, _Codec] = {
     Refused.TYPE: _text(Refused),
     Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
     Credit.TYPE: _fixed(Credit, "H", "slot"),
-    Claim.TYPE: _fixed(Claim, "I", "num_tokens"),
+    Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
     Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
     Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),

@@ -22,7 +22,7 @@ class ReceiveTimes:
     """Clock readings of one attempt; 0: not reached."""
 
     admitted: float
-    claimed: float = 0.0
+    claimed: float = 0.0  # when prefill began, as its Claim tells
     granted: float = 0.0
     computed: float = 0.0  # prefill's last chunk
     committed: float = 0.0

@@ -30,6 +30,7 @@ class SendTimes:
     started: float
     picked: float = 0.0
     computed: float = 0.0
+    completed: float = 0.0  # decode's Complete arrived
     ended: float = 0.0
 
 

@@ -208,16 +208,17 @@ class Receiver(Endpoint[Incoming]):
                 self._advance(head, Reserved())
                 self._fill(head)
 
-    def _claim(self, incoming: Incoming, link: Link, num_tokens: int) -> None:
+    def _claim(self, incoming: Incoming, link: Link, claim: control.Claim, at: float) -> None:
         if incoming.state.final or not link.open:
             self._gone(incoming, link)
             return
         if incoming.link is None:
             incoming.link = link
-            incoming.times.claimed = self._clock()
+            started = at - claim.age_ms / 1000
+            incoming.times.claimed = max(incoming.times.admitted, started)
         self._advance(incoming, Claimed())
-        if num_tokens != incoming.num_tokens:
-            reason = f"claim of {num_tokens} tokens, not {incoming.num_tokens}"
+        if claim.num_tokens != incoming.num_tokens:
+            reason = f"claim of {claim.num_tokens} tokens, not {incoming.num_tokens}"
             self._advance(incoming, Ended(reason))
 
     def _grant(self, incoming: Incoming) -> None:
@@ -321,7 +322,7 @@ class Receiver(Endpoint[Incoming]):
             raise FrameError("a ticket of another prefill process")
         link.trust()
         if isinstance(message.body, control.Claim):
-            claim = partial(self._claim, incoming, link, message.body.num_tokens)
+            claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
         elif not self._shared(incoming, message):
             if not isinstance(message.body, control.Computed):
@@ -348,6 +349,7 @@ class Receiver(Endpoint[Incoming]):
         key = incoming.peer_key
         if not key.matches(Domain.PAYLOAD, header.sequence, payload, header.payload_tag):
             self.counters["corrupt_frames"] += 1
+            self._figures(link).refused += 1
             link.credit(header.slot)
             incoming.post(control.Nack(header.sequence))
             return

@@ -47,6 +47,7 @@ from pdserve.engine.transport.link import Link
 log = logging.getLogger(__name__)
 
 MAX_RESENDS = 2
+MAX_AGE_MS = (1 << 32) - 1
 DIALERS = 4
 
 
@@ -142,7 +143,7 @@ class Sender(Endpoint[Outgoing]):
             match event:
                 case Scheduled(_, cached_tokens):
                     outgoing.cached_tokens = cached_tokens
-                    outgoing.times.picked = self._clock()
+                    outgoing.times.picked = self._clock() - step.wall_s  # told after the step
                     self._advance(outgoing, Picked())
                 case Computed(_, num_tokens, done):
                     self._computed(outgoing, num_tokens, done)
@@ -200,7 +201,8 @@ class Sender(Endpoint[Outgoing]):
     def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
         outgoing.link = link
         self._advance(outgoing, Heard(self._clock()))
-        outgoing.post(control.Claim(outgoing.num_tokens))
+        age_s = self._clock() - outgoing.times.picked
+        outgoing.post(control.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
         if outgoing.done:
             outgoing.post(control.Computed(outgoing.cached_tokens))
 
@@ -320,6 +322,7 @@ class Sender(Endpoint[Outgoing]):
             case control.Nack(sequence):
                 self._post(partial(self._refused, outgoing, sequence))
             case control.Complete():
+                outgoing.times.completed = self._clock()
                 self._post(partial(self._advance, outgoing, Filled()))
             case _:
                 raise FrameError(f"unexpected {type(message.body).__name__}")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
@@ -22,8 +23,10 @@ from pdserve.services.host.addresses import advertised
 from pdserve.services.host.blob_service import WorkerBlobs
 from pdserve.services.host.join import Membership
 from pdserve.services.host.lifecycle import Report, run_until_signal
+from pdserve.services.host.metrics_http import MetricsHttp
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.settings import WorkerSettings
+from pdserve.services.host.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +118,8 @@ class Worker:
         self._blobs = WorkerBlobs()
         self._membership: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._metrics: WorkerMetrics | None = None
+        self._metrics_http: MetricsHttp | None = None
         self._stopped = False
 
     async def start(self) -> None:
@@ -141,6 +146,8 @@ class Worker:
         if self._membership is not None:
             await asyncio.to_thread(self._membership.close)
         await self.host.stop(grace_s)
+        if self._metrics_http is not None:
+            await asyncio.to_thread(self._metrics_http.close)
         if self.part is not None:
             await asyncio.to_thread(self.part.close)
         if not self.loaded.done():
@@ -168,6 +175,15 @@ class Worker:
             part.close()
             return
         self.part = part
+        try:
+            self._begin(part)
+        except Exception as error:
+            self._failed(error)
+        else:
+            self.loaded.set_result(None)
+
+    def _begin(self, part: Part) -> None:
+        """Take work, join the routers, say so. Raises OSError if the metrics port is taken."""
         self._blobs.publish(part.blobs)
         part.thread.start()
         hello = WorkerHello()
@@ -179,6 +195,12 @@ class Worker:
             self._settings.cluster_secret,
             lambda: part.thread.steps,
         )
+        if self._settings.metrics_port:
+            self._metrics = WorkerMetrics(self.address, hello.card.name)
+            registry = CollectorRegistry()
+            registry.register(self._metrics)
+            host = self._settings.bind.rpartition(":")[0].strip("[]")
+            self._metrics_http = MetricsHttp(registry, self._settings.metrics_port, host)
         self._role.attach()
         self.host.set_serving(True)
         self._membership.start()
@@ -187,7 +209,6 @@ class Worker:
             asyncio.create_task(self._watch(part.thread)),
         ]
         self._report("ready", dict(part.figures))
-        self.loaded.set_result(None)
 
     async def _report_loads(self, part: Part, membership: Membership) -> None:
         last = Load()
@@ -198,6 +219,8 @@ class Worker:
                 future = part.thread.post(lambda _: part.snapshot())
                 load, added, removed = await asyncio.wrap_future(future)
                 membership.prefixes(added, removed)
+                if self._metrics is not None:
+                    self._metrics.load = load
                 if load != last:
                     membership.report(load)
                     last = load

@@ -174,7 +174,7 @@ def _phases(sent: Sent) -> pb.Phases:
     return pb.Phases(
         queue_s=picked - times.started,
         prefill_s=computed - picked,
-        transfer_s=times.ended - computed,
+        transfer_s=max(0.0, (times.completed or times.ended) - computed),
     )
 
 

@@ -1,7 +1,9 @@
 """Sender and Receiver over every transport: tokens as if prefilled locally, nothing left behind."""
 
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Domain, TagKey
 from pdserve.engine.handoff.machine import Phase
 from pdserve.engine.handoff.promise import Promises
-from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.receiver import MAX_STRANGERS, Receiver
 from pdserve.engine.request import ChoiceState, Computed, Request
 from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
@@ -415,6 +417,52 @@ def test_a_silent_peer_ends_the_attempt(
     assert pair.lost[attempt] == "peer silent"
     pair.wait(lambda: attempt in pair.sent)
     pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.assert_clean()
+
+
+def test_frames_that_wait_when_their_attempt_ends_change_no_block(pair: Pair) -> None:
+    asked = request(200)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    before = [data.clone() for data in pair.decode.kv.data]
+    pair.start(asked, ticket)
+
+    def hold_then_cancel(receiver: Receiver) -> int:
+        """On decode's engine thread, with verified frames waiting for it."""
+        while not receiver._by_attempt[ticket.attempt].state.holds:
+            receiver.poll(0.0)  # no time for a frame
+        end = time.monotonic() + 10
+        while not receiver._parcels and time.monotonic() < end:
+            time.sleep(0.005)
+        receiver.cancel(ticket.attempt, "cancel")
+        return len(receiver._parcels)
+
+    waiting = pair.at_decode(hold_then_cancel)
+    assert waiting > 0
+    pair.wait(lambda: ticket.attempt in pair.sent)
+    pair.wait(lambda: pair.receiver.counters["late_frames"] >= waiting)
+    for old, new in zip(before, pair.decode.kv.data, strict=True):
+        assert old.equal(new)
+    pair.assert_clean()
+
+
+def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
+    pair = make_pair()
+    host, port = pair.addresses["tcp"].rsplit(":", 1)
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 4)]
+    pair.wait(lambda: pair.receiver.counters["strangers_refused"] == 4)
+    assert not any(link._private for link in pair.receiver._links)
+    asked = request(50)
+    attempt = pair.hand_off(asked)
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sent[attempt].reason.startswith("cannot reach decode")
+    for one in strangers:
+        one.close()
+    pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
+    again = fresh(asked)
+    pair.wait(lambda: not any(link.open for link in list(pair.receiver._links)))
+    pair.hand_off(again)
+    assert pair.answer(again) == local(asked), "their places are free again"
     pair.assert_clean()
 
 

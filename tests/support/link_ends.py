@@ -114,4 +114,4 @@ class Ends:
 
 
 def claim_record() -> bytes:
-    return control.sign(control.Claim(7), TICKET, 1, TagKey(bytes(32)))
+    return control.sign(control.Claim(7, 0), TICKET, 1, TagKey(bytes(32)))

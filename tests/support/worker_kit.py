@@ -193,7 +193,9 @@ async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> 
         "kv_transport": transport,
         "shm_dir": str(folder),
     } | settings
-    decode_settings, prefill_settings = DecodeSettings(**common), PrefillSettings(**common)
+    port = common.pop("decode_metrics_port", 0)
+    decode_settings = DecodeSettings(**common, metrics_port=port)
+    prefill_settings = PrefillSettings(**common)
     decode_role = DecodeRole(decode_settings, EngineConfig())
     prefill_role = PrefillRole(prefill_settings, EngineConfig())
     decode_worker = await start_worker(decode_settings, decode_role)

@@ -37,7 +37,7 @@ PLAIN = st.one_of(
 )
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 BODY = st.one_of(
-    st.builds(control.Claim, U32),
+    st.builds(control.Claim, U32, U32),
     st.builds(control.Granted, st.lists(U32, max_size=8).map(tuple)),
     st.builds(control.Computed, U32),
     st.builds(control.Ack, st.lists(U64, max_size=100).map(tuple)),

@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import socket
 import threading
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -339,6 +341,28 @@ def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
         await pair.decode.wait("finished", attempt)
 
     with_pair(test)
+
+
+def test_metrics_when_asked(with_pair: Callable[..., None]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def fetch() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return str(answer.read().decode())
+
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(40), remote=False)
+        await pair.decode.wait("finished", attempt)
+        text = ""
+        while 'generation_tokens_total{model_name="tiny"} 8.0' not in text:
+            await asyncio.sleep(0.02)
+            text = await asyncio.to_thread(fetch)
+        worker = pair.decode_worker.address
+        assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in text
+
+    with_pair(test, decode_metrics_port=port)
 
 
 def test_blobs_and_card(with_pair: Callable[..., None]) -> None:

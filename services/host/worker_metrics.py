@@ -1,0 +1,59 @@
+"""A worker's own metrics: its last reported load."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from pdserve.protos.fleet_pb2 import Load
+
+BLOCK_STATES = ("free", "used", "cached", "reserved", "total")
+
+
+class WorkerMetrics:
+    """A collector; `load` is replaced whole by the loop and read by the metrics thread."""
+
+    def __init__(self, worker: str, model: str) -> None:
+        self.load = Load()
+        self._worker = worker
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        load = self.load
+        blocks = GaugeMetricFamily(
+            "pdserve_kv_blocks", "KV blocks by state", labels=("worker", "state")
+        )
+        for state in BLOCK_STATES:
+            blocks.add_metric((self._worker, state), getattr(load, f"blocks_{state}"))
+        yield blocks
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests in the batch", load.running),
+            ("vllm:num_requests_waiting", "Requests that wait", load.waiting),
+            ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
+            gauge.add_metric((self._model,), value)
+            yield gauge
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prompt tokens computed", load.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated", load.generation_tokens),
+            ("vllm:num_preemptions", "Preemptions", load.preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up", load.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found", load.prefix_hits),
+            ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
+        ):
+            counter = CounterMetricFamily(name, text, labels=("model_name",))
+            counter.add_metric((self._model,), value)
+            yield counter
+        yield from self._transports(load)
+
+    def _transports(self, load: Load) -> Iterator[Metric]:
+        for name, text, field in (
+            ("pdserve_transfer_bytes", "KV payload moved", "bytes"),
+            ("pdserve_transfer_frames", "KV frames moved", "frames"),
+            ("pdserve_transfer_seconds", "Seconds spent moving KV payload", "seconds"),
+            ("pdserve_transfer_refused", "Frames or connections refused", "refused"),
+        ):
+            counter = CounterMetricFamily(name, text, labels=("transport",))
+            for one in load.transports:
+                counter.add_metric((one.transport,), getattr(one, field))
+            yield counter
