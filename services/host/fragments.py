@@ -22,33 +22,44 @@ def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[i
 
 
 class IdsCollector:
-    """Parts received on one stream and not yet taken; one collector per stream."""
+    """Parts received on one stream and not yet taken; one collector per stream.
+
+    A list that broke the bounds is never handed out in part: `take` refuses it. Too many lists
+    at once cannot even be remembered as refused, so then every later `take` is refused.
+    """
 
     def __init__(self, max_ids: int = 4 << 20, max_keys: int = 1024) -> None:
         self._max_ids = max_ids
         self._max_keys = max_keys
         self._num_ids = 0
-        self._parts: dict[str, list[int]] = {}
+        self._flooded = False
+        self._parts: dict[str, list[int] | None] = {}  # None: refused
 
     def add(self, part: pb.IdsPart) -> None:
-        """Keep a part. Raises ServiceError(OVERLOADED) beyond the bounds; its key is dropped."""
-        new = part.key not in self._parts
-        if (
-            self._num_ids + len(part.ids) > self._max_ids
-            or (new and len(self._parts) >= self._max_keys)
-            or not part.ids
-        ):
+        """Keep a part. Raises ServiceError(OVERLOADED) beyond the bounds, and from then on for
+        its key until that is taken or dropped."""
+        if part.key not in self._parts and len(self._parts) >= self._max_keys:
+            self._flooded = True
+            raise ServiceError(pb.OVERLOADED, "token ids of too many requests in parts")
+        known = self._parts.setdefault(part.key, [])
+        if known is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
             self.drop(part.key)
+            self._parts[part.key] = None
             raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
-        self._parts.setdefault(part.key, []).extend(part.ids)
+        known.extend(part.ids)
         self._num_ids += len(part.ids)
 
     def take(self, key: str, tail: Sequence[int]) -> list[int]:
-        """All ids of `key`: its parts, then those of the message; the parts are forgotten."""
+        """All ids of `key`: its parts, then those of the message; the parts are forgotten.
+
+        Raises ServiceError(OVERLOADED) if a part was refused.
+        """
         ids = self._parts.pop(key, [])
-        self._num_ids -= len(ids)
+        self._num_ids -= len(ids or ())
+        if ids is None or self._flooded:
+            raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
         return [*ids, *tail]
 
     def drop(self, key: str) -> None:
         """Forget the parts of `key`."""
-        self._num_ids -= len(self._parts.pop(key, []))
+        self._num_ids -= len(self._parts.pop(key, None) or ())

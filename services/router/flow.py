@@ -204,7 +204,10 @@ class Flow:
         self.refused.add(attempt.decode.boot)
         self.num_attempts -= 1  # nothing was tried
         self._close_attempt()
-        self._board.place(self, now)
+        if self.answer.complete:  # its choices were cancelled meanwhile
+            self._finish_here(now)
+        else:
+            self._board.place(self, now)
 
     def _close_attempt(self) -> None:
         if self.attempt is not None:
@@ -232,14 +235,18 @@ class Flow:
         self._cancel_attempt()
         self._close_attempt()
         if self.answer.complete:  # only the worker's Finished was missing
-            finished = pb.Finished(request=self.request, epoch=self.epoch)
-            self._end(RequestEvent(finished=finished), now, None)
+            self._finish_here(now)
         elif self.strikes >= MAX_STRIKES:
             self.fail(pb.STRUCK_TWICE, "the request was running on two workers that died", now)
         elif self.num_attempts >= MAX_ATTEMPTS:
             self.fail(pb.INTERNAL, "the request failed on every try", now)
         else:
             self._board.place(self, now)
+
+    def _finish_here(self, now: float) -> None:
+        """Every choice has ended, and no worker is left to say so."""
+        finished = pb.Finished(request=self.request, epoch=self.epoch)
+        self._end(RequestEvent(finished=finished), now, None)
 
     def prefill_lost(self, reason: str, now: float) -> None:
         """The prefill side failed; without effect once the KV is known to be complete."""
@@ -349,8 +356,7 @@ class Flow:
             cancel = wire.CancelAttempt(attempt=self.attempt.id, choices=choices)
             self._board.to_decode(self.attempt.decode, wire.DecodeCommand(cancel=cancel))
         elif self.answer.complete:
-            finished = pb.Finished(request=self.request, epoch=self.epoch)
-            self._end(RequestEvent(finished=finished), now, None)
+            self._finish_here(now)
 
     def replace(self) -> None:
         """The same request was issued again under a higher epoch: end without an event."""

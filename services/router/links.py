@@ -23,7 +23,9 @@ from pdserve.services.router.fleet import Worker
 log = logging.getLogger(__name__)
 
 PROBE_S = 0.5
-RETRY_S = 0.1
+RETRY_S = 0.1  # doubled with every session that breaks soon after it began
+MAX_RETRY_S = 2.0
+SOON_S = 1.0
 Command = wire.DecodeCommand | wire.PrefillCommand
 Event = wire.DecodeEvent | wire.PrefillEvent
 
@@ -72,7 +74,10 @@ class Link:
             self._outbox.put(command)
 
     async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        retry_s = RETRY_S
         while True:
+            began = loop.time()
             try:
                 await self._session()
             except grpc.aio.AioRpcError as error:
@@ -80,11 +85,13 @@ class Link:
             reach = await probe(self._address)
             if reach is Reach.REFUSED:
                 # Told from outside this task, which the listener cancels.
-                asyncio.get_running_loop().call_soon(self._listener.refused, self._worker)
+                loop.call_soon(self._listener.refused, self._worker)
                 return
             if reach is Reach.OPEN:
                 self._settle()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(retry_s)
+            soon = loop.time() - began < SOON_S + retry_s
+            retry_s = min(MAX_RETRY_S, 2 * retry_s) if soon else RETRY_S
 
     def _settle(self) -> None:
         """A silent worker may be dead: that is the fleet's to say. One that answers is not."""

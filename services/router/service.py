@@ -82,14 +82,12 @@ class RouterService(RouterServicer):
             cancel = message.cancel
             self._core.cancel(session, cancel.request, tuple(cancel.choices))
         elif kind == "ids_part":
-            try:
+            with suppress(ServiceError):  # the Start that it belongs to is refused
                 collector.add(message.ids_part)
-            except ServiceError as error:
-                refuse(session, pb.Start(request=message.ids_part.key), error)
         elif kind == "start":
             start = message.start
-            ids = collector.take(start.request, start.prompt_ids)
             try:
+                ids = collector.take(start.request, start.prompt_ids)
                 if not 0 < len(start.request) <= MAX_ID_LEN:
                     raise ServiceError(pb.INVALID_ARGUMENT, "bad request id", "request")
                 self._core.submit(Answer(start, ids), session)

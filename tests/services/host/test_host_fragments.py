@@ -35,28 +35,42 @@ def test_largest_part_fits_a_message() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abcdef"), st.integers(0, 40), st.sampled_from(["add", "drop"]))
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.integers(0, 40),
+            st.sampled_from(["add", "add", "add", "take", "drop"]),
+        )
     )
 )
-def test_bounds_hold_under_any_sequence(steps: list[tuple[str, int, str]]) -> None:
-    collector = IdsCollector(max_ids=100, max_keys=3)
-    model: dict[str, int] = {}
+def test_whole_or_refused_under_any_sequence(steps: list[tuple[str, int, str]]) -> None:
+    collector = IdsCollector(max_ids=100, max_keys=4)
+    model: dict[str, int | None] = {}  # None: refused
+    flooded = False
     for key, count, what in steps:
         if what == "drop":
             collector.drop(key)
             model.pop(key, None)
-            continue
-        fits = count > 0 and sum(model.values()) + count <= 100 and (key in model or len(model) < 3)
-        part = pb.IdsPart(key=key, ids=[7] * count)
-        if fits:
-            collector.add(part)
-            model[key] = model.get(key, 0) + count
+        elif what == "take":
+            whole = model.pop(key, 0)
+            if whole is None or flooded:
+                with pytest.raises(ServiceError):
+                    collector.take(key, [1])
+            else:
+                assert collector.take(key, [1]) == [7] * whole + [1]
         else:
-            with pytest.raises(ServiceError):
+            held = sum(size or 0 for size in model.values())
+            full = key not in model and len(model) >= 4
+            known = model.get(key, 0)
+            part = pb.IdsPart(key=key, ids=[7] * count)
+            if full or known is None or not count or held + count > 100:
+                flooded |= full
+                if not full:
+                    model[key] = None
+                with pytest.raises(ServiceError):
+                    collector.add(part)
+            else:
                 collector.add(part)
-            model.pop(key, None)
-    for key, count in model.items():
-        assert len(collector.take(key, ())) == count
+                model[key] = known + count
 
 
 @given(st.binary(max_size=300))
@@ -71,4 +85,5 @@ def test_bytes_of_a_peer_parse_or_fail_cleanly(data: bytes) -> None:
     try:
         collector.add(part)
     except ServiceError:
-        assert collector.take(part.key, ()) == []
+        with pytest.raises(ServiceError):
+            collector.take(part.key, ())

@@ -18,7 +18,7 @@ from pdserve.services.host.channel import open_channel
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.server import GrpcHost
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_loop")]
 
 
 class Blobs(BlobsServicer):

@@ -38,7 +38,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
     and an event of a closed test's loop would raise in the next one's."""
@@ -387,7 +387,7 @@ MakeCluster = Callable[..., Awaitable[Cluster]]
 
 
 @pytest.fixture
-async def make_cluster(anyio_backend: str) -> AsyncIterator[MakeCluster]:
+async def make_cluster(one_loop: None) -> AsyncIterator[MakeCluster]:
     made: list[Cluster] = []
 
     async def make(**settings: Any) -> Cluster:

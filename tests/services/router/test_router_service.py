@@ -191,3 +191,20 @@ def test_starts_without_torch() -> None:
         "bad = [m for m in sys.modules if m.startswith(('fastapi', 'numpy'))]; assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_a_prompt_that_breaks_the_bounds_is_refused_whole(
+    make_cluster: Any, monkeypatch: Any
+) -> None:
+    from pdserve.services.host.fragments import IdsCollector
+    from pdserve.services.router import service
+
+    monkeypatch.setattr(service, "IdsCollector", lambda: IdsCollector(max_ids=50_000))
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    gateway = await cluster.gateway()
+    await gateway.start("long", list(range(100_000)))
+    await gateway.start("short", PROMPT)
+    assert (await gateway.end("long")).failure.code == pb.OVERLOADED
+    assert isinstance(await gateway.end("short"), pb.Finished)
+    assert [a.start.request for a in decode.of("admit")] == ["short"]
