@@ -1,16 +1,10 @@
-"""Options of a decode worker: those of every worker, and where prefill connects to."""
+"""Options of a decode worker: those of every worker."""
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import option
 from pdserve.services.host.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
 class DecodeSettings(WorkerSettings):
     """Where a decode worker listens, whom it joins, and how KV reaches it."""
-
-    data_bind: str = option("127.0.0.1:0", "host:port of the hand-off's tcp listener")
-    data_advertise: str = option(
-        "", "host:port under which prefill reaches it; empty: as bound; port 0: the bound one"
-    )

@@ -13,13 +13,15 @@ class WorkerSettings:
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     advertise: str = option("", "host:port under which others reach it; empty: as bound")
+    data_bind: str = option("127.0.0.1:0", "host:port of the hand-off listener")
+    data_advertise: str = option("", "host:port under which prefill reaches it; empty: as bound")
     routers: tuple[str, ...] = option((), "host:port of routers to join; names are resolved anew")
     cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
     kv_transport: str = option(
         "auto", "how KV moves; auto: shm on one host, else tcp", choices=("auto", "tcp", "shm")
     )
-    shm_dir: str = option("", "folder of the unix sockets of shm; empty: one of this user's own")
+    shm_dir: str = option("", "folder of the unix sockets of shm; empty: a private temporary one")
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
