@@ -53,7 +53,8 @@ class Attempt:
     decode: Worker
     prefill: Worker | None
     ids: list[int]  # whose KV must exist before the first decode row: prefix ids less the last
-    sent: float
+    began: float  # when Admit was sent
+    asked: float  # when the last command that waits for an answer was sent
     answered: bool = False  # the Admit was: Admitted, Busy, Failed or Gone
     decode_over: bool = False  # that side has ended it, so there is nothing to cancel there
     prefill_over: bool = False
@@ -136,7 +137,8 @@ class Flow:
 
     def begin(self, decode: Worker, prefill: Worker | None, now: float) -> None:
         """Send Admit to the decode worker that the policy chose."""
-        attempt = Attempt(os.urandom(16), decode, prefill, self.answer.prefix_ids()[:-1], now)
+        ids = self.answer.prefix_ids()[:-1]
+        attempt = Attempt(os.urandom(16), decode, prefill, ids, now, now)
         self.attempt = attempt
         self.stage = Stage.ADMITTING
         self.num_attempts += 1
@@ -177,7 +179,7 @@ class Flow:
             self.stage = Stage.RUNNING
             return
         self.stage = Stage.PREFILLING
-        attempt.sent = now
+        attempt.asked = now
         self._start_prefill(attempt, prefill, admitted.ticket, now)
 
     def _start_prefill(
@@ -308,7 +310,7 @@ class Flow:
         finished.epoch = self.epoch
         if self.num_attempts == 1:
             # Decode's clock starts at its Admit; what the request waited here comes on top.
-            finished.phases.queue_s += max(0.0, attempt.sent - self.arrived)
+            finished.phases.queue_s += attempt.began - self.arrived
         self._end(RequestEvent(finished=finished), now, None)
 
     def on_handoff_lost(self, reason: str, now: float) -> None:
@@ -377,7 +379,7 @@ class Flow:
             waited = self.queue_deadline is not None and now >= self.queue_deadline
             if waited and not self.answer.begun:
                 self.fail(pb.QUEUE_TIMEOUT, "no worker took the request in time", now, "", 1.0)
-        elif now - attempt.sent >= ANSWER_S:
+        elif now - attempt.asked >= ANSWER_S:
             if self.stage is Stage.ADMITTING:
                 self._cancel_attempt()
                 self.on_busy(now)

@@ -1,5 +1,6 @@
 """Requests through a real router to fake workers: placing, retries, failover, cancel."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -467,3 +468,15 @@ async def test_many_mixed_requests_leave_nothing_behind(make_cluster: Any, expec
     assert not dispatcher._admitting
     assert not any(w.unreported for w in cluster.router.core.fleet.workers.values())
     assert sum(dispatcher.outcomes.values()) == 200
+
+
+async def test_time_in_the_router_counts_as_queueing(make_cluster: Any) -> None:
+    cluster = await make_cluster(remote_prefill="always")
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await asyncio.sleep(0.3)  # no worker yet
+    before = asyncio.get_running_loop().time()
+    await cluster.decode()
+    finished = await gateway.end("r")
+    after = asyncio.get_running_loop().time()
+    assert 0.25 < finished.phases.queue_s < 0.35 + after - before
