@@ -16,6 +16,7 @@ import grpc
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer
+from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,8 @@ class _Lease:
                         log.info("joined router %s", self.address)
             except grpc.RpcError as error:
                 if not self._closed:
-                    log.warning("lease with router %s ended: %s", self.address, error)
+                    failed = ServiceError.from_rpc(error)
+                    log.warning("lease with router %s ended: %s", self.address, failed)
             finally:
                 self._closed = True
                 self._wake.set()

@@ -15,9 +15,9 @@ from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet import Fleet, State, Worker
-from pdserve.services.router.flow import Client
 from pdserve.services.router.links import Event, Links
 from pdserve.services.router.policy import Rules
+from pdserve.services.router.switchboard import Client
 
 log = logging.getLogger(__name__)
 

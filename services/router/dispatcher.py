@@ -18,8 +18,9 @@ from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.fleet import Fleet, Worker
-from pdserve.services.router.flow import MAX_CANDIDATES, MAX_STRIKES, Attempt, Client, Flow
+from pdserve.services.router.flow import MAX_CANDIDATES, MAX_STRIKES, Flow
 from pdserve.services.router.policy import Decision, PromptFacts, Rules, WorkerFacts, decide
+from pdserve.services.router.switchboard import Attempt, Client
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,69 @@
+"""What a flow needs of the world around it, and the record of one try; no behaviour.
+
+A Flow knows a Switchboard only, so the same automaton runs under sockets and under a test's clock.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.router.fleet import Worker
+
+if TYPE_CHECKING:
+    from pdserve.services.router.flow import Flow
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One try on one pair of workers."""
+
+    id: bytes
+    decode: Worker
+    prefill: Worker | None
+    ids: list[int]  # whose KV must exist before the first decode row: prefix ids less the last
+    began: float  # when Admit was sent
+    asked: float  # when the last command that waits for an answer was sent
+    answered: bool = False  # the Admit was: Admitted, Busy, Failed or Gone
+    decode_over: bool = False  # that side has ended it, so there is nothing to cancel there
+    prefill_over: bool = False
+    prefill_accepted: bool = False
+    prefill_done: bool = False
+    produced: bool = False  # ids or prompt log-probabilities came
+
+
+class Switchboard(Protocol):
+    """What a Flow needs done."""
+
+    def emit(self, flow: "Flow", event: RequestEvent) -> None:
+        """Pass an event to whoever asked."""
+
+    def place(self, flow: "Flow", now: float) -> None:
+        """Begin an attempt now, or queue the flow in order of arrival."""
+
+    def opened(self, flow: "Flow", attempt: Attempt, now: float) -> None:
+        """Messages of this attempt belong to the flow."""
+
+    def closed(self, attempt: Attempt) -> None:
+        """They no longer do."""
+
+    def to_decode(self, worker: Worker, command: wire.DecodeCommand) -> None:
+        """Send; dropped if the session is down."""
+
+    def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
+        """Send; dropped if the session is down."""
+
+    def ended(self, flow: "Flow", now: float, error: ServiceError | None) -> None:
+        """The terminal event is out."""
+
+
+class Client(Protocol):
+    """Who asked: a gateway's session or one Generate call."""
+
+    @property
+    def key(self) -> bytes:
+        """Request ids are unique per key."""
+
+    def put(self, event: RequestEvent) -> None:
+        """Take an event; never blocks."""
