@@ -205,7 +205,8 @@ class DecodeCore:
 
     def _busy(self, served: Served) -> None:
         waiting = len(self._served) - 1
-        busy = wire.Busy(attempt=served.attempt, waiting=waiting)
+        promised = self._part.promised_tokens if self._part is not None else 0
+        busy = wire.Busy(attempt=served.attempt, waiting=waiting, promised_tokens=promised)
         self._end(served, wire.DecodeEvent(busy=busy))
 
     def _set_timers(self, served: Served, start: pb.Start) -> None:

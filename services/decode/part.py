@@ -92,6 +92,11 @@ class DecodePart:
         changed, self._changed = self._changed, False
         return changed
 
+    @property
+    def promised_tokens(self) -> int:
+        """Any thread may read it; it can be a moment old."""
+        return self._receiver.promised_tokens
+
     # posted by the loop
 
     def admit_local(self, attempt: bytes, request: Request) -> "Future[Any]":
@@ -149,9 +154,6 @@ class DecodePart:
         load.last_command = self._last_command
         added, removed = self.engine.take_prefix_events()
         return load, added, removed
-
-    def promised_tokens(self) -> int:
-        return self._receiver.promised_tokens
 
     def close(self) -> None:
         self.thread.close()

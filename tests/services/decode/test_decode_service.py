@@ -202,6 +202,7 @@ def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
         for attempt in attempts[4:]:
             busy = await pair.decode.wait("busy", attempt)
             assert busy.waiting >= 4
+            assert busy.promised_tokens == 256
         for attempt in attempts:
             pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
         again = pair.admit(prompt(60))
