@@ -159,6 +159,7 @@ class Engine:
     def reserve(self, request: Request) -> Reservation | None:
         """Blocks for the prefix that a prefill worker will send, or None if they are short.
 
+        Also None while a queued request has waited too long for blocks: it comes first.
         Raises like submit, but the queue's bound does not apply.
         """
         if request.prefill_only or request.params.prompt_logprobs is not None:
@@ -166,6 +167,8 @@ class Engine:
         job = self._new_job(request)
         if not job.unfinished:
             raise InvalidRequest("every choice has ended", "choices")
+        if self._scheduler.starving(self._clock()):
+            return None
         made = reservations.reserve(self._roster, job)
         if made is None:
             return None

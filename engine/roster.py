@@ -25,6 +25,11 @@ class Roster:
         self.prefix_hits = 0  # of them found
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
+    @property
+    def num_free_slots(self) -> int:
+        """Rows of the batch that no job has."""
+        return len(self._free_slots)
+
     def open_prefix(
         self, job: Job, spare: int, reserved: bool = False
     ) -> tuple[Sequence, list[BlockCopy]] | None:
@@ -52,9 +57,7 @@ class Roster:
         return sequence, copies
 
     def admit(self, job: Job) -> list[BlockCopy] | None:
-        """Moves a waiting job into the batch; None if slots or blocks are short."""
-        if job.num_places > len(self._free_slots):
-            return None
+        """Moves a waiting job into the batch, which has slots for it; None if blocks are short."""
         copies: list[BlockCopy] = []
         if not job.sequences:
             opened = self.open_prefix(job, self._spare(job))

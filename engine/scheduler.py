@@ -13,6 +13,7 @@ from pdserve.engine.roster import Roster
 from pdserve.engine.sequence import Job, Sequence
 
 AGEING_CHUNKS_S = 5.0  # a second of waiting counts as this many chunks less to compute
+PATIENCE_S = 1.0  # a job that waits longer for blocks comes before new reservations
 
 
 class Scheduler:
@@ -21,6 +22,11 @@ class Scheduler:
     def __init__(self, roster: Roster, limits: Limits) -> None:
         self._roster = roster
         self._limits = limits
+        self._short_since: float | None = None  # the next job to admit lacks blocks
+
+    def starving(self, now_s: float) -> bool:
+        """Whether a queued job has lacked blocks for so long that no one else should take any."""
+        return self._short_since is not None and now_s - self._short_since > PATIENCE_S
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
         """The next step with `events` to tell first, or None when there is nothing to do."""
@@ -40,18 +46,26 @@ class Scheduler:
             in_step.add(job.order)
 
     def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int]) -> None:
-        """Fills the budget, best score first; a job that cannot be admitted holds up later ones."""
+        """Fills the budget, best score first; a job that cannot be admitted holds up later ones.
+
+        But not those that came with their blocks, if blocks are what it lacks: it waits for theirs.
+        """
         budget = self._limits.step_tokens - len(plan.rows)
-        blocked = False
+        lacks_slots = lacks_blocks = False
         for job, sequence in self._queue(now_s):
             if budget <= 0:
                 break
             if sequence is None:
-                if blocked or min(job.num_left, self._limits.chunk_size) > budget:
+                if lacks_slots or (lacks_blocks and not job.sequences):
+                    continue
+                if min(job.num_left, self._limits.chunk_size) > budget:
+                    continue
+                if job.num_places > self._roster.num_free_slots:
+                    lacks_slots = True
                     continue
                 sequence = self._admit(job, plan)
                 if sequence is None:
-                    blocked = True
+                    lacks_blocks = True
                     continue
             elif sequence not in job.sequences:
                 continue  # preempted in this step
@@ -62,6 +76,10 @@ class Scheduler:
                 plan.rows.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
+        if not lacks_blocks:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = now_s
 
     def _queue(self, now_s: float) -> list[tuple[Job, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None, the next to compute first."""

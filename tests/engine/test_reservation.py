@@ -186,3 +186,37 @@ def test_a_committed_request_waits_for_a_place_and_can_be_preempted() -> None:
     assert decode.stats().preemptions == 1  # its blocks went to the older one
     assert tokens(events)["new", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(decode)
+
+
+def test_a_queued_request_short_of_blocks_waits_for_those_of_committed_ones() -> None:
+    """Younger requests that hold blocks already run, though the older one cannot start."""
+    prefill, decode = fake_engine(), fake_engine(num_blocks=9, prefix_cache=False)
+    decode.submit(ask("old", [0], n=3))
+    requests = [ask("b", [0]), ask("c", range(21))]
+    reserved = [decode.reserve(request) for request in requests]
+    for reservation, request in zip(reserved, requests, strict=True):
+        assert reservation is not None
+        hand_off(prefill, reservation, decode, request)
+        decode.commit(reservation)
+    events = run(decode)
+    assert [e.key for e in of(events, Finished)] == ["b", "c", "old"]
+    assert_at_rest(decode)
+
+
+def test_reservations_do_not_starve_the_queue() -> None:
+    now = [0.0]
+    engine = fake_engine(num_blocks=9, prefix_cache=False)
+    engine._clock = lambda: now[0]
+    held = engine.reserve(ask("a", range(16)))
+    assert held is not None
+    engine.submit(ask("b", range(24), max_tokens=1))
+    assert engine.step() is None
+    more = engine.reserve(ask("c", range(4)))
+    assert more is not None
+    now[0] += 2.0
+    assert engine.step() is None
+    assert engine.reserve(ask("d", range(4))) is None
+    engine.release(more)
+    engine.release(held)
+    assert len(of(run(engine), Finished)) == 1
+    assert engine.reserve(ask("d", range(4))) is not None
