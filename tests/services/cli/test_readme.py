@@ -1,0 +1,115 @@
+"""README and CONTRIBUTING are true: examples run as written, paths and targets exist."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.cli.options import Option
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PORTS = ("8000", "8001", "50050")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+EXAMPLES = {code.splitlines()[0] + str(n): code for n, code in enumerate(blocks("python"))}
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[dict[str, str]]:
+    """A system with the flags that README names; its ports by those in README."""
+    probes = [socket.socket() for _ in PORTS]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    free = {name: str(p.getsockname()[1]) for name, p in zip(PORTS, probes, strict=True)}
+    for probe in probes:
+        probe.close()
+    words = ["--port", free["8000"], "--grpc-port", free["8001"]]
+    words += ["--router-port", free["50050"], "--api-key", "KEY", "--prefill", "0"]
+    words += ["--kv-tokens", "4096", "--chunk-size", "128", "--log-level", "warning"]
+    up = subprocess.Popen(
+        [sys.executable, "-m", "pdserve.services.cli.main", "up", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with up:
+        assert up.stdout is not None
+        ready = any("pdserve is ready" in line for line in up.stdout)
+        if ready:
+            yield free
+        up.send_signal(signal.SIGINT)
+        assert ready
+        assert up.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
+    code = EXAMPLES[name]
+    for written, free in ports.items():
+        code = code.replace(f":{written}", f":{free}")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_curl_line_works(ports: dict[str, str]) -> None:
+    (line,) = [b for b in blocks("sh") if "curl" in b]
+    line = line.replace(":8000", f":{ports['8000']}")
+    line = line.replace("curl ", "curl -s -m 60 -H 'Authorization: Bearer KEY' ")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert '"content":' in done.stdout, done.stdout + done.stderr
+
+
+def test_there_are_examples_of_every_way_in() -> None:
+    text = "\n".join(EXAMPLES.values())
+    for word in ("OpenAI(", "TextStub", "RouterStub", "from pdserve import LLM"):
+        assert word in text
+
+
+def test_commands_and_flags_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)", README + CONTRIBUTING))
+    named |= set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
+    assert {"run", "test", "demo"} <= named
+    assert named <= targets
+    commands = set(re.findall(r"`(?:\.venv/bin/)?pdserve ([a-z]+)", README))
+    assert commands <= {*COMMANDS, "config"}
+    options: dict[str, Option] = {
+        o.flag: o for c in COMMANDS.values() for s in c.sections() for o in s.options
+    }
+    flags = set(re.findall(r"--[a-z][a-z-]+", "\n".join([README, CONTRIBUTING])))
+    assert flags - set(options) <= {"--help", "--config", "--build"}
+
+
+def test_paths_exist() -> None:
+    text = README + CONTRIBUTING
+    linked = re.findall(r"\]\(([^)]+)\)", text)
+    quoted = re.findall(r"`((?:engine|tests|services|gateway|docs|k8s)/[\w./-]*)`", text)
+    assert len(linked) > 4
+    assert len(quoted) > 5
+    for path in (*linked, *quoted):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_first_two_commands_run_and_test() -> None:
+    first = blocks("sh")[0].splitlines()
+    assert [line.split("#")[0].strip() for line in first] == ["make run", "make test"]
