@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 
 from pdserve.services.cli.commands import COMMANDS, Command, known_names
@@ -24,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(overview(), end="")
             return 0
         if words[0] == "--version":
+            from importlib.metadata import version
+
             print(f"pdserve {version('pdserve')}")
             return 0
         if words[0] == "config":
