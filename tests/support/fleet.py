@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 
@@ -118,6 +119,15 @@ class Fleet:
                 found.setdefault(labels["worker"], {})[labels["state"]] = value
         return found
 
+    def fleet_view(self) -> Any:
+        """The router's FleetView."""
+        from pdserve.protos import router_pb2, router_pb2_grpc
+        from pdserve.services.host.channel import bearer
+
+        with grpc.insecure_channel(self.router) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            return stub.GetFleet(router_pb2.GetFleetRequest(), metadata=bearer(SECRET))
+
     def all_blocks_back(self) -> bool:
         """free + cached == total on every worker: nothing used, nothing reserved."""
         blocks = self.blocks()
@@ -129,7 +139,7 @@ class Fleet:
 
     async def _generate(self, asked: Sequence[Any], width: int) -> dict[str, tuple[int, ...]]:
         from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
-        from pdserve.services.host.channel import bearer, open_channel
+        from pdserve.services.host.channel import open_channel
 
         gate = asyncio.Semaphore(width)
         tokens: dict[str, tuple[int, ...]] = {}
@@ -146,7 +156,7 @@ class Fleet:
             )
             ids: list[int] = []
             async with gate:
-                async for event in stub.Generate(message, metadata=bearer(SECRET)):
+                async for event in stub.Generate(message):
                     if event.WhichOneof("event") == "tokens":
                         assert event.tokens.position == len(ids)
                         ids.extend(event.tokens.ids)
