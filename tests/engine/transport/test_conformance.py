@@ -134,6 +134,7 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
     link = ends.dial(prefill, claim=False)
     link.push(frame_job(b"x", 1))
     assert prefill.wait(lambda: len(prefill.reasons) == 1)
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
     assert ends.decode.reasons == ["a frame before a genuine claim"]
     assert ends.decode.payloads == []
 
