@@ -127,7 +127,16 @@ def docker_engine(folder: Path) -> Iterator[DockerEngine]:
         finally:
             up.terminate()
             up.wait(60)
-    shutil.rmtree(folder, ignore_errors=True)
+            unmount(folder)
+    shutil.rmtree(folder)
+
+
+def unmount(folder: Path) -> None:
+    """What the daemon leaves mounted: the network namespace of its host network, layers."""
+    lines = Path("/proc/mounts").read_text().splitlines()
+    points = [line.split()[1] for line in lines]
+    for point in sorted((p for p in points if p.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", point], check=True)
 
 
 def _wait(engine: DockerEngine, up: "subprocess.Popen[bytes]", log: Path) -> None:
