@@ -13,7 +13,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.engine.transport.base import (
@@ -137,7 +138,8 @@ class ShmTransport(KvTransport):
         except OSError as err:
             raise TransportRefused(f"{path.parent}: {err.strerror}") from None
         try:
-            sock.bind(str(path))
+            with _sun_path(path) as short:
+                sock.bind(short)
             path.chmod(0o600)
             sock.listen(2 * SLOTS)
         except OSError as err:
@@ -156,7 +158,8 @@ class ShmTransport(KvTransport):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            sock.connect(str(path))
+            with _sun_path(path) as short:
+                sock.connect(short)
             sock.settimeout(None)
             return ShmWriter(sock, self.options.slot_bytes)
         except OSError as err:
@@ -166,7 +169,17 @@ class ShmTransport(KvTransport):
     def _path(self, boot: bytes) -> Path:
         if not self.options.shm_dir:
             raise TransportRefused("no directory for its sockets (shm_dir) is set")
-        path = Path(self.options.shm_dir) / f"{boot.hex()}.sock"
-        if len(os.fsencode(path)) > _MAX_PATH:
-            raise TransportRefused(f"path longer than {_MAX_PATH} bytes: {path}")
-        return path
+        return Path(self.options.shm_dir) / f"{boot.hex()}.sock"
+
+
+@contextmanager
+def _sun_path(path: Path) -> Iterator[str]:
+    """The socket's name for bind and connect; a long one goes through its open directory."""
+    if len(os.fsencode(path)) <= _MAX_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

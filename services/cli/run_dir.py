@@ -17,7 +17,7 @@ PREFIX = "pdserve-up-"
 
 @contextmanager
 def run_dir(parent: Path | None = None) -> Iterator[Path]:
-    """A private folder, removed at the end. Its path is short: unix sockets allow 107 bytes."""
+    """A private folder, removed at the end."""
     base = parent or Path(tempfile.gettempdir())
     sweep(base)
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
