@@ -42,9 +42,14 @@ class Settings:
     def build(self, cls: type[T], **fixed: Any) -> T:
         """The settings object of one group; `fixed` sets fields that are no options here.
 
-        Raises OptionError if the object itself refuses its values.
+        An option that was not given takes the group's own default: groups that share a name may
+        differ in it. Raises OptionError if the object itself refuses its values.
         """
-        chosen = {o.field: self.values[o.name].value for o in self._groups[cls]}
+        chosen = {
+            o.field: self.values[o.name].value
+            for o in self._groups[cls]
+            if self.values[o.name].given
+        }
         try:
             return cls(**{**chosen, **fixed})
         except ValueError as error:

@@ -102,6 +102,7 @@ def test_a_shared_option_fills_both_groups() -> None:
     settings = settle(["--host", "h"])
     assert (settings.build(Server).host, settings.build(Other).host) == ("h", "h")
     assert settings.build(Other, depth=9).depth == 9
+    assert settle([]).build(Other).host == "elsewhere"
     assert [o.name for o in settings.options()].count("host") == 1
 
 
