@@ -133,4 +133,4 @@ class Roster:
                 self._free_slots.append(sequence.slot)
                 sequence.slot = -1
         self._free_slots.extend(job.slots)
-        job.sequences, job.slots, job.hashes = [], [], None
+        job.sequences, job.slots = [], []

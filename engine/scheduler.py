@@ -37,7 +37,7 @@ class Scheduler:
         self._add_chunks(now_s, plan, in_step)
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
-        return plan if plan.rows or plan.copies or plan.events else None
+        return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, job: Job, plan: Plan, in_step: set[int]) -> None:
         rows = [self._row(s) for s in job.sequences if s.num_left == 1]

@@ -353,6 +353,49 @@ def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
     assert_at_rest(engine)
 
 
+def test_a_prefill_only_request_is_never_preempted() -> None:
+    engine = fake_engine(num_blocks=14, chunk_size=4, prefix_cache=False, context_len=120)
+    engine.submit(ask("old", range(4), max_tokens=40))
+    for _ in range(8):
+        engine.step()
+    engine.submit(ask("p", range(36), prefill_only=True))
+    step = engine.step()
+    assert step is not None
+    assert of(step.events, Scheduled, "p")
+    blocks = engine.held_blocks("p")
+    while engine.step() is not None:
+        pass
+    assert engine.stats().preemptions == 1  # the old one, for want of another
+    assert engine.stats().held == 1
+    assert engine.held_blocks("p") == blocks
+    engine.release_held("p")
+    assert len(of(run(engine), Finished, "old")) == 1
+    assert_at_rest(engine)
+
+
+def test_a_choice_aborted_early_leaves_its_place_to_others() -> None:
+    engine = fake_engine(max_running=4)
+    engine.submit(ask("a", range(60), n=3))
+    engine.step()
+    engine.abort("a", [1])
+    engine.submit(ask("b", range(5), n=2))
+    engine.step()
+    assert engine.stats().running == 2
+    run(engine)
+    assert_at_rest(engine)
+
+
+def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
+    engine = fake_engine(max_running=1)
+    run(engine, ask("long", range(50)))
+    engine.submit(ask("short", range(5)))
+    engine.step()
+    (blocks,) = engine._roster.running[0].sequences[0].block_tables
+    line = engine._runner._tables[0][0].tolist()
+    assert line[: len(blocks)] == blocks
+    assert not any(line[len(blocks) :])
+
+
 def test_a_window_gives_its_blocks_back_on_the_way() -> None:
     engine = fake_engine(num_blocks=40, window=6, prefix_cache=False, context_len=160)
     engine.submit(ask("a", range(4), max_tokens=100))
