@@ -1,10 +1,14 @@
-"""Options of a decode worker: those of every worker."""
+"""Options of a decode worker: those of every worker, and where hand-offs reach it."""
 
 from dataclasses import dataclass
 
+from pdserve.services.host.options import option
 from pdserve.services.host.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
 class DecodeSettings(WorkerSettings):
     """Where a decode worker listens, whom it joins, and how KV reaches it."""
+
+    data_bind: str = option("127.0.0.1:0", "host:port of the hand-off listener")
+    data_advertise: str = option("", "host:port under which prefill reaches it; empty: as bound")

@@ -13,8 +13,6 @@ class WorkerSettings:
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     advertise: str = option("", "host:port under which others reach it; empty: as bound")
-    data_bind: str = option("127.0.0.1:0", "host:port of the hand-off listener")
-    data_advertise: str = option("", "host:port under which prefill reaches it; empty: as bound")
     routers: tuple[str, ...] = option((), "host:port of routers to join; names are resolved anew")
     cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
