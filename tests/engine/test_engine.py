@@ -354,19 +354,23 @@ def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
 
 
 def test_a_prefill_only_request_is_never_preempted() -> None:
-    engine = fake_engine(num_blocks=14, chunk_size=4, prefix_cache=False, context_len=120)
-    engine.submit(ask("old", range(4), max_tokens=40))
-    for _ in range(8):
+    engine = fake_engine(num_blocks=14, chunk_size=2, prefix_cache=False, context_len=120)
+    engine.submit(ask("old", range(4), max_tokens=50))
+    while engine.stats().blocks.used < 9:
         engine.step()
-    engine.submit(ask("p", range(36), prefill_only=True))
+    for _ in range(3):  # to the end of that block
+        engine.step()
+    engine.submit(ask("p", range(16), prefill_only=True))
     step = engine.step()
     assert step is not None
     assert of(step.events, Scheduled, "p")
     blocks = engine.held_blocks("p")
+    while engine.stats().preemptions == 0:
+        assert engine.step() is not None
+    assert engine.stats().held == 0  # it was being computed when blocks ran out
+    assert engine.held_blocks("p") == blocks
     while engine.step() is not None:
         pass
-    assert engine.stats().preemptions == 1  # the old one, for want of another
-    assert engine.stats().held == 1
     assert engine.held_blocks("p") == blocks
     engine.release_held("p")
     assert len(of(run(engine), Finished, "old")) == 1
