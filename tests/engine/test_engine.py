@@ -358,7 +358,7 @@ def test_a_prefill_only_request_is_never_preempted() -> None:
     engine.submit(ask("old", range(4), max_tokens=50))
     while engine.stats().blocks.used < 9:
         engine.step()
-    for _ in range(3):  # to the end of that block
+    for _ in range(2):  # to the end of that block
         engine.step()
     engine.submit(ask("p", range(16), prefill_only=True))
     step = engine.step()
