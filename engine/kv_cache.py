@@ -4,6 +4,8 @@ Per layer group one tensor [layers, blocks, 2, kv_heads, block_size, head_dim], 
 so blocks leave and enter as they lie. Block 0 is the null block: it pads tables and holds zeros.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +26,7 @@ class KvCache:
         for number, group in enumerate(spec.groups):
             two, heads, head_dim = group.block_shape
             shape = (len(group.layers), num_blocks + 1, two, heads, spec.block_size, head_dim)
-            data = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+            data = _zeros(shape, getattr(torch, group.dtype), device)
             self.data.append(data)
             for i, layer in enumerate(group.layers):
                 self._layers[layer] = (data[i], number)
@@ -88,3 +90,12 @@ class KvCache:
                 f"{self.num_bytes(group, layers, blocks)}"
             )
         return torch.tensor(list(blocks), dtype=torch.int64)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """On CPU anonymous pages, which the kernel zeroes when they are touched; torch.zeros would
+    touch them all, and a pool as large as the free memory took 40 s to start."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

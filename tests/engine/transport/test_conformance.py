@@ -216,5 +216,5 @@ def test_shm_says_why_it_cannot(tmp_path: Path) -> None:
     target = Target("", b"x" * 16)
     with pytest.raises(TransportRefused, match="shm_dir"):
         transports()["shm"](TransportOptions(shm_dir="")).dial(target, 1.0)
-    with pytest.raises(TransportRefused, match="longer than"):
-        make_transport("shm", tmp_path / ("x" * 100)).dial(target, 1.0)
+    with pytest.raises(TransportRefused, match="No such file"):
+        make_transport("shm", tmp_path / "absent").dial(target, 1.0)
