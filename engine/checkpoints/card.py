@@ -12,7 +12,7 @@ class CardData:
     architecture: str  # Hugging Face class name
     context_len: int  # tokens, prompt and answer together
     vocab_size: int
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]  # any ends an answer; the first is the tokenizer's own eos token
     bos_id: int | None
     adds_bos: bool  # the tokenizer puts bos_id before a prompt
     tokenizer_json: bytes

@@ -20,8 +20,8 @@ def gguf_text_files(metadata: Metadata) -> TextFiles:
     template = metadata.get("tokenizer.chat_template", "")
     if not isinstance(template, str):
         template = ""
-    ends = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS}
-    ends |= turn_end_ids(tokenizer, template)
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
+    ends += sorted(turn_end_ids(tokenizer, template))
     size = tokenizer.get_vocab_size()
     bos = checked_ids([metadata.get("tokenizer.ggml.bos_token_id")], size)
     bos_id = bos[0] if bos else None

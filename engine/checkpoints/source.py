@@ -42,7 +42,7 @@ class TextFiles:
     tokenizer_json: bytes
     chat_template: str = ""  # jinja source; empty: the model has none
     generation_config: dict[str, Any] = field(default_factory=dict)
-    eos_ids: tuple[int, ...] = ()  # sorted
+    eos_ids: tuple[int, ...] = ()  # the tokenizer's own first: templates write it
     bos_id: int | None = None
     adds_bos: bool = False  # the tokenizer puts bos_id before a prompt
 

@@ -31,6 +31,6 @@ def turn_end_ids(tokenizer: Tokenizer, template: str) -> set[int]:
 
 
 def checked_ids(ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
-    """Sorted ids within the vocabulary; what is no id is left out (files carry -1 for none)."""
-    good = {i for i in ids if isinstance(i, int) and not isinstance(i, bool)}
-    return tuple(sorted(i for i in good if 0 <= i < vocab_size))
+    """Ids within the vocabulary, each once, in the order given; files carry -1 for none."""
+    good = (i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+    return tuple(dict.fromkeys(i for i in good if 0 <= i < vocab_size))

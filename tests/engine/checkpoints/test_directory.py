@@ -156,12 +156,12 @@ def test_unknown_name_gets_a_hint(tmp_path: Path) -> None:
         checkpoint.tensor("model.norms.weight")
 
 
-def test_eos_ids_are_the_union(tmp_path: Path) -> None:
+def test_eos_ids_are_the_union_and_the_tokenizers_own_is_first(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama", eos_token_id=3)
     generation = {"eos_token_id": [5, 4, -1, 10**6, True], "temperature": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     text = open_checkpoint(folder).text_files()
-    assert text.eos_ids == (3, 4, 5, 258)  # 258 is tokenizer_config.json's
+    assert text.eos_ids == (258, 5, 4, 3)  # 258 is tokenizer_config.json's
     assert text.generation_config == generation
     assert (text.bos_id, text.adds_bos) == (256, True)
 

@@ -9,6 +9,8 @@ from tiny_models import ARCHITECTURES, write_tiny
 from write_gguf import write_gguf
 
 from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf_reader import GgufReader
+from pdserve.engine.checkpoints.gguf_text import gguf_text_files
 from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.models.config import ModelConfig
@@ -145,6 +147,13 @@ def test_end_of_turn_token_of_the_template_ends_a_generation(tmp_path: Path) -> 
     folder = write_tiny(tmp_path / "hf", "llama", eos_token_id=257)
     text = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf")).text_files()
     assert text.eos_ids == (257, 258)  # <|im_end|> is 258
+
+
+def test_the_eos_token_comes_before_other_ends(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    metadata = GgufReader(write_gguf(folder, tmp_path / "model.gguf")).metadata
+    ends = {f"tokenizer.ggml.{kind}_token_id": at for kind, at in (("eos", 258), ("eot", 3))}
+    assert gguf_text_files({**metadata, **ends}).eos_ids == (258, 3)
 
 
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
