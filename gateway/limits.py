@@ -42,11 +42,12 @@ class Place:
 
 
 class Limits:
-    """Counts requests; `max_requests` bounds the open ones, `max_queued` those without a token."""
+    """Counts requests: `max_requests` bounds the open ones, `max_unanswered` those of them
+    without a token."""
 
-    def __init__(self, max_requests: int, max_queued: int) -> None:
+    def __init__(self, max_requests: int, max_unanswered: int) -> None:
         self._max_requests = max_requests
-        self._max_queued = max_queued
+        self._max_unanswered = max_unanswered
         self._closed = False
         self.open = 0
         self.waiting = 0
@@ -63,6 +64,6 @@ class Limits:
             raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
         if self.open >= self._max_requests:
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
-        if self.waiting >= self._max_queued:
+        if self.waiting >= self._max_unanswered:
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
         return Place(self)

@@ -54,15 +54,15 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     client = RouterClient(settings.routers, settings.cluster_secret, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
     executor = ThreadPoolExecutor(settings.text_threads, "text")
-    limits = Limits(settings.max_requests, settings.max_queued)
+    limits = Limits(settings.max_requests, settings.max_unanswered)
     service = Service(
         client,
-        TextPool(executor, settings.text_timeout),
+        TextPool(executor, settings.text_timeout_s),
         limits,
         GatewayMetrics(),
         time.monotonic,
-        settings.request_timeout,
-        settings.queue_timeout,
+        settings.request_timeout_s,
+        settings.queue_timeout_s,
     )
     readiness = Readiness(client)
     app = create_app(
@@ -71,9 +71,9 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         keys,
         HttpLimits(
             settings.max_body_bytes,
-            settings.body_timeout,
+            settings.body_timeout_s,
             settings.max_buffer_bytes,
-            settings.stall_timeout,
+            settings.stall_timeout_s,
         ),
         open_metrics=not settings.metrics_key,
     )

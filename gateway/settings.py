@@ -20,19 +20,23 @@ class GatewaySettings:
     )
     api_key_file: str = option("", "file with further API keys, one a line")
     metrics_key: bool = option(False, "/metrics needs an API key too, if there are any")
-    request_timeout: float = option(
+    request_timeout_s: float = option(
         600.0, "seconds a request may take in all", min=0.001, max=86400
     )
-    queue_timeout: float = option(
+    queue_timeout_s: float = option(
         60.0, "seconds it may wait for its first step", min=0.001, max=86400
     )
     max_requests: int = option(2048, "requests open at once; more are answered 429", min=1)
-    max_queued: int = option(1024, "of them without a first token; more are answered 429", min=1)
+    max_unanswered: int = option(
+        1024, "of them without a first token; more are answered 429", min=1
+    )
     max_body_bytes: int = option(8 << 20, "of a request's body", min=1024, max=1 << 30)
-    body_timeout: float = option(30.0, "seconds for a request's body to come", min=0.001)
+    body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
     max_buffer_bytes: int = option(1 << 20, "unread answer of a client that is kept", min=1024)
-    stall_timeout: float = option(30.0, "seconds without reading before it is cancelled", min=0.001)
+    stall_timeout_s: float = option(
+        30.0, "seconds without reading before it is cancelled", min=0.001
+    )
     text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
-    text_timeout: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
     drain_s: float = option(30.0, "seconds that open requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -73,7 +73,7 @@ COMMANDS = {
             (
                 ("system", CLI + "UpSettings", ()),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
-                ("routing", ROUTER, (*UP_OWNS, "api_keys", "queue_timeout_s", "request_timeout_s")),
+                ("routing", ROUTER, UP_OWNS),
                 ("workers", PREFILL, UP_OWNS),
                 ("decode workers", DECODE, UP_OWNS),
                 ("model and engine", ENGINE, (*UP_OWNS, "model")),

@@ -130,14 +130,11 @@ class System:
         ]
 
     def _router_task(self) -> Task:
-        keys = self._client_keys()
         made = self._settings.build(
             RouterSettings,
             bind=self._router_address,
             cluster_secret=self._secret,
-            api_keys=keys,
-            queue_timeout_s=self._gateway.queue_timeout,
-            request_timeout_s=self._gateway.request_timeout,
+            api_keys=self._client_keys(),
         )
         return Task(self._entries["router"], (made,))
 

@@ -13,7 +13,10 @@ class RouterSettings:
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     api_keys: tuple[str, ...] = option(
-        (), "keys that gRPC clients of Generate may use instead of the secret", secret=True
+        (),
+        "keys that gRPC clients of Generate may use instead of the secret",
+        secret=True,
+        flag="api-key",
     )
     remote_prefill: str = option(
         "auto",
@@ -24,8 +27,12 @@ class RouterSettings:
         512, "prompt tokens not cached at decode from which auto goes remote", min=1
     )
     max_queued: int = option(512, "requests waiting for a worker before new ones fail", min=0)
-    queue_timeout_s: float = option(60.0, "longest wait of a Generate for its first step", min=0)
-    request_timeout_s: float = option(600.0, "longest run of a Generate that names none", min=0)
+    queue_timeout_s: float = option(
+        60.0, "longest wait of a Generate for its first step", min=0.001, max=86400
+    )
+    request_timeout_s: float = option(
+        600.0, "longest run of a Generate that names none", min=0.001, max=86400
+    )
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

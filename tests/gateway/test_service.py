@@ -111,8 +111,8 @@ def test_key_files(tmp_path):
 
 async def test_a_default_request_passes_the_default_limits(make_http):
     settings = GatewaySettings()
-    assert settings.queue_timeout < settings.request_timeout
-    assert settings.max_queued <= settings.max_requests
+    assert settings.queue_timeout_s < settings.request_timeout_s
+    assert settings.max_unanswered <= settings.max_requests
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
     reply = await make_http(saying("hello")).post("/v1/chat/completions", json={"messages": HI})
     assert reply.status_code == 200

@@ -145,11 +145,21 @@ def test_what_up_decides_is_a_field_of_a_service() -> None:
 
 
 def test_an_option_means_one_thing() -> None:
-    """Options of one name have one kind wherever they stand, so one environment fits all."""
-    kinds: dict[str, set[type]] = {}
+    """Options of one name take the same values wherever they stand, so one environment fits all."""
+    kinds: dict[str, set[object]] = {}
     for command in COMMANDS.values():
         for section in command.sections():
             for option in section.options:
-                kinds.setdefault(option.name, set()).add(option.kind)
+                values = (option.kind, option.min, option.max, option.choices)
+                kinds.setdefault(option.name, set()).add(values)
     assert set(kinds) == known_names()
     assert {name for name, found in kinds.items() if len(found) > 1} == set()
+
+
+def test_gateway_and_router_share_what_means_the_same() -> None:
+    gateway, router = (
+        {option.name for section in COMMANDS[name].sections() for option in section.options}
+        for name in ("gateway", "router")
+    )
+    timeouts = {"request_timeout_s", "queue_timeout_s"}
+    assert gateway & router == {"cluster_secret", "api_key", "drain_s", "log_level", *timeouts}

@@ -113,7 +113,7 @@ def test_a_given_secret_keys_and_ports_are_used(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["--cluster-secret", "s3cret", "--api-key", "first", "--api-key", "second"]
-    words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout", "7"]
+    words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout-s", "7"]
     ended = serve(folder, *words)
     router = ended.named("router").figures
     assert (router["secret"], router["bind"]) == ("s3cret", f"127.0.0.1:{port}")
