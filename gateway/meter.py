@@ -16,14 +16,14 @@ log = logging.getLogger("pdserve.gateway.request")
 
 
 class Meter:
-    """Times in seconds of the clock that is handed in; `trace` is the client's request id."""
+    """Times in seconds of the clock that is handed in; the ids go to the log."""
 
     def __init__(
-        self, metrics: GatewayMetrics, request: str, trace: str, clock: Callable[[], float]
+        self, metrics: GatewayMetrics, request: str, client_id: str, clock: Callable[[], float]
     ) -> None:
         self._metrics = metrics
         self._request = request
-        self._trace = trace
+        self._client_id = client_id
         self._clock = clock
         self.arrived = clock()
         self._model = ""
@@ -79,16 +79,32 @@ class Meter:
             code = _code(error)
             self._metrics.failures.labels(code).inc()
             outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
+        total = f"total={now - self.arrived:.3f}s"
+        if self._client_id:
+            total += f" client_id={self._client_id}"
+        if error is not None and not self._decode:
+            line = f"never placed: finish={outcome} {total}"
+        else:
+            line = f"{self._story()} finish={outcome} {self._path()} {total}"
+        log.info("%s", line, extra={"request": self._request})
+
+    def _story(self) -> str:
+        """What was asked and answered, in tokens."""
+        return (
+            f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
+            f"{self._counted} out,"
+        )
+
+    def _path(self) -> str:
+        """Where the request went, and how long each phase of it took."""
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
-        log.info(
-            "%s model=%s prompt=%d cached=%d answer=%d finish=%s prefill_at=%s decode=%s "
-            "queue=%.3fs prefill=%.3fs transfer=%.3fs first_token=%.3fs ttft=%s total=%.3fs",
-            self._request, self._model or "-", self._prompt_tokens, self._cached, self._counted,
-            outcome or "-", ",".join(self._where) or "-", self._decode or "-",
-            self._phases.queue_s, self._phases.prefill_s, self._phases.transfer_s,
-            self._phases.first_token_s, first, now - self.arrived,
-            extra={"request": self._trace},
-        )  # fmt: skip
+        phases = self._phases
+        return (
+            f"prefill_at={','.join(self._where) or '-'} decode={self._decode or '-'} "
+            f"queue={phases.queue_s:.3f}s prefill={phases.prefill_s:.3f}s "
+            f"transfer={phases.transfer_s:.3f}s first_token={phases.first_token_s:.3f}s "
+            f"ttft={first}"
+        )
 
     def _count(self, total_s: float) -> None:
         m = self._metrics

@@ -74,10 +74,13 @@ class Service:
 
     @asynccontextmanager
     async def job(
-        self, ask: ChatAsk | CompleteAsk, request: str, trace: str = ""
+        self, ask: ChatAsk | CompleteAsk, request: str, client_id: str = ""
     ) -> AsyncIterator[Job]:
-        """The job to run inside the block; `trace` goes to the log. Raises ServiceError."""
-        meter = Meter(self.metrics, request, trace, self._clock)
+        """The job to run inside the block. Raises ServiceError.
+
+        `request` names it everywhere, `client_id` is what its client calls it.
+        """
+        meter = Meter(self.metrics, request, client_id, self._clock)
         error: BaseException | None = None
         try:
             with self.limits.place() as place:

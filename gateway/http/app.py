@@ -71,8 +71,9 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     async def read(request: Request, kind: type[B]) -> B:
         return parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
 
-    def trace(request: Request) -> str:
-        return str(request.state.request_id)
+    def ids(request: Request) -> tuple[str, str]:
+        """What its answer is named by, and the name that its client gave it, if any."""
+        return request.state.request_id, request.state.client_id
 
     def answer(work: Chat | Completion, stream: bool | None) -> Response:
         if stream:
@@ -82,12 +83,12 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read(request, ChatBody)
-        return answer(Chat(service, body, trace(request)), body.stream)
+        return answer(Chat(service, body, *ids(request)), body.stream)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody)
-        return answer(Completion(service, body, trace(request)), body.stream)
+        return answer(Completion(service, body, *ids(request)), body.stream)
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:

@@ -1,7 +1,6 @@
 """/v1/chat/completions: a conversation in, whole messages or chunks of them out."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -16,22 +15,22 @@ from pdserve.gateway.service import ChatAsk, Service
 class Chat:
     """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(self, service: Service, body: ChatBody, trace: str) -> None:
+    def __init__(self, service: Service, body: ChatBody, request_id: str, client_id: str) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
-        self._trace = trace
+        self._client_id = client_id
         self._ask = ChatAsk(
             body.model,
             [message.as_template() for message in body.messages],
             body.wishes(),
             (body.cache_salt or "").encode(),
         )
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{request_id}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id, self._trace) as job:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
                 {
@@ -47,7 +46,7 @@ class Chat:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
-        async with self._service.job(self._ask, self._id, self._trace) as job:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
             head = self._head("chat.completion.chunk", job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

@@ -1,7 +1,6 @@
 """/v1/completions: texts or token ids in, their continuations out."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -16,11 +15,13 @@ from pdserve.gateway.service import CompleteAsk, Service
 class Completion:
     """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(self, service: Service, body: CompletionBody, trace: str) -> None:
+    def __init__(
+        self, service: Service, body: CompletionBody, request_id: str, client_id: str
+    ) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
-        self._trace = trace
+        self._client_id = client_id
         self._ask = CompleteAsk(
             body.model,
             body.prompt,
@@ -30,11 +31,11 @@ class Completion:
             add_special_tokens=body.add_special_tokens is not False,
             cache_salt=(body.cache_salt or "").encode(),
         )
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = f"cmpl-{request_id}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id, self._trace) as job:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
                 self._choice(answer.index, answer.text, answer.tokens, answer.finish)
@@ -44,7 +45,7 @@ class Completion:
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._service.job(self._ask, self._id, self._trace) as job:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
             head = self._head(job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

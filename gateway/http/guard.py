@@ -29,14 +29,15 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
-        request_id = headers.get(REQUEST_ID, "")
-        if not _GOOD_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        own_id = uuid.uuid4().hex
+        client_id = headers.get(REQUEST_ID, "")
+        if not _GOOD_ID.fullmatch(client_id):
+            client_id = ""
+        scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID] = client_id or own_id
             await send(message)
 
         if scope["path"] not in self._open_paths and not self._keys.admits(

@@ -96,7 +96,9 @@ async def test_from_start_to_stop(gateway):
     assert await gateway.stop() == 0
     line = next(line for line in gateway.log.splitlines() if "finish=" in line)
     assert re.search(r"finish=stop prefill_at=local decode=d:1 queue=0\.010s prefill=0\.020s", line)
-    assert line.endswith("request=mine")
+    assert " tiny: " in line
+    assert f"client_id=mine  request={reply.json()['id']}" in line
+    assert line.count(reply.json()["id"]) == 1
     assert "Traceback" not in gateway.log
 
 

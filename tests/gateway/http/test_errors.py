@@ -326,6 +326,8 @@ async def test_request_ids(make_http):
         assert reply.headers["x-request-id"] not in ("", value)
     first, second = [(await client.get("/health")).headers["x-request-id"] for _ in range(2)]
     assert first != second
+    reply = await client.post("/v1/chat/completions", json={"messages": HI})
+    assert reply.json()["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
 
 
 @pytest.mark.parametrize(("limits", "words"), [((1, 9), "open"), ((9, 1), "waiting")])
