@@ -89,6 +89,7 @@ def main() -> int:
 
     results = HERE / "results" / f"accept-{args.topic}.jsonl"
     revision, tree = commit(), source_tree()
+    results.parent.mkdir(exist_ok=True)
     known = {} if revision.endswith("-dirty") else passed_before(results, tree)
     summary: dict[str, Any] = {}
     for module in sorted((HERE / args.topic).glob("line*_*.py")):
