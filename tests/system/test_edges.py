@@ -1,0 +1,156 @@
+"""Short and odd requests, answered field by field alike with and without remote prefill.
+
+A tiny random model, so that prompts of a block or two suffice and a whole system starts fast.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleet import Fleet, wait_for
+from tiny_models import write_tiny
+
+BLOCK = 32
+EOS = 258
+OPTIONS = ("--kv-tokens", "8192", "--block-size", str(BLOCK), "--weights", "float32")
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return [(17 * i + 31 * seed + 5) % 256 for i in range(length)]
+
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 7)
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    **{f"{n} tokens": {"prompt": ids(n, n), **GREEDY} for n in LENGTHS},
+    **{f"{n} tokens again": {"prompt": ids(n, n), **GREEDY} for n in LENGTHS},
+    **{
+        f"one token after {n}": {"prompt": ids(n, 100 + n), **GREEDY, "max_tokens": 1}
+        for n in LENGTHS
+    },
+    **{
+        f"eos first after {n}": {
+            "prompt": ids(n, 200 + n), "temperature": 0, "logit_bias": {str(EOS): 100}
+        }
+        for n in LENGTHS
+    },
+    "empty text": {"prompt": "", **GREEDY},
+    "text": {"prompt": "Grüße, 世界 🙂! " * 5, **GREEDY},
+    "logprobs": {"prompt": ids(70, 1), **GREEDY, "logprobs": 3},
+    "choices": {"prompt": ids(70, 2), "n": 3, "temperature": 1, "seed": 7, "max_tokens": 9},
+    "best": {
+        "prompt": ids(70, 3), "n": 2, "best_of": 4, "temperature": 1, "seed": 7, "max_tokens": 5
+    },
+    "echo": {"prompt": ids(70, 4), **GREEDY, "echo": True},
+    "echo and logprobs": {"prompt": ids(70, 5), **GREEDY, "echo": True, "logprobs": 2},
+    "several prompts": {"prompt": [ids(70, 6), ids(3, 16), ids(64, 26)], **GREEDY, "n": 2},
+    "penalties": {
+        "prompt": ids(90, 7), "temperature": 0.8, "seed": 3, "max_tokens": 12, "top_k": 40,
+        "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+    },
+    "stop id": {"prompt": ids(70, 8), "max_tokens": 30, "seed": 1, "stop_token_ids": ids(128)},
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no ids": ({"prompt": []}, "prompt"),
+    "nothing of a list": ({"prompt": [ids(3), []]}, "prompt"),
+    "empty text without bos": ({"prompt": "", "add_special_tokens": False}, "prompt"),
+    "unknown id": ({"prompt": [259]}, "prompt"),
+    "whole context": ({"prompt": ids(512)}, "prompt"),
+    "n": ({"prompt": "x", "n": 129}, "n"),
+    "bias": ({"prompt": "x", "logit_bias": {"259": 1}}, "logit_bias"),
+}
+
+
+def asked(fleet: Fleet) -> dict[str, Any]:
+    """All completions, one after the other, without what differs by its nature."""
+    answers = {}
+    with httpx.Client(base_url=fleet.url, timeout=30) as http:
+        for name, body in COMPLETIONS.items():
+            reply = http.post("/v1/completions", json={"model": "tiny", **body})
+            assert reply.status_code == 200, f"{name}: {reply.text}"
+            answer = reply.json()
+            del answer["id"], answer["created"]
+            answers[name] = answer
+        for name, (body, param) in REFUSED.items():
+            reply = http.post("/v1/completions", json={"model": "tiny", **body})
+            assert reply.status_code == 400, f"{name}: {reply.text}"
+            assert reply.json()["error"]["param"].split("[")[0] == param, name
+    wait_for(fleet.all_blocks_back, 5, "blocks back")
+    return answers
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf by its path."""
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    else:
+        return {path: value}
+    return {
+        path: len(value),
+        **{k: v for key, one in pairs for k, v in flat(one, f"{path}/{key}").items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(scope="module")
+def local(model: Path) -> dict[str, Any]:
+    with Fleet("--model", str(model), "--prefill", "0", *OPTIONS) as fleet:
+        answers = asked(fleet)
+        assert fleet.prefills("remote") == 0
+    assert fleet.exit_code == 0
+    return answers
+
+
+def test_one_token(local: dict[str, Any]) -> None:
+    for length in LENGTHS:
+        answer = local[f"one token after {length}"]
+        assert answer["usage"]["completion_tokens"] == 1
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_first_token_ends_it(local: dict[str, Any]) -> None:
+    for length in LENGTHS:
+        answer = local[f"eos first after {length}"]
+        assert answer["usage"]["completion_tokens"] == 1
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["choices"][0]["text"] == ""
+
+
+def test_what_is_cached(local: dict[str, Any]) -> None:
+    for length in LENGTHS:
+        usage = local[f"{length} tokens again"]["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached == min(length // BLOCK * BLOCK, length - 1)  # the last token always runs
+        assert local[f"{length} tokens"]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_an_empty_text_is_a_bos_token(local: dict[str, Any]) -> None:
+    assert local["empty text"]["usage"]["prompt_tokens"] == 1
+    assert local["empty text"]["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_remote_answers_are_the_same_field_by_field(
+    model: Path, local: dict[str, Any], transport: str
+) -> None:
+    options = ("--remote-prefill", "always", "--kv-transport", transport, *OPTIONS)
+    with Fleet("--model", str(model), *options) as fleet:
+        answers = asked(fleet)
+        remote = fleet.prefills("remote")
+        wait_for(
+            lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,
+            5,
+            "the workers' next load report",
+        )
+    assert fleet.exit_code == 0
+    assert remote >= 3 * (len(LENGTHS) - 1)
+    assert list(answers) == list(local)
+    for name, answer in answers.items():
+        assert flat(answer) == pytest.approx(flat(local[name]), abs=1e-4), name

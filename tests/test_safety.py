@@ -1,0 +1,159 @@
+"""What the whole tree must not do, and that its options and metrics are what they say."""
+
+import ast
+import ipaddress
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.cli.options import Option
+from pdserve.services.host.worker_metrics import WorkerMetrics
+from pdserve.services.router.core import RouterCore
+from pdserve.services.router.metrics import RouterMetrics
+from pdserve.services.router.policy import Rules
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "benchmarks", "tests")
+
+# Each runs what it reads, or makes any object of it.
+MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {
+    "torch.load", "torch.package", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
+    "yaml.full_load", "os.system", "os.popen", "builtins.eval", "builtins.exec",
+}  # fmt: skip
+FLAGS = {"shell", "allow_pickle", "trust_remote_code"}
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+                yield path
+
+
+def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything in the tree that would run data as code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+            yield from ((node.lineno, name) for name in found if name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                if name.split(".")[0] in MODULES or name in ATTRIBUTES:
+                    yield node.lineno, name
+        elif isinstance(node, ast.Attribute):
+            if ast.unparse(node) in ATTRIBUTES:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in BUILTINS:
+                yield node.lineno, node.func.id
+            for keyword in node.keywords:
+                refused = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg in FLAGS and not refused:
+                    yield node.lineno, str(keyword.arg)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "import marshal as m", "from pickle import loads", "torch.load(path)",
+        "from torch import load", "eval(text)", "exec(text)", "yaml.load(text)",
+        "run(text, shell=True)", "run(text, shell=wanted)", "numpy.load(f, allow_pickle=True)",
+        "from_pretrained(name, trust_remote_code=True)", "os.system(text)",
+    ],
+)  # fmt: skip
+def test_the_check_finds(line: str) -> None:
+    assert list(dangers(ast.parse(line)))
+
+
+def test_no_data_is_run_as_code() -> None:
+    paths = list(sources(*FOLDERS))
+    assert len(paths) > 200
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in paths
+        for line, what in dangers(ast.parse(path.read_text(), str(path)))
+    ]
+    assert found == []
+
+
+def all_options() -> dict[str, list[Option]]:
+    """The options of every command."""
+    return {
+        name: [option for section in command.sections() for option in section.options]
+        for name, command in COMMANDS.items()
+    }
+
+
+def test_everything_binds_to_loopback_unless_told() -> None:
+    checked = set()
+    for command, options in all_options().items():
+        for option in options:
+            if option.name == "host":
+                host = option.default
+            elif option.name.endswith("bind"):
+                host, _, _ = option.default.rpartition(":")
+            else:
+                continue
+            assert ipaddress.ip_address(host).is_loopback, f"{command} {option.flag}"
+            checked.add(option.name)
+    assert checked == {"host", "bind", "data_bind"}
+
+
+def test_no_address_of_all_interfaces_in_the_program() -> None:
+    wildcards = re.compile(r"(0\.0\.0\.0|\[?::\]?)(:\d+)?|:\d+")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for path in sources("gateway", "services", "engine", "kernels", ".src")
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and wildcards.fullmatch(node.value)
+    ]
+    assert found == []
+
+
+def test_every_option_is_read() -> None:
+    read = {
+        node.attr
+        for path in sources("gateway", "services", "engine")
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    for command, options in all_options().items():
+        unread = [option.flag for option in options if option.field not in read]
+        assert unread == [], command
+
+
+def emitted(core: RouterCore) -> set[str]:
+    """Names of the metrics that gateway, router and workers export."""
+    router = CollectorRegistry()
+    router.register(RouterMetrics(core))  # type: ignore[arg-type]
+    worker = CollectorRegistry()
+    worker.register(WorkerMetrics("a:1", "tiny"))  # type: ignore[arg-type]
+    registries = (GatewayMetrics().registry, router, worker)
+    return {family.name for registry in registries for family in registry.collect()}
+
+
+@pytest.mark.anyio
+async def test_metrics_that_are_spoken_of_exist(anyio_backend: str) -> None:
+    places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    places += [*sources("services/cli", "benchmarks", "tests/support", "tests/system")]
+    names = emitted(RouterCore("secret", Rules(), 1))
+    checked = set()
+    for path in places:
+        found = re.findall(
+            r"(?:vllm:|\bpdserve_)[a-z][a-z_]+[a-z]\b(?![\w/.=:-])", path.read_text()
+        )
+        for name in found:
+            bare = re.sub(r"_(total|bucket|sum|count)$", "", name)
+            assert {name, bare} & names, f"{path.relative_to(ROOT)} speaks of {name}"
+            checked.add(bare)
+    assert {"pdserve_prefill_requests", "pdserve_transfer_bytes"} <= checked
