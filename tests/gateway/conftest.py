@@ -24,11 +24,6 @@ BOUNDS = HttpLimits(
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool

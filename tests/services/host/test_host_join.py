@@ -12,7 +12,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_se
 from pdserve.services.host.join import LOAD_INTERVAL_S, Membership, resolve
 from pdserve.services.host.server import GrpcHost
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_loop")]
+pytestmark = pytest.mark.anyio
 
 
 class Lease:

@@ -18,7 +18,7 @@ from pdserve.services.host.channel import open_channel
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.server import GrpcHost
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_loop")]
+pytestmark = pytest.mark.anyio
 
 
 class Blobs(BlobsServicer):

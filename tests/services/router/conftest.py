@@ -33,18 +33,6 @@ SECRET = "cluster secret of the tests"
 TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="session")
-async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
-    and an event of a closed test's loop would raise in the next one's."""
-    yield  # noqa: PT022  (a fixture that is not over keeps the loop)
-
-
 def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
     """What any worker of the tests generates: a function of the request alone."""
     return (sum(prompt) * 31 + seed * 17 + choice * 7 + position * 13) % 50_000
@@ -387,7 +375,7 @@ MakeCluster = Callable[..., Awaitable[Cluster]]
 
 
 @pytest.fixture
-async def make_cluster(one_loop: None) -> AsyncIterator[MakeCluster]:
+async def make_cluster(anyio_backend: str) -> AsyncIterator[MakeCluster]:
     made: list[Cluster] = []
 
     async def make(**settings: Any) -> Cluster:

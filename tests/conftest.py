@@ -1,3 +1,5 @@
+"""Fixtures of all tests: anyio's backend, and the one event loop of tests that are coroutines."""
+
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,3 +15,9 @@ async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
     and an event of a closed test's loop would raise in the next one's."""
     yield  # noqa: PT022  (a fixture that is not over keeps the loop)
+
+
+@pytest.fixture(autouse=True)
+def _coroutines_share_the_loop(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("anyio"):
+        request.getfixturevalue("one_loop")
