@@ -53,6 +53,6 @@ def _template(path: Path, own: dict[str, Any]) -> str:
     given = read_json_if_there(path / "chat_template.json").get("chat_template")
     given = given or own.get("chat_template")
     if isinstance(given, list):  # several by name
-        named = {entry.get("name"): entry for entry in given if isinstance(entry, dict)}
-        given = named.get("default", {}).get("template")
+        entries = (entry for entry in given if isinstance(entry, dict))
+        given = next((e.get("template") for e in entries if e.get("name") == "default"), None)
     return given if isinstance(given, str) else ""

@@ -1,6 +1,7 @@
 """A GGUF model, in one file or split over several, presented in Hugging Face terms."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,9 @@ class GgufCheckpoint:
             if hf_name is None:
                 raise CheckpointError(f"{path}: tensor {name} is not known for {arch}")
             self._tensors[hf_name] = place
-        common = common_config(self._metadata, stored, factors)
-        try:
+        with _well_formed(path):
+            common = common_config(self._metadata, stored, factors)
             own = self._mapping.config(self._metadata)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: metadata of {arch} is malformed: {error}") from error
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
             "architectures": [architecture],
@@ -97,7 +96,17 @@ class GgufCheckpoint:
         return raw
 
     def text_files(self) -> TextFiles:
-        return gguf_text_files(self._metadata)
+        with _well_formed(self._paths[0]):
+            return gguf_text_files(self._metadata)
+
+
+@contextmanager
+def _well_formed(path: Path | str) -> Iterator[None]:
+    """What metadata of an unexpected type or value leads to becomes a CheckpointError."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the metadata is malformed: {error}") from error
 
 
 def _read_parts(path: Path) -> list[GgufReader]:

@@ -1,7 +1,7 @@
 """How an architecture's GGUF names and values become Hugging Face's.
 
 Defaults hold for every architecture; what is special to one is a field of its own mapping. Data
-only: engine/models carries one per architecture, engine/checkpoints/gguf.py applies it.
+only: engine/models carries one per architecture, engine/checkpoints/gguf_checkpoint.py applies it.
 """
 
 from collections.abc import Callable, Mapping

@@ -124,7 +124,8 @@ def _card(
         architecture=model.architecture,
         context_len=min(config.context_len or model.context_len, model.context_len),
         vocab_size=model.vocab_size,
-        eos_ids=text.eos_ids,
+        # A tokenizer may have more ids than the model; those are never generated.
+        eos_ids=tuple(i for i in text.eos_ids if i < model.vocab_size),
         bos_id=text.bos_id,
         adds_bos=text.adds_bos,
         tokenizer_json=text.tokenizer_json,

@@ -1,6 +1,7 @@
 """From what a person writes as a model to a path on this machine and a name to serve it by."""
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
     if not model:
         path = shipped_model()
         return Resolved(path, served_name(path))
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))  # unlike pathlib's, these two never raise
+    if os.path.exists(path):
         return Resolved(path, served_name(path))
     match = HUB_ID.fullmatch(model)
     if match is None or model.endswith("/") or path.is_absolute() or ".." in model:

@@ -24,7 +24,7 @@ def read_rope(
     `rope_scaling` holds for them if `scaled`. Raises UnsupportedModel.
     """
     given = _settings(hf, layer_type, theta_key, scaled)
-    rotary_dim = int(head_dim * positive(given, "partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * min(positive(given, "partial_rotary_factor", 1.0), 2.0))
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims")
     theta = positive(given, "rope_theta", default_theta)

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tiny_models import shipped_model, write_tiny
 from write_gguf import write_gguf
 
 from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
+from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError, RawTensor
 from pdserve.engine.checkpoints.weights import WeightLoader
@@ -71,6 +73,34 @@ def test_card_of_a_folder(tmp_path: Path) -> None:
     named = load(folder, served_name="mine", context_len=99).card
     assert (named.name, named.context_len) == ("mine", 99)
     assert load(folder, context_len=10**6).card.context_len == 512
+
+
+def test_end_ids_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    extra = {**tokenizer["added_tokens"][-1], "id": 259, "content": "<|extra|>"}
+    tokenizer["added_tokens"].append(extra)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
+    assert open_checkpoint(folder).text_files().eos_ids == (258, 259)
+    assert load(folder).card.eos_ids == (258,)
+
+
+def test_gguf_metadata_of_wrong_type_or_value_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    prefix = "llama.rope.scaling."
+    yarn: dict[str, Any] = {"type": "yarn", "factor": -1.0, "original_context_length": 8}
+    yarn = {prefix + key: value for key, value in (yarn | {"attn_factor": 1.0}).items()}
+    with pytest.raises(CheckpointError, match="malformed: math domain error"):
+        open_checkpoint(write_gguf(folder, tmp_path / "yarn.gguf", **yarn))
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
+    assert isinstance(checkpoint, GgufCheckpoint)
+    checkpoint.text_files()
+    for change in ({"token_type": 5}, {"pre": array("i", [1])}, {"eos_token_id": ["a"]}):
+        keys = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+        checkpoint._metadata = checkpoint._metadata | keys
+        with pytest.raises(CheckpointError, match="malformed"):
+            checkpoint.text_files()
 
 
 def test_shipped_model_loads_without_being_named() -> None:

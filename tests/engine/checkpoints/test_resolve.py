@@ -68,6 +68,8 @@ def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
         "a b/c",
         "-o/n",
         "~/x",
+        "~nobody-of-that-name/x",
+        "long/" * 2000,
     ],
 )
 def test_neither_path_nor_id(model: str) -> None:

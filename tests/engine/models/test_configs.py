@@ -110,6 +110,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "low_freq_factor",
     ),
     "rope factor": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
+    "rotary dims": (
+        "llama",
+        {"rope_parameters": {"partial_rotary_factor": 1e308}},
+        "rope over 24 of 12 dims",
+    ),
     "theta": ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
     "nested rope": (
         "llama",
