@@ -4,25 +4,25 @@ Also the ASGI extension by which a response that its client does not read is dro
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pdserve.gateway.http.errors import error_response
 from pdserve.gateway.http.replies import DROP
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
+MAX_IDLE_BYTES = 1 << 20  # more than the loop reads at once
 HEAD_TIMEOUT_S = 10.0
-_TOO_LARGE = (
-    b'{"error":{"message":"the request\'s head is too large","type":"invalid_request_error",'
-    b'"param":null,"code":null}}'
-)
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """Refuses a head over MAX_HEAD_BYTES with 431, and drops one that takes too long."""
 
     _head_bytes = 0
+    _idle_bytes = 0  # since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
 
@@ -41,10 +41,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             # A body may follow in the same packet; without one the head alone fills it.
             if self._head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data[:MAX_HEAD_BYTES]:
-                self._refuse()
+                self._refuse(431, "the request's head is too large")
                 return
         if self.transport is not None and not self.transport.is_closing():
+            self._idle_bytes += len(data)
             super().data_received(data)
+            if self._idle_bytes > MAX_IDLE_BYTES:  # the parser would collect them without end
+                self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -53,11 +60,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            self._refuse()
+            self._refuse(431, "the request's head has too many fields")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        self._idle_bytes = 0
         self._stop_timer()
         if self.transport.is_closing():
             return
@@ -82,13 +90,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = None
         self.transport.close()
 
-    def _refuse(self) -> None:
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for bytes that are no HTTP."""
+        self._refuse(400, "this is not an HTTP/1.1 request")
+
+    def _refuse(self, status: int, message: str) -> None:
         if self.transport.is_closing():
             return
-        length = str(len(_TOO_LARGE)).encode()
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-            b"content-type: application/json\r\nconnection: close\r\n"
-            b"content-length: " + length + b"\r\n\r\n" + _TOO_LARGE
-        )
+        response = error_response(message, status, headers={"connection": "close"})
+        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
+        head += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()

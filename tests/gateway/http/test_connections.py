@@ -190,3 +190,18 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
         assert b"200 OK" in head
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         assert json.loads(await reader.readexactly(length))["choices"]
+
+
+@pytest.mark.parametrize("filler", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
+async def test_a_chunked_body_has_no_endless_lines(connect, filler):
+    _, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    writer.write(head + filler)
+
+    async def fill() -> None:
+        for _ in range(100):
+            writer.write(b"y" * (1 << 16))
+            await asyncio.wait_for(writer.drain(), 5)
+
+    with pytest.raises(ConnectionError):
+        await fill()
