@@ -120,6 +120,18 @@ class BlockPool:
         else:
             self._added[chain_hash] = None
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Makes blocks that someone holds impossible to find."""
+        for block in blocks:
+            chain_hash = self._hash_of.pop(block, None)
+            if chain_hash is None:
+                continue
+            del self._by_hash[chain_hash]
+            if chain_hash in self._added:
+                del self._added[chain_hash]
+            else:
+                self._removed[chain_hash] = None
+
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """Net change of the findable hashes since the last call: (added, removed)."""
         events = list(self._added), list(self._removed)
@@ -129,12 +141,7 @@ class BlockPool:
     def _evict(self) -> None:
         block = next(iter(self._idle))
         del self._idle[block]
-        chain_hash = self._hash_of.pop(block)
-        del self._by_hash[chain_hash]
-        if chain_hash in self._added:
-            del self._added[chain_hash]
-        else:
-            self._removed[chain_hash] = None
+        self.forget([block])
         self._free.append(block)
 
     def _refer(self, block: int, reserved: bool) -> None:

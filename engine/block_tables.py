@@ -185,6 +185,11 @@ class BlockTables:
                 sequence.num_trimmed[group] = first
                 sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
 
+    def forget(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks out of the prefix cache."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            pool.forget(table)
+
     def close(self, sequence: Sequence, reserved: bool = False) -> None:
         """Gives all blocks back; the last one is the first to be evicted."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):

@@ -90,6 +90,9 @@ class Progress:
             self._branch(job, sequence)
         error = next((pick.error for pick in outcome.picks if pick.error), "")
         if error:
+            # Its KV may be what is wrong: whoever shares it must not fail as well.
+            for each in job.sequences:
+                self._roster.tables.forget(each)
             return [*events, *self.fail(job, error)]
         for choice, pick in zip(row.choices, outcome.picks, strict=True):
             if job.finish[choice] is None:

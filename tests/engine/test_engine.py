@@ -475,14 +475,16 @@ def test_a_start_with_every_choice_ended_ends_at_once() -> None:
 
 
 class Poisoned(FakeDecoder):
-    """NaN logits for the rows whose first token is 13; raises when it is 14."""
+    """NaN logits for the rows whose first token is `poison`; raises when it is 14."""
+
+    poison = 13
 
     def forward(self, batch: Batch, kv: KvCache) -> torch.Tensor:
         logits = super().forward(batch, kv)
         for output, token in enumerate(batch.logit_tokens.tolist()):
             row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)
             first = int(kv.layer(0)[0][batch.groups[0].block_table[row, 0], 0, 0, 0, 0])
-            if first == 13:
+            if first == self.poison:
                 logits[output, 5] = float("nan")
             if first == 14:
                 raise RuntimeError("no luck")
@@ -498,6 +500,25 @@ def test_nan_fails_that_request_only(options: dict[str, float]) -> None:
     assert "finite" in failed.message
     assert not of(events, NewTokens, "bad")
     assert tokens(events)["good", 0] == expected([12, 1], 4)
+    assert_at_rest(engine)
+
+
+@WINDOWS
+def test_kv_that_led_to_nan_is_not_found_again(window: int) -> None:
+    model = Poisoned(fake_spec(window=window))
+    engine = fake_engine(model=model, window=window)
+    prompt = [13, *range(20)]
+    assert of(run(engine, ask("bad", prompt)), RequestFailed)
+    assert engine.take_prefix_events() == ([], [])
+    model.poison = 15
+    after = run(engine, ask("good", prompt))
+    assert of(after, Finished)[0].cached_tokens == 0
+    assert tokens(after)["good", 0] == expected(prompt, window=window)
+    model.poison = 13
+    assert of(run(engine, ask("bad", prompt)), RequestFailed)
+    added, removed = engine.take_prefix_events()
+    assert not removed
+    assert len(added) == 2  # behind the prompt, of "good"
     assert_at_rest(engine)
 
 
