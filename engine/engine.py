@@ -113,6 +113,15 @@ class Engine:
         self._events = []  # not before: if scheduling raises they are told later
         return plan
 
+    def announce(self, plan: Plan) -> Step:
+        """What a plan tells before it runs, Scheduled above all, as a step without rows.
+
+        Told here it is not told again by collect. Whoever hears it must leave the engine alone
+        until collect: the plan's blocks are spoken for.
+        """
+        events, plan.events = tuple(plan.events), []
+        return Step(self._meter.step + 1, num_tokens=0, num_rows=0, events=events, wall_s=0.0)
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         """Starts the step. A model that raises fails the requests of this step only."""

@@ -23,7 +23,11 @@ IDLE_TURN_S = 1.0  # an engine that waits for blocks still turns, so that it is 
 
 
 class EngineThread:
-    """Runs an engine. `on_step` is called on the engine thread and must not block."""
+    """Runs an engine. `on_step` is called on the engine thread and must not block.
+
+    What is known once a step is planned (Scheduled) is told before the step is computed, as a
+    step without rows; `on_step` must therefore not call the engine but for reading.
+    """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
         self._engine = engine
@@ -116,7 +120,12 @@ class EngineThread:
     def _step(self) -> bool:
         """Runs one step; False if the engine had nothing to do."""
         try:
-            step = self._engine.step()
+            plan = self._engine.schedule()
+            if plan is None:
+                return False
+            if plan.events:
+                self._tell(self._engine.announce(plan))
+            step = self._engine.collect(self._engine.launch(plan))
         except Exception as error:
             log.exception("an engine step failed; all its requests are given up")
             try:
@@ -125,13 +134,14 @@ class EngineThread:
                 log.critical("the engine cannot give its requests up", exc_info=True)
                 return False  # turns go on once a second; the next step is tried then
             return True
-        if step is None:
-            return False
+        self._tell(step)
+        return True
+
+    def _tell(self, step: Step) -> None:
         try:
             self._on_step(step)
         except Exception:
             log.exception("on_step failed; step %d", step.index)
-        return True
 
     def _cancel_posted(self) -> None:
         while self._posted:

@@ -1,7 +1,7 @@
 """Prefill's side of a hand-off: claim when the engine has picked the prompt, push what is computed.
 
-Everything but the link callbacks and the building of frames (outgoing.py) runs on the engine
-thread. Blocks are held from Picked until decode's Complete, or the attempt's end. A prefill_only
+Everything but the link callbacks, dialling with its first Claims, and the building of frames
+(outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the attempt's end. A prefill_only
 request is never preempted (engine/roster.py), so a block's bytes never change between its first
 frame and a resend of it; were it computed anew, the bytes would be equal within one numerics id,
 and decode ignores frames of blocks that it has.
@@ -135,7 +135,7 @@ class Sender(Endpoint[Outgoing]):
         self._add(outgoing)
 
     def on_step(self, step: Step) -> None:
-        """What the engine did; call on the engine thread after every step."""
+        """What the engine did; call on the engine thread with every step it tells."""
         for event in step.events:
             outgoing = self._by_key.get(event.key)
             if outgoing is None:
@@ -143,7 +143,7 @@ class Sender(Endpoint[Outgoing]):
             match event:
                 case Scheduled(_, cached_tokens):
                     outgoing.cached_tokens = cached_tokens
-                    outgoing.times.picked = self._clock() - step.wall_s  # told after the step
+                    outgoing.times.picked = self._clock()
                     self._advance(outgoing, Picked())
                 case Computed(_, num_tokens, done):
                     self._computed(outgoing, num_tokens, done)
@@ -191,18 +191,16 @@ class Sender(Endpoint[Outgoing]):
         peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Peer())
         if peer.link is not None and peer.link.open:
             self._claim_on(outgoing, peer.link)
+            self._claimed(outgoing)
             return
         peer.link = None
         peer.waiting.append(outgoing)
         if len(peer.waiting) == 1:
             target = Target(outgoing.address, outgoing.ticket.decode_boot)
-            self._dial_threads.submit(self._dial, target)
+            self._dial_threads.submit(self._dial, target, peer)
 
-    def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
-        outgoing.link = link
+    def _claimed(self, outgoing: Outgoing) -> None:
         self._advance(outgoing, Heard(self._clock()))
-        age_s = self._clock() - outgoing.times.picked
-        outgoing.post(control.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
         if outgoing.done:
             outgoing.post(control.Computed(outgoing.cached_tokens))
 
@@ -217,7 +215,9 @@ class Sender(Endpoint[Outgoing]):
                 outgoing.link = link
                 outgoing.post(control.Abort(outgoing.state.reason))
             elif link is not None and link.open:
-                self._claim_on(outgoing, link)
+                if outgoing.link is None:  # it joined the others when they had been claimed
+                    self._claim_on(outgoing, link)
+                self._claimed(outgoing)
             else:
                 end = Ended(reason or "the connection closed at once", told=True)
                 self._advance(outgoing, end)
@@ -280,11 +280,20 @@ class Sender(Endpoint[Outgoing]):
 
     # other threads
 
-    def _dial(self, target: Target) -> None:
+    def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
+        outgoing.link = link
+        age_s = self._clock() - outgoing.times.picked
+        outgoing.post(control.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
+
+    def _dial(self, target: Target, peer: _Peer) -> None:
+        """Connects, and claims at once: the engine thread may be computing a chunk."""
         hello = control.Hello(self._boot, target.boot, self._identity, "", self._spec)
         link, reason = None, ""
         try:
             link = self._dialer.dial(target, hello)
+            for outgoing in list(peer.waiting):
+                if not outgoing.state.final:
+                    self._claim_on(outgoing, link)
         except TransportRefused as err:
             reason = f"cannot reach decode: {err}"
         except Exception:

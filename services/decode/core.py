@@ -127,7 +127,7 @@ class DecodeCore:
         for event in step.events:
             served = self._by_key.get(event.key)
             if served is not None:
-                self._on_event(served, event, step, now)
+                self._on_event(served, event, now)
 
     def on_received(self, received: Received) -> None:
         served = self._served.get(received.attempt)
@@ -144,10 +144,10 @@ class DecodeCore:
 
     # ---
 
-    def _on_event(self, served: Served, event: Event, step: Step, now: float) -> None:
+    def _on_event(self, served: Served, event: Event, now: float) -> None:
         match event:
             case Scheduled():
-                served.scheduled = now - step.wall_s  # told when its first step is over
+                served.scheduled = now
             case Computed(_, _, done):
                 if done:
                     served.computed = now

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
-from fake_decoder import fake_spec, reference
+from fake_decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import Event, Finished, RequestFailed, Step
+from pdserve.engine.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.thread import EngineThread
 
 WAIT_S = 10
@@ -59,6 +59,22 @@ def test_posted_requests_run_in_order_of_posting() -> None:
         assert thread.steps > 0
     assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(engine)
+
+
+def test_scheduled_is_told_before_the_first_chunk_is_computed_and_once() -> None:
+    listener, told = Listener(), list[int]()
+
+    class Watched(FakeDecoder):
+        def forward(self, batch, kv):  # type: ignore[no-untyped-def]
+            told.append(len(of(listener.events, Scheduled, "a")))
+            return super().forward(batch, kv)
+
+    with running(fake_engine(model=Watched(fake_spec())), listener) as thread:
+        thread.post(lambda e: e.submit(ask("a", range(9))))
+        listener.wait_for("a")
+    assert told[0] == 1
+    assert len(of(listener.events, Scheduled)) == 1
+    assert len(of(listener.events, Finished)) == 1
 
 
 def test_what_a_post_raises_is_its_future_s() -> None:

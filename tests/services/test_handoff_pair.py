@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, run, tokens
+from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import Pair, fresh
 
 from pdserve.engine.handoff.frames import FrameHeader
@@ -90,6 +91,32 @@ def test_same_tokens_as_local(pair: Pair, length: int) -> None:
     assert received.num_bytes == pair.sent[attempt].num_bytes == blocks * 128
     assert received.transport == pair.sent[attempt].transport
     assert received.times.admitted <= received.times.claimed <= received.times.committed
+    pair.assert_clean()
+
+
+def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakePair) -> None:
+    granted = threading.Event()
+    waited: list[bool] = []
+
+    class Slow(FakeDecoder):
+        def forward(self, batch: Any, kv: Any) -> Any:
+            waited.append(granted.wait(5))
+            return super().forward(batch, kv)
+
+    pair = make_pair()
+    pair.prefill._runner._model = Slow(fake_spec())
+    reserve = pair.decode.reserve
+
+    def noted(asked: Request) -> Any:
+        reservation = reserve(asked)
+        granted.set()
+        return reservation
+
+    pair.decode.reserve = noted  # type: ignore[method-assign]
+    asked = request(9)
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    assert waited == [True]
     pair.assert_clean()
 
 
