@@ -167,6 +167,16 @@ async def test_a_head_that_is_too_large(connect):
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("noise", [b"\x16\x03\x01\x02\x00", b"HELLO\r\n\r\n"], ids=["tls", "words"])
+async def test_what_is_no_http(connect, noise):
+    reader, writer = await connect(FakeRouter(saying("x")))
+    writer.write(noise)
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 async def test_too_many_headers(connect):
     reader, writer = await connect(FakeRouter(saying("x")))
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 200 + b"\r\n")
