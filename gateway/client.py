@@ -5,33 +5,28 @@ requests: they are issued again, with what they have and a higher epoch, to the 
 """
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 
 from pdserve.gateway.flight import Flight
+from pdserve.gateway.offer import Offer
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
     UNAVAILABLE,
-    BlobRequest,
     ModelCard,
     Start,
 )
-from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.router_pb2 import (
     Cancel,
     FleetView,
     GatewayHello,
     GatewayMessage,
-    GetFleetRequest,
-    ListModelsRequest,
     RequestEvent,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
@@ -42,16 +37,10 @@ from pdserve.services.host.fragments import send_ids
 log = logging.getLogger("pdserve.gateway.client")
 
 CONNECT_S = 2.0  # to open a connection before the next router is tried
-CALL_S = 10.0  # for a unary call
 GRACE_S = 10.0  # a request without a router for longer fails
-MODELS_AGE_S = 1.0  # cards are asked for again after this
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 STABLE_S = 1.0  # a session that lasted longer worked
 MAX_BACKOFF_S = 1.0
-MAX_BLOB_BYTES = 512 << 20
-MAX_BLOBS = 32
-
-T = TypeVar("T")
 
 
 class _Inbox:
@@ -90,10 +79,7 @@ class RouterClient:
         self._channel: grpc.aio.Channel | None = None  # of the live session
         self._down_since = 0.0  # when the last session that worked was lost
         self._task: asyncio.Task[None] | None = None
-        self._models: tuple[float, Sequence[ModelCard]] | None = None
-        self._models_lock = asyncio.Lock()
-        self._blobs: dict[str, bytes] = {}
-        self._blob_lock = asyncio.Lock()
+        self._offer = Offer()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._keep_session(), name="router session")
@@ -240,47 +226,13 @@ class RouterClient:
     # --- what the fleet offers
 
     async def models(self) -> Sequence[ModelCard]:
-        async with self._models_lock:
-            now = asyncio.get_running_loop().time()
-            if self._models is None or now - self._models[0] > MODELS_AGE_S:
-                try:
-                    reply = await _answer(self._stub().ListModels(ListModelsRequest()))
-                except ServiceError:
-                    if self._models is None:
-                        raise
-                    return self._models[1]  # a restarting router does not unname the models
-                self._models = (now, tuple(reply.models))
-            return self._models[1]
+        return await self._offer.models(self._channel)
 
     async def blob(self, digest: str) -> bytes:
-        async with self._blob_lock:
-            if digest not in self._blobs:
-                data = bytearray()
-                stub = BlobsStub(self._live())
-                try:
-                    async for chunk in stub.GetBlob(BlobRequest(digest=digest), timeout=CALL_S * 6):
-                        data += chunk.data
-                        if len(data) > MAX_BLOB_BYTES:
-                            raise ServiceError(UNAVAILABLE, "a blob of the model is too large")
-                except grpc.aio.AioRpcError as error:
-                    raise ServiceError(UNAVAILABLE, "the model's files cannot be read") from error
-                if hashlib.sha256(data).hexdigest() != digest:
-                    raise ServiceError(UNAVAILABLE, "a blob of the model does not match its digest")
-                while len(self._blobs) >= MAX_BLOBS:
-                    self._blobs.pop(next(iter(self._blobs)))
-                self._blobs[digest] = bytes(data)
-            return self._blobs[digest]
+        return await self._offer.blob(self._channel, digest)
 
     async def fleet(self) -> FleetView:
-        return await _answer(self._stub().GetFleet(GetFleetRequest()))
-
-    def _live(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
-        return self._channel
-
-    def _stub(self) -> RouterStub:
-        return RouterStub(self._live())
+        return await self._offer.fleet(self._channel)
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:
@@ -292,12 +244,3 @@ async def _connect(channel: grpc.aio.Channel) -> None:
                 raise ConnectionError("cannot connect")
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    """A unary reply within CALL_S. Raises ServiceError UNAVAILABLE."""
-    try:
-        async with asyncio.timeout(CALL_S):
-            return await call
-    except (grpc.aio.AioRpcError, TimeoutError) as error:
-        raise ServiceError(UNAVAILABLE, "the router does not answer", retry_after_s=1.0) from error
