@@ -63,10 +63,10 @@ def reserve(roster: Roster, job: Job) -> tuple[Reservation, list[BlockCopy]] | N
 def commit(roster: Roster, reservation: Reservation) -> None:
     """The KV is there: the request joins the queue with its blocks."""
     _expect_open(reservation)
-    reservation.state = ReservationState.COMMITTED
     job = reservation.job
-    del roster.reserved[job.key]
     roster.tables.commit(job.sequences[0], reservation.num_tokens)
+    reservation.state = ReservationState.COMMITTED
+    del roster.reserved[job.key]
     roster.waiting[job.key] = job
 
 

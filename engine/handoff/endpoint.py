@@ -33,6 +33,7 @@ from pdserve.engine.transport.link import Link
 
 log = logging.getLogger(__name__)
 
+INTERNAL = "internal error"  # why an attempt ended whose action has raised
 MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
 
 
@@ -136,16 +137,35 @@ class Endpoint(Generic[AttemptT]):
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
         """One step of the machine and its actions; a final attempt is forgotten first, so a
-        report never finds it."""
-        attempt.state, actions = step(attempt.state, event, self._clock())
+        report never finds it. An action that raises leaves the others to be done, so blocks and
+        promise are given back whatever happens; a commit that raises has not happened."""
+        before = attempt.state
+        attempt.state, actions = step(before, event, self._clock())
         if attempt.state.final:
             self._live.pop(attempt.ticket.id, None)
             self._by_attempt.pop(attempt.ticket.attempt, None)
         for action in actions:
             if action is Action.COUNT_STALE:
                 self.counters["stale"] += 1
-            else:
-                self.actions[action](attempt)
+            elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
+                attempt.state = before
+                self._advance(attempt, Ended(INTERNAL))
+                return
+
+    def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
+        """Whether it did not raise; else the attempt ends in the next poll, and only it.
+
+        Not at once: the engine may be between the plan of a step and its end.
+        """
+        try:
+            act(attempt)
+        except Exception:
+            log.exception("a hand-off failed: attempt %s", attempt.ticket.attempt.hex()[:8])
+            if not attempt.state.final:
+                self._inbox.append(partial(self._advance, attempt, Ended(INTERNAL)))
+                self._wake()
+            return False
+        return True
 
     def _check(self, attempt: AttemptT) -> None:
         link = attempt.link

@@ -6,6 +6,7 @@ engine thread writes in slices between steps. When an attempt ends its blocks ar
 frames of it that wait here are dropped, and the rest goes to scratch in the transport.
 """
 
+import logging
 import os
 import time
 from collections import deque
@@ -35,6 +36,8 @@ from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
 from pdserve.engine.transport.base import KvTransport, Listener, TransportRefused, Wire
 from pdserve.engine.transport.link import Link
+
+log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16  # connections that have not proven themselves
 
@@ -181,7 +184,8 @@ class Receiver(Endpoint[Incoming]):
     def _work(self, end: float) -> bool:
         self._grant_claims()
         while self._parcels and self._clock() < end:
-            self._write(self._parcels.popleft())
+            parcel = self._parcels.popleft()
+            self._safely(parcel.attempt, partial(self._write, parcel))
         for incoming in self._to_ack:
             self._acknowledge(incoming)
         self._to_ack.clear()
@@ -194,7 +198,9 @@ class Receiver(Endpoint[Incoming]):
             if not head.state.final:
                 try:
                     reservation = self._engine.reserve(head.request)
-                except EngineError as err:
+                except Exception as err:
+                    if not isinstance(err, EngineError):
+                        log.exception("a reservation failed")
                     self._claims.popleft()
                     self._advance(head, Ended(f"reservation: {err}"))
                     continue
@@ -230,8 +236,8 @@ class Receiver(Endpoint[Incoming]):
         if target is not None:
             target.post(control.encode(control.Gone(incoming.ticket.id)))
 
-    def _write(self, parcel: _Parcel) -> None:
-        incoming, header = parcel.attempt, parcel.header
+    def _write(self, parcel: _Parcel, incoming: Incoming) -> None:
+        header = parcel.header
         try:
             if incoming.bitmap is None or not incoming.state.holds:
                 self.counters["late_frames"] += 1

@@ -1,10 +1,10 @@
 """Prefill's side of a hand-off: claim when the engine has picked the prompt, push what is computed.
 
 Everything but the link callbacks, dialling with its first Claims, and the building of frames
-(outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the attempt's end. A prefill_only
-request is never preempted (engine/roster.py), so a block's bytes never change between its first
-frame and a resend of it; were it computed anew, the bytes would be equal within one numerics id,
-and decode ignores frames of blocks that it has.
+(outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the
+attempt's end. A prefill_only request is never preempted (engine/roster.py), so a block's bytes
+never change between its first frame and a resend of it; were it computed anew, the bytes would be
+equal within one numerics id, and decode ignores frames of blocks that it has.
 """
 
 import logging
@@ -34,6 +34,7 @@ from pdserve.engine.handoff.machine import (
 from pdserve.engine.handoff.outgoing import Outgoing, ReadableKv, SendTimes, Sent
 from pdserve.engine.request import (
     Computed,
+    Event,
     Request,
     RequestFailed,
     SamplingParams,
@@ -138,18 +139,8 @@ class Sender(Endpoint[Outgoing]):
         """What the engine did; call on the engine thread with every step it tells."""
         for event in step.events:
             outgoing = self._by_key.get(event.key)
-            if outgoing is None:
-                continue
-            match event:
-                case Scheduled(_, cached_tokens):
-                    outgoing.cached_tokens = cached_tokens
-                    outgoing.times.picked = self._clock()
-                    self._advance(outgoing, Picked())
-                case Computed(_, num_tokens, done):
-                    self._computed(outgoing, num_tokens, done)
-                case RequestFailed():
-                    outgoing.readable = False  # the engine has taken the blocks back
-                    self._advance(outgoing, Ended("the engine gave it up"))
+            if outgoing is not None:
+                self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
         """End every attempt and connection; call on the engine thread, or after it has ended."""
@@ -162,6 +153,18 @@ class Sender(Endpoint[Outgoing]):
         self._stop_ticker()
 
     # the engine thread
+
+    def _on_event(self, event: Event, outgoing: Outgoing) -> None:
+        match event:
+            case Scheduled(_, cached_tokens):
+                outgoing.cached_tokens = cached_tokens
+                outgoing.times.picked = self._clock()
+                self._advance(outgoing, Picked())
+            case Computed(_, num_tokens, done):
+                self._computed(outgoing, num_tokens, done)
+            case RequestFailed():
+                outgoing.readable = False  # the engine has taken the blocks back
+                self._advance(outgoing, Ended("the engine gave it up"))
 
     def _computed(self, outgoing: Outgoing, num_tokens: int, done: bool) -> None:
         outgoing.num_computed = num_tokens

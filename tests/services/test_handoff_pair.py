@@ -15,7 +15,7 @@ from handoff_pair import Pair, fresh
 
 from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Domain, TagKey
-from pdserve.engine.handoff.machine import Phase
+from pdserve.engine.handoff.machine import Action, Phase
 from pdserve.engine.handoff.promise import Promises
 from pdserve.engine.handoff.receiver import MAX_STRANGERS, Receiver
 from pdserve.engine.request import ChoiceState, Computed, Request
@@ -117,6 +117,58 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked)
     assert waited == [True]
+    pair.assert_clean()
+
+
+DECODE_ACTIONS = [Action.SEND_GRANTED, Action.COMMIT]
+PREFILL_ACTIONS = [Action.SEND_CLAIM, Action.SEND_FRAMES]
+
+
+@pytest.mark.parametrize("action", [*DECODE_ACTIONS, *PREFILL_ACTIONS], ids=lambda a: a.value)
+def test_an_action_that_raises_ends_its_attempt_only(
+    make_pair: MakePair, action: Action, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+    at_decode = action in DECODE_ACTIONS
+    end: Any = pair.receiver if at_decode else pair.sender
+    act = end.actions[action]
+    bugs = [RuntimeError("a bug")]
+
+    def broken(attempt: Any) -> None:
+        if bugs:
+            raise bugs.pop()
+        act(attempt)
+
+    end.actions[action] = broken
+    attempt = pair.hand_off(request(33))
+    pair.wait(lambda: attempt in pair.sent)
+    if at_decode:
+        pair.wait(lambda: attempt in pair.lost)
+        assert pair.lost[attempt] == "internal error"
+    else:
+        assert pair.sent[attempt].reason == "internal error"
+        pair.at_decode(lambda r: r.cancel(attempt, "as the router would"))
+    assert "a bug" in caplog.text
+    pair.assert_clean()
+    after = request(33, seed=1)
+    pair.hand_off(after)
+    assert pair.answer(after) == local(after)
+
+
+def test_a_frame_that_cannot_be_written_ends_its_attempt(
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+
+    def write(*args: Any) -> None:
+        raise RuntimeError("a bug")
+
+    pair.decode.kv.write = write  # type: ignore[method-assign]
+    attempt = pair.hand_off(request(33))
+    pair.wait(lambda: attempt in pair.lost)
+    assert pair.lost[attempt] == "internal error"
+    assert "a bug" in caplog.text
+    pair.wait(lambda: attempt in pair.sent)
     pair.assert_clean()
 
 
