@@ -26,7 +26,7 @@ class Batch:
     kv_lens: tuple[int, ...]  # per row: keys visible to its last token, this step's included
     num_decode_rows: int  # the first rows, with one token each
     groups: tuple[GroupTable, ...]  # in the order of KvSpec.groups
-    logit_tokens: Tensor  # [outputs] int64: flat indices whose logits are wanted
+    logit_tokens: Tensor  # [outputs] int64: flat indices whose hidden states are wanted
     kv_only: bool = False  # no logits wanted: of the last layer only K and V are computed
 
     @property

@@ -123,5 +123,5 @@ def _chunk_seconds(model: Model, kv: KvCache, size: int, device: str) -> float:
         logit_tokens=positions[-1:],
     )
     started = time.perf_counter()
-    model.forward(batch, kv).cpu()
+    model.logits(model.forward(batch, kv)).cpu()
     return time.perf_counter() - started

@@ -71,6 +71,7 @@ class Engine:
         self._progress = Progress(self._roster, limits)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len, device)
         self._sampler = Sampler(limits, ops)
+        self._head = model.logits
         self._meter = StepMeter()
         self._reservations: dict[str, Reservation] = {}
         self._events: list[Event] = []  # of the next step
@@ -140,7 +141,7 @@ class Engine:
         error = pending.error
         if pending.launched is not None:
             try:
-                outcomes = self._sampler.sample(plan.rows, pending.launched.logits)
+                outcomes = self._sampler.sample(plan.rows, pending.launched.hidden, self._head)
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"

@@ -7,20 +7,14 @@ from torch import Tensor
 
 from pdserve.engine.request import TokenLogprob
 
-SLICE = 64  # rows at a time: a chunk of float32 rows of a large vocabulary is hundreds of MB
-
 
 def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row."""
-    found: list[TokenLogprob] = []
-    for start in range(0, len(tokens), SLICE):
-        rows = logits[start : start + SLICE]
-        picked = torch.tensor(tokens[start : start + SLICE], device=rows.device)
-        total = rows.logsumexp(dim=-1)
-        own = (rows.gather(1, picked[:, None])[:, 0] - total).tolist()
-        best = _best(rows, total, count) if count else [()] * len(own)
-        found += [TokenLogprob(o, b) for o, b in zip(own, best, strict=True)]
-    return found
+    picked = torch.tensor(tokens, device=logits.device)
+    total = logits.logsumexp(dim=-1)
+    own = (logits.gather(1, picked[:, None])[:, 0] - total).tolist()
+    best = _best(logits, total, count) if count else [()] * len(own)
+    return [TokenLogprob(o, b) for o, b in zip(own, best, strict=True)]
 
 
 def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

@@ -25,15 +25,18 @@ class Model(Protocol):
     """What the engine needs of a decoder."""
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
-        """float32 logits [len(batch.logit_tokens), vocab]."""
+        """Final hidden states [len(batch.logit_tokens), hidden]; the KV is written."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab] of n final hidden states."""
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step under way: its plan and the logits that it will have."""
+    """A step under way: its plan and the hidden states that it will have."""
 
     plan: Plan
-    logits: Tensor | None  # [outputs, vocab] in the order of the rows; None without outputs
+    hidden: Tensor | None  # [outputs, hidden] in the order of the rows; None without outputs
 
 
 class ModelRunner:
@@ -57,8 +60,8 @@ class ModelRunner:
         if not plan.rows:
             return Launched(plan, None)
         batch = self._batch(plan.rows, plan.num_decode_rows)
-        logits = self._model.forward(batch, self._kv)
-        return Launched(plan, None if batch.kv_only else logits)
+        hidden = self._model.forward(batch, self._kv)
+        return Launched(plan, None if batch.kv_only else hidden)
 
     def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch:
         for row in rows:

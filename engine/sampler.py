@@ -5,6 +5,7 @@ is a function of the logits and of (seed, choice, position), whoever else is in 
 to the lowest id. A row without a finite best score (NaN logits) fails by itself.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from pdserve.engine.request import TokenLogprob
 from pdserve.engine.sequence import Job
 from pdserve.kernels.ops import Ops
 
+Head = Callable[[Tensor], Tensor]  # hidden states [n, hidden] to float32 logits [n, vocab]
+
+SCORED_BYTES = 64 << 20  # of the logits that prompt scores need at a time
 GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits / T would leave the range of float32
 
 
@@ -40,19 +44,30 @@ class Sampler:
         self._limits = limits
         self._ops = ops
 
-    def sample(self, rows: Seq[Row], logits: Tensor | None) -> list[Outcome]:
-        """One outcome per row; `logits` [outputs, vocab] float32, the outputs of row after row."""
-        if logits is None:
+    def sample(self, rows: Seq[Row], hidden: Tensor | None, head: Head) -> list[Outcome]:
+        """One outcome per row; `hidden` [outputs, hidden], the outputs of row after row.
+
+        Only the tokens that choices sample from get their logits all at once.
+        """
+        if hidden is None:
             return [Outcome() for _ in rows]
-        draws: list[_Draw] = []
         scores: list[tuple[TokenLogprob, ...]] = []
+        last: list[int] = []  # outputs that are sampled from
         output = 0
         for row in rows:
-            scores.append(self._prompt_scores(row, logits, output))
+            scores.append(self._prompt_scores(row, hidden[output:], head))
             output += row.num_outputs
-            for choice in row.choices:
-                job = row.sequence.job
-                draws.append(_Draw(job, choice, output - 1, self._edits(job, choice, logits)))
+            if row.choices:
+                last.append(output - 1)
+        if len(last) < output:
+            hidden = hidden[torch.tensor(last, dtype=torch.int64, device=hidden.device)]
+        logits = head(hidden)
+        sampled = (row for row in rows if row.choices)
+        draws = [
+            _Draw(row.sequence.job, choice, i, self._edits(row.sequence.job, choice, logits))
+            for i, row in enumerate(sampled)
+            for choice in row.choices
+        ]
         picks = iter(self._pick(draws, logits))
         return [
             Outcome(tuple(next(picks) for _ in row.choices), score)
@@ -125,15 +140,19 @@ class Sampler:
                 (found[i],) = logprobs(row, [tokens[i]], count)
         return found
 
-    @staticmethod
-    def _prompt_scores(row: Row, logits: Tensor, output: int) -> tuple[TokenLogprob, ...]:
+    def _prompt_scores(self, row: Row, hidden: Tensor, head: Head) -> tuple[TokenLogprob, ...]:
         """Of prompt tokens start + 1 .. end, as far as the prompt goes."""
         job, sequence = row.sequence.job, row.sequence
         count = job.request.params.prompt_logprobs
         if count is None or job.prompt_scores is None or not sequence.is_prefix:
             return ()
         tokens = sequence.ids[row.start + 1 : row.end + 1]
-        return tuple(logprobs(logits[output : output + len(tokens)], tokens, count))
+        size = max(1, SCORED_BYTES // (4 * self._limits.vocab_size))
+        found: list[TokenLogprob] = []
+        for start in range(0, len(tokens), size):
+            some = tokens[start : start + size]
+            found += logprobs(head(hidden[start : start + len(some)]), some, count)
+        return tuple(found)
 
     def _edits(self, job: Job, choice: int, logits: Tensor) -> LogitEdits:
         edits = job.sampling.get(choice)

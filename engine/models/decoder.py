@@ -60,10 +60,9 @@ class Decoder:
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     def forward(self, batch: Batch, kv: LayerKv) -> Tensor:
-        """Write the KV of batch's tokens; float32 logits [len(batch.logit_tokens), vocab].
+        """Write the KV of batch's tokens; final hidden states [len(batch.logit_tokens), hidden].
 
-        With `batch.kv_only` the last layer stops at its keys and values and there are no logits
-        ([0, vocab]).
+        With `batch.kv_only` the last layer stops at its keys and values and there are none.
         """
         for table in self._ropes.values():
             table.reserve(max(batch.kv_lens))
@@ -76,13 +75,14 @@ class Decoder:
             cache, group = kv.layer(n)
             if batch.kv_only and n == last:
                 layer.store_kv(delta, residual, batch, cache, group)
-                return delta.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+                return delta.new_empty((0, self.config.hidden_size))
             delta, residual = layer(delta, residual, batch, cache, group)
         assert residual is not None, "a model has layers"
-        return self._logits(delta + residual, batch.logit_tokens)
+        stream = (delta + residual).index_select(0, batch.logit_tokens)
+        return self._ops.rms_norm(stream, self._norm, self.config.norm_eps)
 
-    def _logits(self, stream: Tensor, tokens: Tensor) -> Tensor:
-        x = self._ops.rms_norm(stream.index_select(0, tokens), self._norm, self.config.norm_eps)
-        logits = self._head(x).float()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab] of what `forward` returned, or of some of it: all can be much."""
+        logits = self._head(hidden).float()
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap).mul_(cap) if cap else logits

@@ -34,7 +34,7 @@ def row(generated: tuple[int, ...] = (), choice: int = 0, **params: Any) -> Row:
 
 
 def sample(rows: list[Row], logits: torch.Tensor) -> list[Outcome]:
-    return Sampler(LIMITS, OPS).sample(rows, logits.clone())
+    return Sampler(LIMITS, OPS).sample(rows, logits, torch.clone)
 
 
 def token(one: Row, logits: torch.Tensor) -> int:
@@ -134,7 +134,7 @@ def test_notes_of_penalties_follow_the_generated_ids() -> None:
     sampler, job = Sampler(LIMITS, OPS), one.sequence.job
     for turn in range(12):
         logits = some_logits(turn) * 0.3
-        (outcome,) = sampler.sample([one], logits)
+        (outcome,) = sampler.sample([one], logits, torch.clone)
         fresh = row(tuple(job.generated[0]), **params)
         assert outcome.picks[0].token == token(fresh, logits[0])
         job.generated[0].append(outcome.picks[0].token)
@@ -245,3 +245,25 @@ def test_prompt_scores_follow_the_prompt() -> None:
     assert [s.logprob for s in scores] == pytest.approx(expected, abs=1e-5)
     assert [s.top[0][0] for s in scores] == raw[:4].argmax(-1).tolist()
     assert last.picks[0].token == int(logits[4].argmax())
+
+
+def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.sampler.SCORED_BYTES", 3 * 4 * VOCAB)
+    request = ask("a", range(10, 20), prompt_logprobs=1, max_tokens=5)
+    job = Job(request, 1, 0.0, 5, b"")
+    sequence = Sequence(job, list(range(10, 20)), (0,), b"")
+    sizes: list[int] = []
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return hidden.clone()
+
+    logits = some_logits(6, 12)
+    rows = [row(), Row(sequence, 0, 10, (0,), 0), row()]
+    outcomes = Sampler(LIMITS, OPS).sample(rows, logits, head)
+    assert sizes == [3, 3, 3, 3]  # the last are those of the three picks
+    raw = torch.log_softmax(logits[1:10], dim=-1)
+    expected = [float(raw[i, 11 + i]) for i in range(9)]
+    assert [s.logprob for s in outcomes[1].scores] == pytest.approx(expected, abs=1e-5)
+    best = logits[[0, 10, 11]].argmax(-1).tolist()
+    assert [o.picks[0].token for o in outcomes] == best

@@ -60,6 +60,9 @@ class FakeDecoder:
         angle = wanted_tokens[:, None] * 0.37 + torch.arange(VOCAB)[None] * 1.7
         return torch.sin(angle) * 5
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden  # `forward` has made them
+
 
 def reference(prompt: list[int], spec: KvSpec, count: int) -> list[int]:
     """The greedy continuation, computed without a cache."""

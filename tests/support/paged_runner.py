@@ -114,7 +114,7 @@ class PagedRunner:
             kv_only=kv_only,
         )
         with torch.inference_mode():
-            logits = self.decoder.forward(batch, self.kv)
+            logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
         self._free_behind_windows()
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(names)}
 

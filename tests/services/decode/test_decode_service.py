@@ -48,6 +48,9 @@ class Gate:
         assert self.opened.wait(30)
         return self._inner.forward(batch, kv)
 
+    def logits(self, hidden: Any) -> Any:
+        return self._inner.logits(hidden)
+
 
 @pytest.fixture
 def with_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
