@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 256  # query tokens; of 64 to 512 the best, by a little, for chunks of 512 and 2048
+TILE_SCORES = 1 << 25  # of all heads: 128 MiB; tiles over more keys have fewer tokens, at least 8
 FUSED_FROM = 32  # queries of a head from which torch's fused attention wins
 
 
@@ -147,8 +148,9 @@ def _chunk(
     blocks = block_row[None, low // block_size : -(-kv_len // block_size)]
     k, v = _gather(kv, blocks, q.dtype)  # [1, K, keys, D]
     out = torch.empty_like(q)
-    for start in range(0, num_tokens, TILE):
-        tile = q[start : start + TILE]
+    size = min(TILE, max(8, TILE_SCORES // (q.shape[1] * (kv_len - origin))))
+    for start in range(0, num_tokens, size):
+        tile = q[start : start + size]
         begin = kv_len - num_tokens + start
         end = begin + len(tile)
         low = max(0, begin - window + 1) if window else 0
@@ -158,7 +160,7 @@ def _chunk(
         if window:
             seen &= key > position - window
         used = slice(low - origin, end - origin)
-        out[start : start + TILE] = _tile(tile, k[:, :, used], v[:, :, used], seen, scale, soft_cap)
+        out[start : start + size] = _tile(tile, k[:, :, used], v[:, :, used], seen, scale, soft_cap)
     return out
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.kernels import reference
+from pdserve.kernels.reference import attention
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,28 @@ def test_equals_the_dense_formula(case: Case) -> None:
     filled = fill(case)
     ours = attend(case, filled, 0.3)
     torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+def test_scores_over_many_keys_take_bounded_memory(
+    soft_cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 10 * 6 * 80  # ten queries of six heads over 80 keys
+    monkeypatch.setattr("pdserve.kernels.reference.attention.TILE_SCORES", limit)
+    sizes: list[int] = []
+    whole = attention._attend
+
+    def attend_tile(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        sizes.append(q.shape[:3].numel() * k.shape[2])
+        return whole(q, k, *rest)
+
+    monkeypatch.setattr(attention, "_attend", attend_tile)
+    case = Case(((45, 80),), soft_cap=soft_cap)
+    filled = fill(case)
+    ours = attend(case, filled, 0.3)
+    torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=2e-5, rtol=0)
+    assert len(sizes) == 5
+    assert max(sizes) <= limit
 
 
 @given(cases())
