@@ -1,0 +1,115 @@
+"""The documents are true: every path, command, flag, variable and target that they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.cli.options import Option
+
+ROOT = Path(__file__).parents[1]
+DOCS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
+TEXTS = {name: (ROOT / name).read_text() for name in DOCS}
+FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.name != "build"]
+EVERYTHING = "\n".join(TEXTS.values())
+MAKEFILE = (ROOT / "Makefile").read_text()
+OPTIONS: dict[str, Option] = {
+    option.flag: option
+    for command in COMMANDS.values()
+    for section in command.sections()
+    for option in section.options
+}
+# Flags of pdserve that are no option, then those of docker.
+OTHER_FLAGS = {"--help", "--config", "--build"}
+NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the one not wanted
+
+
+def quoted(text: str) -> list[str]:
+    """What stands between backquotes on one line."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def exists(path: str, folders: list[Path]) -> bool:
+    """Whether the path, or with .py after it, is in one of the folders; `*` and `{a,b}` count."""
+    found = re.fullmatch(r"(.*)\{([^}]*)\}(.*)", path)
+    if found:
+        before, words, after = found.groups()
+        return all(exists(before + word.strip() + after, folders) for word in words.split(","))
+    names = (path.rstrip("/"), path + ".py")
+    return any(any(folder.glob(name)) for folder in folders for name in names)
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_paths_exist(name: str) -> None:
+    text = TEXTS[name]
+    tops = "|".join(folder.name for folder in FOLDERS)
+    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    text = re.sub(r"^```(?:sh)?\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    named = re.findall(rf"(?<![\w./-])(?:{tops})/[\w./*{{}},-]*[\w*/}}]", text)
+    alone = [q for q in quoted(text) if re.fullmatch(r"[\w-]+\.(py|md|json|yml|toml)", q)]
+    assert named
+    missing = [path for path in linked if not (ROOT / name).parent.joinpath(path).exists()]
+    missing += [path for path in named if not exists(path, [ROOT])]
+    missing += [
+        path
+        for path in alone
+        if path not in NOT_OURS
+        and not exists(path, [ROOT])
+        and not any(any(folder.rglob(path)) for folder in FOLDERS)
+    ]
+    assert missing == []
+
+
+def test_the_modules_of_the_design_exist() -> None:
+    """Module names in tables and lists, which stand there without their folder."""
+    router = TEXTS["docs/design.md"].partition("### services/router")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", router, re.MULTILINE)[1:]
+    modules = [module for row in rows for module in row.split(", ")]
+    assert {"policy", "dispatcher", "core"} <= set(modules)
+    assert [m for m in modules if not exists(m, [ROOT / "services/router"])] == []
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    words = re.sub(r'ARGS="[^"]*"', "", EVERYTHING)
+    lines = [q for q in quoted(words.replace("\n", " ")) if q.startswith("make ")]
+    lines += re.findall(r"^make [a-z].*", words, re.MULTILINE)
+    named = {
+        word
+        for line in lines
+        for word in line.partition("#")[0].split()[1:]
+        if re.fullmatch(r"[a-z-]+", word)
+    }
+    assert {"run", "test", "demo", "lint", "type", "setup"} <= named
+    assert named <= targets
+    told = set(re.findall(r'@echo "make ([a-z -]+?)  ', MAKEFILE))
+    assert {word for words in told for word in words.split()} <= targets
+
+
+def test_commands_exist() -> None:
+    named = set(
+        re.findall(r"(?<!from )(?<!import )\bpdserve ([a-z|]+)", "\n".join(quoted(EVERYTHING)))
+    )
+    words = {word for name in named for word in name.split("|")}
+    assert {"up", "chat", "gateway", "router", "prefill", "decode"} <= words
+    assert words <= {*COMMANDS, "config"}
+
+
+def test_flags_exist() -> None:
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", EVERYTHING))
+    assert len(flags) > 5
+    assert flags - set(OPTIONS) <= OTHER_FLAGS
+
+
+def test_variables_exist() -> None:
+    variables = set(re.findall(r"PDSERVE_[A-Z_]*[A-Z]", EVERYTHING))
+    assert "PDSERVE_CLUSTER_SECRET" in variables
+    assert variables <= {option.env for option in OPTIONS.values()}
+
+
+def test_variables_of_make_exist() -> None:
+    given = set(re.findall(r"\b([A-Z_]+)=", "\n".join(re.findall(r"make [^`\n]*", EVERYTHING))))
+    assert given == {"ARGS", "TORCH_INDEX"}
+    assert given <= set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
