@@ -145,6 +145,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",  # its start and end are in our own lines
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,

@@ -24,17 +24,17 @@ class GatewaySettings:
         600.0, "seconds a request may take in all", min=0.001, max=86400
     )
     queue_timeout_s: float = option(
-        60.0, "seconds it may wait for its first step", min=0.001, max=86400
+        60.0, "seconds a request may wait for its first step", min=0.001, max=86400
     )
     max_requests: int = option(2048, "requests open at once; more are answered 429", min=1)
     max_unanswered: int = option(
-        1024, "of them without a first token; more are answered 429", min=1
+        1024, "requests without a first token; more are answered 429", min=1
     )
-    max_body_bytes: int = option(8 << 20, "of a request's body", min=1024, max=1 << 30)
+    max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
     body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
-    max_buffer_bytes: int = option(1 << 20, "unread answer of a client that is kept", min=1024)
+    max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)
     stall_timeout_s: float = option(
-        30.0, "seconds without reading before it is cancelled", min=0.001
+        30.0, "seconds a client may stop reading before its request is cancelled", min=0.001
     )
     text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)

@@ -61,7 +61,11 @@ def parse(
         formatter_class=_Formatter,
         add_help=False,
         usage=" ".join(
-            [prog, *(p.name if p.required else f"[{p.name}]" for p in positionals), "[options]"]
+            [
+                prog,
+                *(p.name if p.required else f"[{p.name}]" for p in positionals),
+                *(["[options]"] if sections else []),
+            ]
         ),
         epilog="Every option is also an environment variable (--kv-dtype: PDSERVE_KV_DTYPE, lists "
         "separated by commas) and a key of the --config file (kv_dtype). "

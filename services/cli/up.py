@@ -193,8 +193,8 @@ class System:
             say("warning: no --api-key is set: whoever reaches this machine may use it")
         took = time.monotonic() - self._started_at
         print(
-            f"\npdserve is ready after {took:.1f} s at {url} (gRPC {gateway.figures.get('grpc')}, "
-            f"ids {self._router_address})\n\n"
+            f"\npdserve is ready after {took:.1f} s at {url} "
+            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {self._router_address})\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f'    -d \'{{"model": "{models[0]}", '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'

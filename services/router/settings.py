@@ -26,7 +26,9 @@ class RouterSettings:
     remote_prefill_threshold: int = option(
         512, "prompt tokens not cached at decode from which auto goes remote", min=1
     )
-    max_queued: int = option(512, "requests waiting for a worker before new ones fail", min=0)
+    max_queued: int = option(
+        512, "requests waiting in the router for a worker; more are refused", min=0
+    )
     queue_timeout_s: float = option(
         60.0, "longest wait of a Generate for its first step", min=0.001, max=86400
     )

@@ -16,7 +16,9 @@ import grpc
 import httpx
 import psutil
 
-READY = re.compile(r"pdserve is ready after ([\d.]+) s at (\S+) \(gRPC (\S+), ids (\S+)\)")
+READY = re.compile(
+    r"pdserve is ready after ([\d.]+) s at (\S+) \(gRPC: text at (\S+), ids at (\S+)\)"
+)
 SECRET = "a-secret-of-the-tests"
 
 
