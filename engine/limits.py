@@ -8,6 +8,8 @@ from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.request import FinishReason, Request, SamplingParams
 
 MAX_SEED = (1 << 64) - 1
+MAX_LOGPROBS = 20  # candidates of a token
+MAX_PROMPT_LOGPROBS = 300_000  # of a prompt in all: they travel in one message, about 10 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,13 @@ class Limits:
             raise InvalidRequest("seed must be an unsigned 64-bit integer", "seed")
         if not prompt_len:
             raise InvalidRequest("the prompt is empty", "prompt")
+        if params.prompt_logprobs is not None:
+            scores = prompt_len * (params.prompt_logprobs + 2)  # and the token's own, and framing
+            if scores > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequest(
+                    f"prompt_logprobs {params.prompt_logprobs} is too much for {prompt_len} tokens",
+                    "prompt_logprobs",
+                )
         if request.choices and len(request.choices) != params.n:
             raise InvalidRequest(f"{len(request.choices)} choices for n = {params.n}", "n")
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
@@ -121,6 +130,7 @@ def check_params(params: SamplingParams, vocab_size: int, max_running: int) -> N
         need(0 <= token < vocab_size, "stop_token_ids", "token ids of the vocabulary")
     need(params.min_tokens >= 0, "min_tokens", "0 or more")
     need(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "1 or more")
+    most = min(MAX_LOGPROBS, vocab_size)
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        need(count is None or 0 <= count <= vocab_size, name, "between 0 and the vocabulary's size")
+        need(count is None or 0 <= count <= most, name, f"between 0 and {most}")
     need(1 <= params.n <= max_running, "n", f"between 1 and {max_running}, the batch's size")
