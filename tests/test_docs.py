@@ -46,7 +46,8 @@ def test_paths_exist(name: str) -> None:
     text = TEXTS[name]
     tops = "|".join(folder.name for folder in FOLDERS)
     linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    text = re.sub(r"^```(?:sh)?\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    text = blocks.sub(lambda block: block[2] if block[1] == "python" else "", text)
     named = re.findall(rf"(?<![\w./-])(?:{tops})/[\w./*{{}},-]*[\w*/}}]", text)
     alone = [q for q in quoted(text) if re.fullmatch(r"[\w-]+\.(py|md|json|yml|toml)", q)]
     assert named
