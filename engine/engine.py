@@ -76,6 +76,7 @@ class Engine:
         self._reservations: dict[str, Reservation] = {}
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
+        self._head_claim = ("", 0)  # key and order of the reservation last refused
 
     @property
     def has_work(self) -> bool:
@@ -169,18 +170,22 @@ class Engine:
     def reserve(self, request: Request) -> Reservation | None:
         """Blocks for the prefix that a prefill worker will send, or None if they are short.
 
-        Also None while a queued request has waited too long for blocks: it comes first.
-        Raises like submit, but the queue's bound does not apply.
+        A refused one is the head of the claims and is asked for again before every step. Between
+        it and the queue the order of arrival holds: it is refused while an older queued request
+        lacks blocks, and while it is refused no younger one gets any. Raises like submit, but the
+        queue's bound does not apply.
         """
         if request.prefill_only or request.params.prompt_logprobs is not None:
             raise InvalidRequest("prompt logprobs are computed where the prompt is", "prompt")
-        job = self._new_job(request)
+        key, order = self._head_claim
+        job = self._new_job(request, order if key == request.key else None)
         if not job.unfinished:
             raise InvalidRequest("every choice has ended", "choices")
-        if self._scheduler.starving(self._clock()):
-            return None
-        made = reservations.reserve(self._roster, job)
+        first = self._scheduler.comes_first(job.order)
+        made = None if first else reservations.reserve(self._roster, job)
         if made is None:
+            self._head_claim = (job.key, job.order)
+            self._scheduler.hold_up(job.order)
             return None
         reservation, copies = made
         with torch.inference_mode():
@@ -243,13 +248,15 @@ class Engine:
                 pool.take_events()
         return self._main_pool.take_events()
 
-    def _new_job(self, request: Request) -> Job:
+    def _new_job(self, request: Request, order: int | None = None) -> Job:
         max_tokens = self.limits.check(request)
         if request.key in self._roster.jobs:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
-        self._arrivals += 1
+        if order is None:
+            self._arrivals += 1
+            order = self._arrivals
         seed_hash = cache_seed(self.kv_identity, request.cache_salt)
-        return Job(request, self._arrivals, self._clock(), max_tokens, seed_hash)
+        return Job(request, order, self._clock(), max_tokens, seed_hash)
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

@@ -13,7 +13,6 @@ from pdserve.engine.roster import Roster
 from pdserve.engine.sequence import Job, Sequence
 
 AGEING_CHUNKS_S = 5.0  # a second of waiting counts as this many chunks less to compute
-PATIENCE_S = 1.0  # a job that waits longer for blocks comes before new reservations
 
 
 class Scheduler:
@@ -22,11 +21,16 @@ class Scheduler:
     def __init__(self, roster: Roster, limits: Limits) -> None:
         self._roster = roster
         self._limits = limits
-        self._short_since: float | None = None  # the next job to admit lacks blocks
+        self._short: Job | None = None  # the next job to admit lacks blocks
+        self._claim: int | None = None  # order of a reservation asked for in vain since the step
 
-    def starving(self, now_s: float) -> bool:
-        """Whether a queued job has lacked blocks for so long that no one else should take any."""
-        return self._short_since is not None and now_s - self._short_since > PATIENCE_S
+    def comes_first(self, order: int) -> bool:
+        """Whether a queued job that lacks blocks arrived before a reservation of this order."""
+        return self._short is not None and self._short.order < order
+
+    def hold_up(self, order: int) -> None:
+        """A reservation waits: in the next step no job that arrived after it takes blocks."""
+        self._claim = order
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
         """The next step with `events` to tell first, or None when there is nothing to do."""
@@ -35,6 +39,7 @@ class Scheduler:
         for job in list(self._roster.running):
             self._add_decode_rows(job, plan, in_step)
         self._add_chunks(now_s, plan, in_step)
+        self._claim = None
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
         return plan if plan.rows or plan.events else None
@@ -51,12 +56,15 @@ class Scheduler:
         But not those that came with their blocks, if blocks are what it lacks: it waits for theirs.
         """
         budget = self._limits.step_tokens - len(plan.rows)
-        lacks_slots = lacks_blocks = False
+        lacks_slots = False
+        short: Job | None = None
         for job, sequence in self._queue(now_s):
             if budget <= 0:
+                if short is None and self._short in self._roster.waiting.values():
+                    short = self._short  # its turn did not come
                 break
             if sequence is None:
-                if lacks_slots or (lacks_blocks and not job.sequences):
+                if lacks_slots or (not job.sequences and (short or self._held_up(job))):
                     continue
                 if min(job.num_left, self._limits.chunk_size) > budget:
                     continue
@@ -65,7 +73,7 @@ class Scheduler:
                     continue
                 sequence = self._admit(job, plan)
                 if sequence is None:
-                    lacks_blocks = True
+                    short = short or job
                     continue
             elif sequence not in job.sequences:
                 continue  # preempted in this step
@@ -76,10 +84,10 @@ class Scheduler:
                 plan.rows.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
-        if not lacks_blocks:
-            self._short_since = None
-        elif self._short_since is None:
-            self._short_since = now_s
+        self._short = short
+
+    def _held_up(self, job: Job) -> bool:
+        return self._claim is not None and job.order > self._claim
 
     def _queue(self, now_s: float) -> list[tuple[Job, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None, the next to compute first."""

@@ -204,19 +204,55 @@ def test_a_queued_request_short_of_blocks_waits_for_those_of_committed_ones() ->
 
 
 def test_reservations_do_not_starve_the_queue() -> None:
-    now = [0.0]
     engine = fake_engine(num_blocks=9, prefix_cache=False)
-    engine._clock = lambda: now[0]
     held = engine.reserve(ask("a", range(16)))
     assert held is not None
     engine.submit(ask("b", range(24), max_tokens=1))
     assert engine.step() is None
-    more = engine.reserve(ask("c", range(4)))
-    assert more is not None
-    now[0] += 2.0
-    assert engine.step() is None
-    assert engine.reserve(ask("d", range(4))) is None
-    engine.release(more)
+    assert engine.reserve(ask("c", range(4))) is None  # though it would fit
     engine.release(held)
     assert len(of(run(engine), Finished)) == 1
-    assert engine.reserve(ask("d", range(4))) is not None
+    assert engine.reserve(ask("c", range(4))) is not None
+
+
+def test_the_queue_does_not_starve_a_waiting_reservation() -> None:
+    """Short prompts come all the time; whoever arrived after the claim waits for it."""
+    engine = fake_engine(num_blocks=9, prefix_cache=False)
+    engine.submit(ask("old", range(16), max_tokens=12))
+    engine.step()
+    claim = ask("claim", range(24), max_tokens=1)
+    reservation, finished = None, list[str]()
+    for turn in range(60):
+        reservation = engine.reserve(claim)
+        if reservation is not None:
+            break
+        engine.submit(ask(f"young{turn}", [turn], max_tokens=8))
+        step = engine.step()
+        finished += [] if step is None else [e.key for e in of(step.events, Finished)]
+    assert reservation is not None
+    assert finished == ["old"]
+    engine.release(reservation)
+    assert len(of(run(engine), Finished)) == turn
+    assert_at_rest(engine)
+
+
+def test_an_older_request_does_not_wait_for_a_reservation() -> None:
+    engine = fake_engine(num_blocks=9, prefix_cache=False)
+    held = engine.reserve(ask("a", range(12)))
+    assert held is not None
+    engine.submit(ask("older", range(8), max_tokens=1))
+    assert engine.reserve(ask("claim", range(32), max_tokens=1)) is None
+    assert len(of(run(engine), Finished, "older")) == 1
+    engine.release(held)
+    assert_at_rest(engine)
+
+
+def test_a_reservation_that_is_given_up_holds_nobody_up() -> None:
+    engine = fake_engine(num_blocks=9, prefix_cache=False)
+    held = engine.reserve(ask("a", range(12)))
+    assert held is not None
+    assert engine.reserve(ask("claim", range(32), max_tokens=1)) is None
+    engine.submit(ask("young", range(4), max_tokens=1))
+    assert engine.step() is None
+    assert len(of(run(engine), Finished, "young")) == 1
+    engine.release(held)
