@@ -178,10 +178,10 @@ def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(**entries: str) -> subprocess.Popen[str]:
         code = (
-            "import sys\n"
-            "from pdserve.services.cli import up\n"
-            "from pdserve.services.cli.main import main\n"
-            "if __name__ == '__main__':\n"
+            "if __name__ == '__main__':\n"  # its children import it, too
+            "    import sys\n"
+            "    from pdserve.services.cli import up\n"
+            "    from pdserve.services.cli.main import main\n"
             f"    up.ENTRIES.update({ {**FAKES, **entries}!r})\n"
             "    sys.exit(main(['up', '--port', '0', '--drain-s', '0']))\n"
         )
