@@ -143,7 +143,7 @@ class _Run:
             for c in range(width)
         ]
         self._to_echo = set(range(width)) if job.echo else set()
-        self._prompt_scores: Sequence[TokenLogprob] | None = None
+        self._prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
     def usage(self) -> Usage:
@@ -171,7 +171,7 @@ class _Run:
                     if delta is not None:
                         yield delta
                 elif kind == "prompt_logprobs":
-                    self._prompt_scores = event.prompt_logprobs.logprobs
+                    self._prompt_scores.extend(event.prompt_logprobs.logprobs)
                 elif kind == "placed":
                     self._job.meter.placed(event.placed)
                 elif kind == "finished":
@@ -243,7 +243,7 @@ class _Run:
         scores: tuple[ScoredToken, ...] = ()
         if self._job.wishes.logprobs is not None:
             scores = score_prompt(
-                self._job.model.texts.tokenizer, self._prompt.ids, self._prompt_scores or ()
+                self._job.model.texts.tokenizer, self._prompt.ids, self._prompt_scores
             )
         if self._job.echo_only:
             return Delta(delta.choice, self._prompt.text, scores, 0, "length")

@@ -16,6 +16,7 @@ from pdserve.protos.common_pb2 import (
     Failure,
     Finished,
     Placement,
+    PromptLogprobs,
     Start,
     Tokens,
 )
@@ -37,6 +38,7 @@ class Flight:
         )
         self._epoch = start.epoch
         self._issued = False
+        self._num_scored = 0  # prompt tokens whose log-probabilities were handed on
         self._placement: Placement | None = None
         self._choices = [ChoiceState() for _ in range(max(1, start.params.n))]
         for mine, given in zip(self._choices, start.choices, strict=False):
@@ -90,15 +92,28 @@ class Flight:
                 return None
             self._placement = event.placed.placement
         elif kind == "prompt_logprobs":
-            if not self._template.params.HasField("prompt_logprobs"):
-                return None  # a re-issue answered twice
-            self._template.params.ClearField("prompt_logprobs")
+            return self._take_scores(event.prompt_logprobs)
         else:
             terminal = event.finished if kind == "finished" else event.failed
             if terminal.epoch != self._epoch:
                 return None
             self.ended = True
         return event
+
+    def _take_scores(self, scores: PromptLogprobs) -> RequestEvent | None:
+        if scores.position > self._num_scored + 1:
+            return self.fail(INTERNAL, "log-probabilities of the prompt were lost on the way")
+        fresh = PromptLogprobs()
+        fresh.CopyFrom(scores)
+        skip = self._num_scored + 1 - scores.position
+        del fresh.logprobs[:skip]
+        if not fresh.logprobs:
+            return None  # a re-issue answered twice
+        fresh.position += skip
+        self._num_scored += len(fresh.logprobs)
+        if self._num_scored >= len(self._template.prompt_ids) - 1:
+            self._template.params.ClearField("prompt_logprobs")
+        return RequestEvent(prompt_logprobs=fresh)
 
     def _take_tokens(self, tokens: Tokens) -> RequestEvent | None:
         if tokens.epoch != self._epoch or tokens.choice >= len(self._choices):

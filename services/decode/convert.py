@@ -1,6 +1,6 @@
 """Requests and events between protos and the engine's types."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.engine.request import (
     ChoiceState,
@@ -20,6 +20,7 @@ _FINISH = {
 }
 _FINISH_BACK = {wire: reason for reason, wire in _FINISH.items()}
 MAX_CHOICES = 4096
+MAX_LOGPROBS = 512  # in a message: one has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
@@ -67,6 +68,19 @@ def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.
         logprobs=[to_logprob(logprob) for logprob in event.logprobs],
         finish=_FINISH[event.finish] if event.finish is not None else None,
     )
+
+
+def to_prompt_logprobs(
+    request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
+) -> Iterator[pb.PromptLogprobs]:
+    """Those of prompt tokens 1.., in parts."""
+    for start in range(0, len(logprobs), MAX_LOGPROBS):
+        yield pb.PromptLogprobs(
+            request=request,
+            attempt=attempt,
+            position=start + 1,
+            logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + MAX_LOGPROBS]],
+        )
 
 
 def to_logprob(logprob: TokenLogprob) -> pb.TokenLogprob:

@@ -29,7 +29,7 @@ from pdserve.engine.request import (
 )
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.decode.convert import to_logprob, to_request, to_tokens
+from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
 from pdserve.services.decode.part import DecodePart
 from pdserve.services.decode.served import RouterSession, Served
 from pdserve.services.host.errors import ServiceError
@@ -157,12 +157,8 @@ class DecodeCore:
                 tokens = to_tokens(served.name, served.attempt, served.epoch, event)
                 served.session.outbox.put(wire.DecodeEvent(tokens=tokens))
             case PromptScored(_, logprobs):
-                scored = pb.PromptLogprobs(
-                    request=served.name,
-                    attempt=served.attempt,
-                    logprobs=[to_logprob(logprob) for logprob in logprobs],
-                )
-                served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
+                for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):
+                    served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
             case Finished(_, cached_tokens):
                 finished = served.finished(cached_tokens)
                 log.info("%s", served.line(finished), extra={"request": served.name})

@@ -12,7 +12,7 @@ MAX_CHOICES = 128
 
 
 class LostTokens(Exception):
-    """A message of tokens left a gap: ids before it never arrived."""
+    """A message of tokens or scores left a gap: what comes before it never arrived."""
 
 
 class Answer:
@@ -33,6 +33,7 @@ class Answer:
         self.choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
         for mine, given in zip(self.choices, start.choices, strict=False):
             mine.CopyFrom(given)
+        self._num_scored = 0  # prompt tokens whose log-probabilities have gone out
         del self.start.choices[:]
         del self.start.prompt_ids[:]
 
@@ -57,11 +58,21 @@ class Answer:
         choice.finish = tokens.finish
         return tokens
 
-    def scored(self) -> bool:
-        """Whether prompt log-probabilities are still wanted; they go out once."""
-        wanted = self.start.params.HasField("prompt_logprobs")
-        self.start.params.ClearField("prompt_logprobs")
-        return wanted
+    def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
+        """The part of prompt log-probabilities that is new, or None. Raises LostTokens."""
+        if not self.start.params.HasField("prompt_logprobs"):
+            return None
+        if scores.position > self._num_scored + 1:
+            raise LostTokens(f"{self._num_scored} prompt scores, then from {scores.position}")
+        skip = self._num_scored + 1 - scores.position
+        if skip >= len(scores.logprobs):
+            return None
+        del scores.logprobs[:skip]
+        scores.position += skip
+        self._num_scored += len(scores.logprobs)
+        if self._num_scored >= len(self.prompt_ids) - 1:
+            self.start.params.ClearField("prompt_logprobs")
+        return scores
 
     def abort(self, choices: Sequence[int]) -> None:
         """Mark choices as ended by the client."""
@@ -95,7 +106,11 @@ class Answer:
         return self.prompt_ids
 
     def to_start(self, epoch: int, strikes: int, remaining_ms: int, queue_ms: int) -> pb.Start:
-        """The Start of the next try, without prompt ids: they may travel in parts."""
+        """The Start of the next try, without prompt ids: they may travel in parts.
+
+        Generated ids do not: above some 60,000 of them the message exceeds the usual 256 KiB, and
+        gRPC's 4 MiB hold a million.
+        """
         start = pb.Start()
         start.CopyFrom(self.start)
         start.epoch = epoch

@@ -320,7 +320,7 @@ class Dispatcher:
             flow.on_gone(now)
         elif kind == "prompt_logprobs":
             self._count(flow, flow.attempt)
-            flow.on_prompt_logprobs(message)
+            flow.on_prompt_logprobs(message, now)
         elif kind == "finished":
             self._count(flow, flow.attempt)
             flow.on_finished(message, now)

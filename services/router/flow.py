@@ -239,12 +239,19 @@ class Flow:
             fresh.epoch = self.epoch
             self._board.emit(self, RequestEvent(tokens=fresh))
 
-    def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs) -> None:
+    def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs, now: float) -> None:
         """Once per request, though every attempt may compute them."""
-        if self.attempt is not None:
-            self.attempt.produced = True
-            if self.answer.scored():
-                self._board.emit(self, RequestEvent(prompt_logprobs=logprobs))
+        if self.attempt is None:
+            return
+        self.attempt.produced = True
+        try:
+            fresh = self.answer.take_scores(logprobs)
+        except LostTokens as error:
+            self.retry(str(error), now)
+            return
+        if fresh is not None:
+            fresh.request = self.request
+            self._board.emit(self, RequestEvent(prompt_logprobs=fresh))
 
     def on_finished(self, finished: pb.Finished, now: float) -> None:
         """Every choice has ended at decode."""

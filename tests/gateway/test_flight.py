@@ -21,7 +21,7 @@ def tokens(epoch: int, position: int, ids: list[int], finish: int = 0) -> Event:
 
 
 def start(**fields) -> pb.Start:
-    return pb.Start(request="r", prompt_ids=[1, 2], **fields)
+    return pb.Start(request="r", **({"prompt_ids": [1, 2]} | fields))
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,15 +85,35 @@ def test_what_has_ended_is_not_asked_for_again() -> None:
     assert flight.finish() is None
 
 
-def test_prompt_logprobs_come_once() -> None:
-    flight = Flight(start(params=pb.SamplingParams(prompt_logprobs=1)), 0.0)
+def test_prompt_logprobs_come_once_in_parts() -> None:
+    params = pb.SamplingParams(prompt_logprobs=1)
+    flight = Flight(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     flight.issue(0.0)
-    scored = Event(prompt_logprobs=pb.PromptLogprobs(request="r"))
-    assert flight.take(scored) is scored
-    assert flight.take(scored) is None
+    truth = [pb.TokenLogprob(logprob=-i) for i in range(1, 5)]
+
+    def scored(begin: int, end: int) -> Event:
+        part = pb.PromptLogprobs(request="r", position=begin, logprobs=truth[begin - 1 : end - 1])
+        return Event(prompt_logprobs=part)
+
+    assert flight.take(scored(1, 3)) == scored(1, 3)
+    again = flight.issue(1.0)
+    assert again is not None
+    assert again.params.HasField("prompt_logprobs"), "the rest is still wanted"
+    assert flight.take(scored(1, 2)) is None
+    assert flight.take(scored(2, 5)) == scored(3, 5)
+    assert flight.take(scored(1, 5)) is None
     again = flight.issue(1.0)
     assert again is not None
     assert not again.params.HasField("prompt_logprobs")
+
+
+def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
+    params = pb.SamplingParams(prompt_logprobs=1)
+    flight = Flight(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
+    part = pb.PromptLogprobs(request="r", position=2, logprobs=[pb.TokenLogprob()])
+    taken = flight.take(Event(prompt_logprobs=part))
+    assert taken is not None
+    assert taken.failed.failure.code == pb.INTERNAL
 
 
 def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:

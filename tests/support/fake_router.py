@@ -214,8 +214,15 @@ def saying(*texts: str, cached: int = 0) -> Play:
                 for position, token in enumerate(start.prompt_ids[1:])
                 for score in scored(start, token, position, 0)
             ]
-            yield Event(prompt_logprobs=pb.PromptLogprobs(request=start.request, logprobs=scores))
+            half = len(scores) // 2
+            for at, part in ((1, scores[:half]), (1 + half, scores[half:])):
+                yield Event(
+                    prompt_logprobs=pb.PromptLogprobs(
+                        request=start.request, position=at, logprobs=part
+                    )
+                )
         width = max(1, start.params.n)
+        most = start.params.max_tokens or 512 - len(start.prompt_ids)
         lines = []
         for choice in range(width):
             ids = router.encode(texts[min(choice, len(texts) - 1)])
@@ -237,7 +244,7 @@ def saying(*texts: str, cached: int = 0) -> Play:
                 finish = pb.FINISH_REASON_UNSPECIFIED
                 if token in (router.eos, *start.params.stop_token_ids):
                     finish = pb.STOP
-                elif position + 1 >= start.params.max_tokens:
+                elif position + 1 >= most:
                     finish = pb.LENGTH
                 if finish:
                     open_choices.discard(choice)

@@ -134,16 +134,19 @@ async def snapshot(pair: Pair) -> Any:
     return await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot()))
 
 
-def test_nothing_to_send_is_local_whatever_was_asked(with_pair: Callable[..., None]) -> None:
+def test_nothing_to_send_is_local_whatever_was_asked(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(pair: Pair) -> None:
         one = pair.admit([5], remote=True)
+        monkeypatch.setattr("pdserve.services.decode.convert.MAX_LOGPROBS", 12)
         scored = pair.admit(prompt(30), remote=True, params={"prompt_logprobs": 2})
         for attempt in (one, scored):
             finished = await pair.decode.wait("finished", attempt)
             assert not finished.remote
-        logprobs = await pair.decode.wait("prompt_logprobs", scored)
-        assert len(logprobs.logprobs) == 29
-        assert len(logprobs.logprobs[0].top_ids) == 2
+        parts = [m for kind, m in pair.decode.events if kind == "prompt_logprobs"]
+        assert [(m.position, len(m.logprobs)) for m in parts] == [(1, 12), (13, 12), (25, 5)]
+        assert all(len(logprob.top_ids) == 2 for m in parts for logprob in m.logprobs)
         await pair.at_rest()
 
     with_pair(test)

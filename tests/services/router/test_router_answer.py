@@ -71,10 +71,19 @@ def test_start_of_a_resume() -> None:
 
 def test_prompt_logprobs_are_wanted_once() -> None:
     params = pb.SamplingParams(prompt_logprobs=2)
-    state = Answer(pb.Start(params=params), [1, 2])
-    assert not state.may_go_remote
-    assert state.scored()
-    assert not state.scored()
+    state = Answer(pb.Start(params=params), [1, 2, 3, 4])
+
+    def scores(start: int, end: int) -> pb.PromptLogprobs:
+        logprobs = [pb.TokenLogprob(logprob=-i) for i in range(start, end)]
+        return pb.PromptLogprobs(position=start, logprobs=logprobs)
+
+    assert state.take_scores(scores(1, 2)) == scores(1, 2)
+    assert not state.may_go_remote, "the rest is still wanted"
+    assert state.take_scores(scores(1, 2)) is None
+    with pytest.raises(LostTokens):
+        state.take_scores(scores(3, 4))
+    assert state.take_scores(scores(1, 4)) == scores(2, 4)
+    assert state.take_scores(scores(1, 4)) is None
     assert state.may_go_remote
 
 
