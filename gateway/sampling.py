@@ -108,7 +108,8 @@ def check(wishes: Wishes, card: ModelCard) -> None:
 def resolve(
     wishes: Wishes, card: ModelCard, defaults: GenerationDefaults, prompt_len: int, param: str
 ) -> SamplingParams:
-    """The engine's parameters for a prompt of `prompt_len` tokens, every default filled in.
+    """The engine's parameters for a prompt of `prompt_len` tokens. All defaults are filled in but
+    max_tokens: how much room n choices have is known to the engine alone, and 0 asks for it.
 
     `param` names the prompt's field. Raises ServiceError CONTEXT_LENGTH_EXCEEDED when prompt
     and answer can never fit, INVALID_ARGUMENT.
@@ -141,7 +142,7 @@ def resolve(
         stop_token_ids=w.stop_token_ids,
         ignore_eos=w.ignore_eos,
         min_tokens=w.min_tokens,
-        max_tokens=max_tokens,
+        max_tokens=w.max_tokens or 0,
         n=w.best_of or w.n,
     )
     if w.logprobs is not None:

@@ -8,7 +8,6 @@ from fake_decoder import FakeDecoder, fake_spec, reference
 from pdserve.engine.batch import Batch
 from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.limits import Limits
 from pdserve.engine.request import (
     ChoiceState,
     Computed,
@@ -245,6 +244,13 @@ def test_what_never_fits_is_refused_and_what_fits_later_waits() -> None:
     assert_at_rest(engine)
 
 
+def test_choices_without_max_tokens_share_a_pool_as_large_as_the_context() -> None:
+    engine = fake_engine(num_blocks=6, context_len=24)
+    found = tokens(run(engine, ask("a", range(10), n=2, max_tokens=None, ignore_eos=True)))
+    assert [len(ids) for ids in found.values()] == [7, 7]
+    assert_at_rest(engine)
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -276,15 +282,6 @@ def test_bad_parameters_are_named(param: str, fields: dict[str, object]) -> None
         engine.submit(ask("a", range(5), **fields))  # type: ignore[arg-type]
     assert refused.value.param == param
     assert not engine.has_work
-
-
-def test_scores_of_a_prompt_fit_one_message() -> None:
-    options = {"vocab_size": 64, "context_len": 20_000, "block_size": 32, "num_blocks": 700}
-    limits = Limits(**options, max_running=8, chunk_size=32)
-    limits.check(ask("a", [1] * 13_000, prompt_logprobs=20))
-    with pytest.raises(InvalidRequest, match="13700 tokens") as refused:
-        limits.check(ask("a", [1] * 13_700, prompt_logprobs=20))
-    assert refused.value.param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("prompt", [[], [64], [-1]])
