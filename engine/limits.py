@@ -9,7 +9,6 @@ from pdserve.engine.request import FinishReason, Request, SamplingParams
 
 MAX_SEED = (1 << 64) - 1
 MAX_LOGPROBS = 20  # candidates of a token
-MAX_PROMPT_LOGPROBS = 300_000  # of a prompt in all: they travel in one message, about 10 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,6 @@ class Limits:
             raise InvalidRequest("seed must be an unsigned 64-bit integer", "seed")
         if not prompt_len:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if params.prompt_logprobs is not None:
-            scores = prompt_len * (params.prompt_logprobs + 2)  # and the token's own, and framing
-            if scores > MAX_PROMPT_LOGPROBS:
-                raise InvalidRequest(
-                    f"prompt_logprobs {params.prompt_logprobs} is too much for {prompt_len} tokens",
-                    "prompt_logprobs",
-                )
         if request.choices and len(request.choices) != params.n:
             raise InvalidRequest(f"{len(request.choices)} choices for n = {params.n}", "n")
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
