@@ -187,6 +187,23 @@ def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
+    """A socket's name holds 107 bytes; the folder's may be longer."""
+    folder = tmp_path / ("x" * 60) / ("y" * 60)
+    folder.mkdir(parents=True)
+    fds = open_fds()
+    ends = Ends("shm", folder)
+    assert len(os.fsencode(ends.listener.address)) > 107
+    ends.dial(Recorder()).push(frame_job(b"far away", 7))
+    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    assert ends.decode.payloads == [(7, b"far away")]
+    ends.close()
+    assert not list(folder.iterdir())
+    assert open_fds() == fds
+    with pytest.raises(TransportRefused):
+        ends.transport.dial(ends.target, 1.0)
+
+
 def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     ends = Ends("tcp", tmp_path)
     ends.decode.hold = True
