@@ -121,10 +121,10 @@ class _Lease:
                     self._heard = time.monotonic()
                     if reply.HasField("welcome"):
                         log.info("joined router %s", self.address)
+                        self._owner.tell(self.address, "")
             except grpc.RpcError as error:
                 if not self._closed:
-                    failed = ServiceError.from_rpc(error)
-                    log.warning("lease with router %s ended: %s", self.address, failed)
+                    self._owner.tell(self.address, str(ServiceError.from_rpc(error)))
             finally:
                 self._closed = True
                 self._wake.set()
@@ -155,6 +155,7 @@ class Membership:
         self._sequence = 0
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
+        self._troubles: dict[str, str] = {}  # by router: why it is not joined
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
@@ -210,6 +211,14 @@ class Membership:
             self._thread.join()
         for lease in self._leases.values():
             lease.close()
+
+    def tell(self, address: str, trouble: str) -> None:
+        """Log why a router is not joined, but once however often it is tried; "": it is."""
+        with self._lock:
+            before = self._troubles.get(address, "")
+            self._troubles[address] = trouble
+        if trouble not in ("", before):
+            log.warning("not joined to router %s: %s; trying again", address, trouble)
 
     def lease_ended(self) -> None:
         """A lease's stream is over: join again soon."""

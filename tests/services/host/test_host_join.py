@@ -1,6 +1,7 @@
 """A worker joins every router, stays joined, and its prefix state arrives whole."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
+from pdserve.services.host import join
 from pdserve.services.host.join import LOAD_INTERVAL_S, Membership, resolve
 from pdserve.services.host.server import GrpcHost
 
@@ -194,3 +196,26 @@ def test_resolve() -> None:
     assert resolve("[::1]:50") == ["[::1]:50"]
     assert resolve("no port") == []
     assert resolve("host.invalid:1") == []
+
+
+async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(join, "REJOIN_S", 0.01)
+    caplog.set_level(logging.INFO, logger=join.__name__)
+    tries: list[str] = []
+    tell = Membership.tell
+    monkeypatch.setattr(
+        Membership, "tell", lambda self, at, why: (tries.append(why), tell(self, at, why))
+    )
+    (router,), member = await make()
+    member.start()
+    await until(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
+    await router.host.stop(0)
+    await until(lambda: len(tries) > 4)
+    second = Router()
+    await second.start(int(router.address.rpartition(":")[2]))
+    await until(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
+    await until(lambda: tries[-1] == "")
+    said = [record.levelname for record in caplog.records if router.address in record.message]
+    assert said == ["INFO", "WARNING", "INFO"]
+    await asyncio.to_thread(member.close)
+    await second.host.stop(0)
