@@ -52,7 +52,22 @@ def test_linear(tokens: int, inputs: int, outputs: int, has_bias: bool, seed: in
     x, weight = normal(seed, tokens, inputs), normal(seed + 1, outputs, inputs)
     bias = normal(seed + 2, outputs) if has_bias else None
     formula = torch.einsum("ti,oi->to", x.double(), weight.double())
-    close(reference.linear(x, weight, bias), formula + (0 if bias is None else bias.double()))
+    ours = reference.linear(x, weight, bias)
+    assert ours.is_contiguous()
+    close(ours, formula + (0 if bias is None else bias.double()))
+
+
+@pytest.mark.parametrize("tokens", range(1, 7))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_of_few_tokens(tokens: int, has_bias: bool) -> None:
+    for outputs, inputs in ((96, 96), (97, 32), (32, 97)):
+        x, weight = normal(1, tokens, inputs), normal(2, outputs, inputs)
+        bias = normal(3, outputs) if has_bias else None
+        kept = None if bias is None else bias.clone()
+        ours = reference.linear(x, weight, bias)
+        assert ours.is_contiguous()
+        close(ours, x.double() @ weight.double().T + (0 if bias is None else bias.double()))
+        assert bias is None or torch.equal(bias, kept)
 
 
 @given(SIZES, SIZES, st.sampled_from(("silu", "gelu", "gelu_tanh")), SEEDS, DTYPES)
