@@ -34,7 +34,8 @@ async def run_until_signal(
 
     `drain` returns when nothing runs any more and may take `drain_s`; `stop(grace_s)` closes the
     servers. If `failed` (a future or task of the service's own) ends first, there is nothing to
-    drain and the code is 1. Call it on the main thread.
+    drain and the code is 1; its exception is logged here, and without one its owner tells why.
+    Call it on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -71,5 +72,6 @@ async def run_until_signal(
 
 def _log_failure(failed: "asyncio.Future[None] | None") -> int:
     error = None if failed is None or failed.cancelled() else failed.exception()
-    log.error("the service failed", exc_info=error)
+    if error is not None:
+        log.error("the service failed", exc_info=error)
     return 1

@@ -1,10 +1,13 @@
 """A service ends on a signal: not serving, drain with a bound, stop; again: at once."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from pdserve.services.host.lifecycle import run_until_signal
 
 PROGRAM = """
 import asyncio, functools, sys
@@ -89,3 +92,29 @@ def test_a_failure_of_the_service_ends_it() -> None:
         lines = rest_of(process)
     assert lines == ["serving False", "stop"]
     assert process.returncode == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [None, RuntimeError("engine died")])
+async def test_a_failure_is_logged_unless_its_owner_tells_it(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    if error is None:
+        failed.set_result(None)
+    else:
+        failed.set_exception(error)
+
+    async def stop(grace_s: float) -> None:
+        pass
+
+    code = await run_until_signal(
+        set_serving=lambda serving: None,
+        drain=lambda: stop(0),
+        stop=stop,
+        drain_s=1.0,
+        failed=failed,
+    )
+    assert code == 1
+    assert ("engine died" in caplog.text) == (error is not None)
+    assert len(caplog.records) == (error is not None)
