@@ -334,7 +334,7 @@ class Receiver(Endpoint[Incoming]):
             if not isinstance(message.body, control.Computed):
                 raise FrameError(f"unexpected {type(message.body).__name__}")
             incoming.prefill_cached = message.body.cached_tokens
-            incoming.times.computed = self._clock()
+            incoming.times.computed = incoming.times.computed or self._clock()
 
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         incoming = self._live.get(header.ticket)

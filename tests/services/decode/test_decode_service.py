@@ -29,9 +29,11 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.worker_pb2_grpc import DecodeStub
+from pdserve.services.decode.served import Served
 from pdserve.services.host.channel import open_channel
 
 Test = Callable[[Pair], Awaitable[None]]
+STEP_S = 0.1  # of a slow model
 
 
 class Gate:
@@ -127,6 +129,46 @@ def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None
         assert load.last_command == attempt
 
     with_pair(test, transport)
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    class Slow(FakeDecoder):
+        def forward(self, batch: Any, kv: Any) -> Any:
+            threading.Event().wait(STEP_S)
+            return super().forward(batch, kv)
+
+    short = {"max_tokens": 2}
+    ended: list[Served] = []
+    finished_of = Served.finished
+
+    def finished(served: Served, cached_tokens: int) -> pb.Finished:
+        ended.append(served)
+        return finished_of(served, cached_tokens)
+
+    monkeypatch.setattr(Served, "finished", finished)
+
+    async def test(pair: Pair) -> None:
+        for length in (12, 44):  # one chunk, the first contact of the two workers; and three
+            ended.clear()
+            if remote:
+                attempt = await pair.hand_off(prompt(length), params=short)
+            else:
+                attempt = pair.admit(prompt(length), remote=False, params=short)
+            phases = (await pair.decode.wait("finished", attempt)).phases
+            (served,) = ended
+            total = phases.queue_s + phases.prefill_s + phases.transfer_s + phases.first_token_s
+            assert total == pytest.approx(served.first_token - served.arrived)
+            chunks = -(-length // 16)
+            assert phases.prefill_s >= STEP_S * chunks
+            assert 0 <= phases.queue_s < STEP_S, "nobody else was there to wait for"
+            assert 0 <= phases.transfer_s < STEP_S
+            assert (phases.first_token_s >= STEP_S) == remote, "a step of its own after a hand-off"
+        await pair.at_rest()
+
+    with_pair(test, engine={"model": Slow(fake_spec())})
 
 
 async def snapshot(pair: Pair) -> Any:
