@@ -3,13 +3,20 @@
 A tiny random model, so that prompts of a block or two suffice and a whole system starts fast.
 """
 
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from fleet import Fleet, wait_for
 from tiny_models import write_tiny
+
+from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
+from pdserve.services.host.channel import bearer
 
 BLOCK = 32
 EOS = 258
@@ -136,12 +143,45 @@ def test_an_empty_text_is_a_bos_token(local: dict[str, Any]) -> None:
     assert local["empty text"]["usage"]["completion_tokens"] == 6
 
 
+def internal_methods() -> Iterator[str]:
+    """Every method that only the fleet's own processes may call."""
+    for file in (common_pb2, fleet_pb2, router_pb2, worker_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
+    yield "/grpc.health.v1.Health/Watch"
+
+
+def strangers_get_nothing(fleet: Fleet) -> None:
+    """Neither on any gRPC port nor on the data port of decode."""
+    workers = [worker.hello for worker in fleet.fleet_view().workers]
+    ports = {"gateway": fleet.grpc, "router": fleet.router}
+    ports |= {fleet_pb2.Role.Name(worker.role): worker.address for worker in workers}
+    assert len(ports) == 4
+    for role, address in ports.items():
+        with grpc.insecure_channel(address) as channel:
+            for method in internal_methods():
+                for metadata in ((), bearer("wrong"), bearer("")):
+                    with pytest.raises(grpc.RpcError) as refused:
+                        next(channel.stream_stream(method)(iter([b""]), metadata=metadata))
+                    code = refused.value.code()  # type: ignore[attr-defined]
+                    assert code is grpc.StatusCode.UNAUTHENTICATED, f"{role} {method}"
+    (data,) = [worker.data_address for worker in workers if worker.data_address]
+    host, port = data.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=10) as stranger:
+        stranger.sendall(b"\x05hello" * 1000)
+        with suppress(ConnectionResetError):
+            stranger.recv(1 << 16)  # a hello at most
+            assert stranger.recv(1 << 16) == b"", "closed"
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_remote_answers_are_the_same_field_by_field(
     model: Path, local: dict[str, Any], transport: str
 ) -> None:
     options = ("--remote-prefill", "always", "--kv-transport", transport, *OPTIONS)
     with Fleet("--model", str(model), *options) as fleet:
+        if transport == "tcp":
+            strangers_get_nothing(fleet)
         answers = asked(fleet)
         remote = fleet.prefills("remote")
         wait_for(
