@@ -171,7 +171,8 @@ def test_chat_template_places(tmp_path: Path) -> None:
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         (folder / file).unlink(missing_ok=True)
     assert open_checkpoint(folder).text_files().chat_template == ""
-    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    names = ([], "tool_use", "default")
+    several = [{"name": name, "template": str(name)[:1].upper()} for name in names]
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": several}))
     assert open_checkpoint(folder).text_files().chat_template == "D"
