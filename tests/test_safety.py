@@ -84,6 +84,19 @@ def test_no_data_is_run_as_code() -> None:
     assert found == []
 
 
+def test_nothing_that_serves_can_fetch_a_url() -> None:
+    clients = {"urllib.request", "http.client", "httpx", "requests", "aiohttp", "huggingface_hub"}
+    folders = ("gateway", "services/host", "services/router", "services/prefill", "services/decode")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources(*folders)
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if (isinstance(node, ast.Import) and clients & {alias.name for alias in node.names})
+        or (isinstance(node, ast.ImportFrom) and node.module in clients)
+    ]
+    assert found == []
+
+
 def all_options() -> dict[str, list[Option]]:
     """The options of every command."""
     return {
