@@ -45,15 +45,31 @@ def engine_modes(asked: dict[str, Request], expected: Tokens) -> Iterator[tuple[
 
     yield "batch 16", run(engine(prefix_cache=False), everything, 16)
 
-    small = engine(prefix_cache=False, kv_tokens=6144)
-    yield "after preemption", run(small, everything, 16)
-    assert small.stats().preemptions > 0, "nothing was preempted"
+    yield "after preemption", preempted(everything)
 
     draw = random.Random(7)
     cuts = {key: draw.randrange(1, len(expected[key])) for key in asked}
     resumed = [resumed_at(r, expected[key], cuts[key]) for key, r in asked.items()]
     tails = run(engine(prefix_cache=False), resumed, 4)
     yield "resumed", {key: expected[key][: cuts[key]] + tails[key] for key in asked}
+
+
+def preempted(everything: list[Request], together: int = 8) -> Tokens:
+    """Runs requests of like length in a pool that holds their prompts and one block more for each,
+    so that their growth preempts some of them; asserts that it did."""
+    size = 8  # tokens per block, so that 32 new tokens need four more
+    order = sorted(everything, key=lambda r: len(r.prompt_ids))
+    tokens: dict[str, tuple[int, ...]] = {}
+    preemptions = 0
+    for at in range(0, len(order), together):
+        group = order[at : at + together]
+        blocks = sum(-(-len(r.prompt_ids) // size) for r in group) + together
+        tight = engine(prefix_cache=False, block_size=size, kv_tokens=blocks * size)
+        tokens |= run(tight, group, together)
+        preemptions += tight.stats().preemptions
+    log(f"{preemptions} preemptions")
+    assert preemptions > 0
+    return tokens
 
 
 def service_modes(asked: dict[str, Request]) -> Iterator[tuple[str, Tokens]]:
