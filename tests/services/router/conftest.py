@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -47,7 +48,7 @@ def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
     )
 
 
-class FakeWorker:
+class FakeWorker(ABC):
     """What both roles share. `events` counts what arrived; `wait(name)` waits for a first one."""
 
     role: fleet_pb2.Role
@@ -79,8 +80,9 @@ class FakeWorker:
         self.membership = Membership(hello, [router], SECRET)
         self.membership.start()
 
+    @abstractmethod
     def register(self) -> None:
-        raise NotImplementedError
+        """Add the role's servicer."""
 
     async def note(self, command: Any) -> None:
         async with self.changed:
@@ -136,8 +138,9 @@ class FakeWorker:
                 self.tasks[message.attempt] = asyncio.create_task(self.run(message))
             await self.note(command)
 
+    @abstractmethod
     async def run(self, message: Any) -> None:
-        raise NotImplementedError
+        """Answer one Admit or PrefillStart."""
 
 
 class FakeBlobs(BlobsServicer):
