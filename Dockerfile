@@ -7,6 +7,8 @@ ENV PATH=/opt/pdserve/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
 FROM base AS wheel
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY protos protos

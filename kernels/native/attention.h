@@ -1,0 +1,38 @@
+// Keys and values as attention reads them, and one piece of its work.
+#pragma once
+#include "common.h"
+
+namespace pdserve {
+
+enum class KvType : int { kF32, kBf16, kF16, kI8 };
+
+// One layer of the pool: [blocks][2][kv_heads] of block_size * head_dim values. A block's values
+// lie [block_size, head_dim], its keys [head_dim, block_size], so that a vector is 16 keys.
+// kI8: after all values of a block come its float32 scales [2][kv_heads][block_size].
+struct KvLayer {
+  uint8_t* data = nullptr;
+  KvType type = KvType::kF32;
+  int64_t block_bytes = 0;
+  int64_t block_size = 0;  // a multiple of 16
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+};
+
+// Queries of one sequence, at consecutive positions, that read the keys of one kv head.
+struct Attend {
+  KvLayer kv;
+  const int64_t* blocks = nullptr;  // blocks[c] holds positions from c * block_size
+  int64_t kv_head = 0;
+  int64_t group = 0;                // query heads of this kv head, adjacent in q
+  int64_t tokens = 0;
+  int64_t position = 0;             // of the first token; it sees keys [0, position]
+  int64_t window = 0;               // keys a token sees, its own included; 0: all
+  float scale = 1;
+  float soft_cap = 0;               // 0: none
+  const float* q = nullptr;         // token t, head g at q + t * q_stride + g * head_dim
+  int64_t q_stride = 0;
+  float* out = nullptr;             // the same, with out_stride
+  int64_t out_stride = 0;
+};
+
+}  // namespace pdserve

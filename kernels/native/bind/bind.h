@@ -1,0 +1,43 @@
+// What the binding files share: arrays as Python hands them over, and the context of every call.
+//
+// An array argument is checked for dtype, dimensions and contiguity by nanobind; sizes that must
+// agree are checked by `require`, which raises ValueError. The GIL is released while kernels run.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "../pool.h"
+#include "../table.h"
+
+namespace nb = nanobind;
+
+template <class T, int Dims>
+using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+// A pool and the kernels that run on it.
+struct Context {
+  pdserve::Pool pool;
+  const pdserve::Kernels& kernels;
+};
+
+inline void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+// 64-byte aligned memory that frees itself.
+template <class T>
+std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
+  size_t bytes = static_cast<size_t>(pdserve::round_up(count * sizeof(T) + 1, pdserve::kAlign));
+  return {static_cast<T*>(std::aligned_alloc(pdserve::kAlign, bytes)), &std::free};
+}
+
+void bind_context(nb::module_& m);
+void bind_linear(nb::module_& m);
+void bind_elementwise(nb::module_& m);
+void bind_attention(nb::module_& m);
+void bind_sampling(nb::module_& m);

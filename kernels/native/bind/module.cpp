@@ -1,0 +1,21 @@
+// The extension pdserve.kernels._native: everything that Python sees of the kernels.
+#include "bind.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "../targets.h"
+
+NB_MODULE(_native, m) {
+  m.doc() = "CPU kernels: see docs/cpu.md.";
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const pdserve::Kernels* table : pdserve::targets()) names.emplace_back(table->isa);
+    return names;
+  }, "Instruction sets that this machine can run, best first.");
+  bind_context(m);
+  bind_linear(m);
+  bind_elementwise(m);
+  bind_attention(m);
+  bind_sampling(m);
+}

@@ -1,0 +1,1 @@
+// Functions of one vector, made of the words of simd/.

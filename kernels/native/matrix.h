@@ -1,0 +1,38 @@
+// Weights packed once at load: tiles of 16 outputs, so that a vector holds one value of each.
+//
+// A tile is contiguous: quants of all blocks of 32 inputs, then scales, then minima. The drawing is
+// in docs/cpu.md. Owns its memory.
+#pragma once
+#include <memory>
+
+#include "common.h"
+
+namespace pdserve {
+
+// How a packed weight is stored and what it means; d is the scale of its group, m the minimum.
+enum class Layout : int {
+  kU4,    // 4 bits: d * (q - offset), or d * q + m
+  kU8,    // 8 bits: the same
+  kBf16,  // pairs of inputs side by side
+  kF16,   // one vector of 16 outputs an input
+  kF32,
+};
+
+struct Matrix {
+  Layout layout = Layout::kF32;
+  int64_t rows = 0;           // outputs; the last tile is padded with weights of 0
+  int64_t cols = 0;           // inputs
+  int group = 32;             // kU4, kU8: inputs that share d and m; 32, or 16 (kU8 only)
+  bool wide_scales = false;   // d and m are float32, else float16
+  bool has_minima = false;    // m is stored, and offset is 0
+  int offset = 0;             // subtracted from q
+  int64_t tile_bytes = 0;     // a multiple of 64
+  int64_t scales_at = 0;      // offset in a tile of d [groups][16]
+  int64_t minima_at = 0;      // offset in a tile of m [groups][16]
+  std::shared_ptr<uint8_t> data;  // 64-byte aligned [tiles][tile_bytes]
+
+  int64_t tiles() const { return ceil_div(rows, kLanes); }
+  int64_t bytes() const { return tiles() * tile_bytes; }
+};
+
+}  // namespace pdserve

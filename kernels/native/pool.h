@@ -1,0 +1,58 @@
+// Threads for the kernels: the caller and threads - 1 helpers, each pinned to a core if told so.
+//
+// A helper that finds no work spins for a bounded time, then sleeps in the kernel (futex). One
+// caller at a time.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace pdserve {
+
+class Pool {
+ public:
+  // cpus: one core a thread, the caller's first; empty: not pinned.
+  explicit Pool(int threads, const std::vector<int>& cpus = {}, int spin_us = 100);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(helpers_.size()) + 1; }
+
+  // body(piece, worker) for every piece in [0, pieces), in any order, worker < threads(). Returns
+  // when all are done. body must not throw.
+  template <class Body>
+  void run(int64_t pieces, const Body& body) {
+    if (pieces <= 1 || helpers_.empty()) {
+      for (int64_t piece = 0; piece < pieces; ++piece) body(piece, 0);
+      return;
+    }
+    run_all(pieces, [](const void* self, int64_t piece, int worker) {
+      (*static_cast<const Body*>(self))(piece, worker);
+    }, &body);
+  }
+
+ private:
+  using Call = void (*)(const void*, int64_t, int);
+
+  void run_all(int64_t pieces, Call call, const void* body);
+  void help(int worker);
+  void work(int worker);
+
+  std::vector<std::thread> helpers_;
+  int spin_us_;
+  Call call_ = nullptr;
+  const void* body_ = nullptr;
+  int64_t pieces_ = 0;
+  alignas(64) std::atomic<uint32_t> round_{0};  // a new job or the end
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<bool> ending_{false};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> busy_{0};  // helpers that have not finished this round
+  std::atomic<bool> caller_sleeps_{false};
+};
+
+}  // namespace pdserve

@@ -1,0 +1,2 @@
+// Plain C++ for any machine; see simd/README.md.
+#pragma once

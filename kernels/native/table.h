@@ -1,0 +1,55 @@
+// The kernels of one instruction set, as a table of functions; `targets.h` lists the tables.
+//
+// Every function computes a range of independent pieces on the calling thread. A piece's result is
+// a function of its own inputs: never of the range, the thread or the other pieces.
+#pragma once
+#include "activations.h"
+#include "attention.h"
+#include "matrix.h"
+#include "sampling.h"
+
+namespace pdserve {
+
+enum class Activation : int { kSilu, kGeluTanh, kGelu };
+
+struct Kernels {
+  const char* isa;
+
+  // --- linear.inl, encode.inl
+  // Rows [begin, end) of x.f32 in the encodings that x.needs names.
+  void (*encode)(const Activations& x, int64_t begin, int64_t end);
+  // y[row * stride + output] for every row of x and the outputs of tiles [begin, end) of m.
+  void (*linear)(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
+                 int64_t end);
+  // Weights of output `row` of m, as floats: out[m.cols].
+  void (*matrix_row)(const Matrix& m, int64_t row, float* out);
+
+  // --- elementwise.inl; one row a call
+  // sum = x + residual (residual may be null), y = sum / rms(sum) * weight; sum or y may be null.
+  void (*rms_norm)(const float* x, const float* residual, const float* weight, float eps,
+                   int64_t cols, float* sum, float* y);
+  // y[i] = activation(gate[i]) * up[i].
+  void (*gated)(const float* gate, const float* up, Activation kind, int64_t cols, float* y);
+  // Rotates the first 2 * half dims of each of `heads` consecutive heads in place.
+  void (*rope)(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
+               int64_t half);
+  // y[i] = x[i] + bias[i]; y = x * scale; y = cap * tanh(x / cap): in place.
+  void (*add_bias)(float* y, const float* bias, int64_t cols);
+  void (*scale)(float* y, float factor, int64_t cols);
+  void (*soft_cap)(float* y, float cap, int64_t cols);
+
+  // --- attention.inl
+  void (*store_kv)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
+  void (*attend)(const Attend& task, float* scratch);
+  int64_t (*attend_scratch)(const Attend& task);  // floats
+
+  // --- sampling.inl
+  // Index of the largest score (the lowest among equals; NaN counts as the largest).
+  int64_t (*argmax)(const float* scores, int64_t count);
+  // argmax of scores / temperature + Gumbel noise, as kernels/reference/noise.py defines it.
+  int64_t (*gumbel_argmax)(const float* scores, float temperature, const NoiseKey& key,
+                           int64_t count);
+  void (*gumbel_at)(const NoiseKey& key, const int64_t* ids, int64_t count, float* out);
+};
+
+}  // namespace pdserve
