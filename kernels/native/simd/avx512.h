@@ -7,7 +7,7 @@ struct I { __m512i v; };    // 16 int32
 struct B { __m512i v; };    // 64 bytes
 struct M { __mmask16 v; };  // one bit a lane
 
-static constexpr int kRegisters = 32;  // vector registers that hold an F or I
+static constexpr int kRegisters = 32;  // how many F or I the vector registers hold
 
 PDS_INLINE __mmask16 first_lanes(int64_t n) { return (__mmask16)((1u << n) - 1); }
 
@@ -105,6 +105,11 @@ PDS_INLINE float reduce_add(F a) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
-PDS_INLINE float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
+PDS_INLINE float reduce_max(F a) {
+  __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
 PDS_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
 PDS_INLINE int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a.v); }
