@@ -35,4 +35,22 @@ struct Attend {
   int64_t out_stride = 0;
 };
 
+// A query's result is made of tiles of kKeyTile keys aligned to position 0. Each tile is computed
+// by itself (maximum, weights, weighted sum of values), then the tiles are merged in order.
+constexpr int64_t kKeyTile = 64;
+
+// Tiles in which a query of the task sees a key: [first_tile, end_tile).
+inline int64_t first_tile(const Attend& task) {
+  bool bounded = task.window > 0 && task.position >= task.window;
+  return bounded ? (task.position - task.window + 1) / kKeyTile : 0;
+}
+inline int64_t end_tile(const Attend& task) {
+  return ceil_div(task.position + task.tokens, kKeyTile);
+}
+// Floats that hold the result of one tile for all queries of the task.
+inline int64_t tile_floats(const Attend& task) {
+  int64_t queries = task.tokens * task.group;
+  return queries * (round_up(task.kv.head_dim, kLanes) + kLanes) + round_up(queries, kLanes);
+}
+
 }  // namespace pdserve

@@ -40,8 +40,15 @@ struct Kernels {
 
   // --- attention.inl
   void (*store_kv)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
+  // Outputs of all queries of the task. scratch: attend_scratch(task) floats, 64-byte aligned, as
+  // states below.
   void (*attend)(const Attend& task, float* scratch);
-  int64_t (*attend_scratch)(const Attend& task);  // floats
+  int64_t (*attend_scratch)(const Attend& task);
+  // The same by parts, in any order and on any thread: tiles [begin, end) into
+  // states[tile_floats(task)] each; then, of the states of all tiles in order, the outputs.
+  void (*attend_tiles)(const Attend& task, int64_t begin, int64_t end, float* states,
+                       float* scratch);
+  void (*attend_merge)(const Attend& task, const float* states, float* scratch);
 
   // --- sampling.inl
   // Index of the largest score (the lowest among equals; NaN counts as the largest).

@@ -1,5 +1,7 @@
 // Fills the table from the kernels of this namespace; the last include of every target.
 const Kernels kTable = {
-    PDS_ISA,  encode,   linear,   matrix_row, rms_norm, gated,          rope,   add_bias,      scale,
-    soft_cap, store_kv, attend,   attend_scratch,       argmax,         gumbel_argmax, gumbel_at,
+    PDS_ISA,  encode,       linear,       matrix_row,    rms_norm,  gated,
+    rope,     add_bias,     scale,        soft_cap,      store_kv,  attend,
+    attend_scratch,         attend_tiles, attend_merge,  argmax,    gumbel_argmax,
+    gumbel_at,
 };
