@@ -111,5 +111,11 @@ PDS_INLINE float reduce_max(F a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
-PDS_INLINE int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
+// Not _mm512_reduce_add_epi32: its last sum is a C++ one, which may not wrap.
+PDS_INLINE int32_t reduce_add(I a) {
+  __m256i h = _mm256_add_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti32x8_epi32(a.v, 1));
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_add_epi32(q, _mm_unpackhi_epi64(q, q));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 1)));
+}
 PDS_INLINE int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a.v); }

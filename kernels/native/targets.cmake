@@ -1,0 +1,21 @@
+# What each instruction set is compiled with; for the kernels and for their tests.
+set(CMAKE_CXX_STANDARD 17)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+# No contraction: what is fused is written as fma, so that every target rounds alike.
+set(NATIVE_OPTIONS -ffp-contract=off -fno-math-errno -fno-trapping-math
+  -Wall -Wextra -Wno-unused-function)
+if(PDSERVE_SANITIZE)  # of -fsanitize=, e.g. address,undefined or thread
+  list(APPEND NATIVE_OPTIONS -O1 -g1 -fsanitize=${PDSERVE_SANITIZE} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${PDSERVE_SANITIZE})
+else()
+  list(APPEND NATIVE_OPTIONS -O3)
+endif()
+# GCC 12 takes what its own AVX-512 header leaves undefined for a mistake.
+set(NATIVE_AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma -mf16c
+  -mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized)
+set(NATIVE_AVX2 -mavx2 -mfma -mf16c)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(NATIVE_X86 ON)
+endif()

@@ -1,0 +1,9 @@
+// The tests by name; main.cpp runs them.
+#pragma once
+
+namespace pdserve {
+
+void test_words();
+void test_pool();
+
+}  // namespace pdserve

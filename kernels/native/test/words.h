@@ -1,0 +1,40 @@
+// One run of every word of simd/ on the same operands, by each target and by plain scalar code.
+#pragma once
+#include "../common.h"
+
+namespace pdserve {
+
+struct Operands {
+  float a[16], b[16], c[16];
+  int32_t i[16], j[16];
+  uint8_t w[64];    // bytes of a weight
+  int8_t x[4];      // inputs of dot
+  uint16_t pair[2]; // inputs of dot_bf16
+  uint16_t h[16];   // float16 or bf16
+  int8_t q[16];
+  int64_t n;        // lanes of the words that end in _n
+  int shift;
+  // The same as a, h and q, but only n of each, up to a page that cannot be read.
+  const float* a_tail;
+  const uint16_t* h_tail;
+  const int8_t* q_tail;
+  float* out_tail;  // n floats
+};
+
+enum class Equal { kBits, kNumber, kNearly };  // kNumber: any NaN equals any other
+
+struct Result {
+  const char* word;
+  Equal equal;
+  uint32_t lane[16];
+};
+
+constexpr int kMaxResults = 80;
+
+// Each fills results and returns how many.
+namespace avx512 { int run_words(const Operands& o, Result* results); }
+namespace avx2 { int run_words(const Operands& o, Result* results); }
+namespace generic { int run_words(const Operands& o, Result* results); }
+namespace scalar { int run_words(const Operands& o, Result* results); }
+
+}  // namespace pdserve
