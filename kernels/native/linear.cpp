@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kPiecesPerThread = 4;   // more balance better, fewer read a row less often
 constexpr int64_t kEncodedTogether = 1 << 14;  // values; smaller pieces are not worth a helper
-constexpr int64_t kWideTiles = 2;         // a kernel's widest register tile
+constexpr int64_t kWideTiles = 4;         // a kernel's widest register tile
 
 int64_t num_int8(const Activations& x) { return x.needs & kInt8 ? x.rows * (x.cols / kBlock) : 0; }
 
@@ -79,7 +79,7 @@ void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrice
         if (bias) {
           const int64_t from = first * kLanes, to = std::min(m.rows, last * kLanes);
           for (int64_t r = 0; r < rows.rows; ++r) {
-            kernels.add_bias(out + r * stride + from, bias + at + from, to - from);
+            for (int64_t o = from; o < to; ++o) out[r * stride + o] += bias[at + o];
           }
         }
       }

@@ -1,2 +1,433 @@
-static void linear(const Matrix&, const Activations&, float*, int64_t, int64_t, int64_t) {}
-static void matrix_row(const Matrix&, int64_t, float*) {}
+// Products of encoded activations with packed weights.
+//
+// An output has one float accumulator, to which its blocks of inputs are added in order; whatever is
+// computed beside it (other rows, other tiles, the panel it is cut into) never changes that chain.
+
+// A register tile is kRows rows times kTiles tiles of outputs.
+static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 16 ? 4 : 2;  // with one tile
+static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
+static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
+static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: 4-bit weights are expanded first
+static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
+
+// Outputs of one register tile.
+struct Target {
+  float* y;
+  int64_t stride;
+  int64_t outputs;  // how many exist from y on; the last tile may be partial
+  bool resume;      // y holds the sums of the blocks before
+};
+
+template <int kRows, int kTiles>
+PDS_INLINE void load_sums(const Target& to, F (&acc)[kRows][kTiles]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) {
+      if (!to.resume) {
+        acc[r][t] = zero();
+      } else {
+        int64_t left = to.outputs - 16 * t;
+        acc[r][t] = load_n(to.y + r * to.stride + 16 * t, left < 16 ? left : 16);
+      }
+    }
+  }
+}
+
+template <int kRows, int kTiles>
+PDS_INLINE void store_sums(const Target& to, const F (&acc)[kRows][kTiles]) {
+  const bool whole = to.outputs >= 16 * kTiles;
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) {
+      float* y = to.y + r * to.stride + 16 * t;
+      int64_t left = to.outputs - 16 * t;
+      if (whole || left >= 16) {
+        store(y, acc[r][t]);
+      } else {
+        store_n(y, acc[r][t], left);
+      }
+    }
+  }
+}
+
+// --- weights of 4 and 8 bits
+
+enum class Quants { kNibbles, kSmall, kBytes };  // kSmall: a byte each, but 0 to 15
+
+template <Quants kQuants_, bool kWide_, bool kMinima_, int kGroup_ = 32>
+struct Kind {
+  static constexpr Quants kQuants = kQuants_;
+  static constexpr bool kWide = kWide_;      // scales and minima are float32
+  static constexpr bool kMinima = kMinima_;  // else an offset of 8 (4 bits) or 128
+  static constexpr int kGroup = kGroup_;
+  static constexpr int kShift = kQuants == Quants::kBytes ? 7 : 3;  // offset as a power of two
+  static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256 : 512;
+};
+
+// Weights of adjacent tiles: those of the first, and the distance to the same of the next.
+struct Panel {
+  const uint8_t* q;
+  const uint8_t* d;
+  const uint8_t* m;
+  int64_t next;
+  int64_t blocks;
+};
+
+template <bool kWide>
+PDS_INLINE F load_scales(const uint8_t* at, int64_t group) {
+  if constexpr (kWide) {
+    return load((const float*)at + 16 * group);
+  } else {
+    return load_f16((const uint16_t*)at + 16 * group);
+  }
+}
+
+template <Quants kQuants>
+PDS_INLINE I dot_quants(I acc, B w, const int8_t* x) {
+  if constexpr (kQuants == Quants::kBytes) {
+    return dot(acc, w, x);
+  } else {
+    return dot_small(acc, w, x);
+  }
+}
+
+// acc += (sum of group) * d * d_x + m * d_x * sum of x, in this order on every path.
+template <class K, int kRows, int kTiles>
+PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][kTiles],
+                          const float (&scale)[kRows], const float (&scaled_sum)[kRows],
+                          F (&acc)[kRows][kTiles]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kTiles; ++t) {
+    F d = load_scales<K::kWide>(w.d + t * w.next, group);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][t] = fma(to_float(sum[r][t]), mul(d, set1(scale[r])), acc[r][t]);
+    }
+    if constexpr (K::kMinima) {
+      F m = load_scales<K::kWide>(w.m + t * w.next, group);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) acc[r][t] = fma(m, set1(scaled_sum[r]), acc[r][t]);
+    }
+  }
+}
+
+template <class K, int kRows, int kTiles>
+static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, const Target& to) {
+  constexpr int kHalves = 32 / K::kGroup;
+  constexpr int kLoads = (K::kQuants == Quants::kNibbles ? 4 : 8) / kHalves;
+  static_assert(kHalves == 1 || K::kQuants != Quants::kNibbles, "a nibble vector spans the block");
+  F acc[kRows][kTiles];
+  load_sums(to, acc);
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    const uint8_t* q = w.q + b * K::kBlockBytes;
+    if constexpr (kRows <= 4) {
+      // The tile after this one, so that the memory never waits for the arithmetic.
+      for (int line = 0; line < K::kBlockBytes * kTiles; line += 64) {
+        __builtin_prefetch(q + kTiles * w.next + line);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) {
+      I sum[kRows][kTiles];
+      float scale[kRows], scaled_sum[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Int8Block& block = x[r * x_stride + b];
+        scale[r] = block.scale;
+        int32_t minus = block.minus_sum;
+        if constexpr (kHalves == 2) {
+          minus = half == 0 ? block.minus_half : block.minus_sum - block.minus_half;
+          if constexpr (K::kMinima) scaled_sum[r] = block.scale * (float)-minus;
+        } else {
+          scaled_sum[r] = block.scaled_sum;
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < kTiles; ++t) {
+          sum[r][t] = K::kMinima ? set1_i(0) : shift_left(set1_i(minus), K::kShift);
+        }
+      }
+#pragma GCC unroll 8
+      for (int j = half * kLoads; j < (half + 1) * kLoads; ++j) {
+        B low[kTiles], high[kTiles];
+#pragma GCC unroll 8
+        for (int t = 0; t < kTiles; ++t) {
+          low[t] = load_b(q + t * w.next + 64 * j);
+          if constexpr (K::kQuants == Quants::kNibbles) {
+            high[t] = high_nibbles(low[t]);
+            low[t] = low_nibbles(low[t]);
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const int8_t* in = x[r * x_stride + b].q + 4 * j;
+#pragma GCC unroll 8
+          for (int t = 0; t < kTiles; ++t) {
+            sum[r][t] = dot_quants<K::kQuants>(sum[r][t], low[t], in);
+          }
+          if constexpr (K::kQuants == Quants::kNibbles) {
+#pragma GCC unroll 8
+            for (int t = 0; t < kTiles; ++t) {
+              sum[r][t] = dot_quants<K::kQuants>(sum[r][t], high[t], in + 16);
+            }
+          }
+        }
+      }
+      add_group<K>(w, b * kHalves + half, sum, scale, scaled_sum, acc);
+    }
+  }
+  store_sums(to, acc);
+}
+
+// The kernel for `rows` of 1 to kRows.
+template <class K, int kRows, int kTiles>
+static void int8_rows(const Panel& w, const Int8Block* x, int64_t x_stride, int64_t rows,
+                      const Target& to) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return int8_rows<K, kRows - 1, kTiles>(w, x, x_stride, rows, to);
+  }
+  int8_product<K, kRows, kTiles>(w, x, x_stride, to);
+}
+
+// All rows, kRows at a time.
+template <class K, int kRows, int kTiles>
+static void int8_all(const Panel& w, const Int8Block* x, int64_t x_stride, int64_t rows,
+                     const Target& to) {
+  for (int64_t r = 0; r < rows; r += kRows) {
+    int64_t left = rows - r;
+    Target part = to;
+    part.y += r * to.stride;
+    int8_rows<K, kRows, kTiles>(w, x + r * x_stride, x_stride, left < kRows ? left : kRows, part);
+  }
+}
+
+// Nibbles as bytes, and float scales, of the blocks of `from` in one tile.
+template <class K>
+static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
+  for (int64_t b = 0; b < from.blocks; ++b) {
+    for (int j = 0; j < 4; ++j) {
+      B both = load_b(from.q + 256 * b + 64 * j);
+      store_b(q + 512 * b + 64 * j, low_nibbles(both));
+      store_b(q + 512 * b + 64 * j + 256, high_nibbles(both));
+    }
+    store(d + 16 * b, load_scales<K::kWide>(from.d, b));
+    if constexpr (K::kMinima) store(m + 16 * b, load_scales<K::kWide>(from.m, b));
+  }
+}
+
+// 4-bit weights against many rows: expanded a panel at a time, once for all of them.
+template <class K, int kTiles>
+static void expanded_product(const Panel& all, const Activations& x, Target to) {
+  struct alignas(64) Expanded {
+    uint8_t q[kPanelBlocks * 512];
+    float d[kPanelBlocks * 16];
+    float m[kPanelBlocks * 16];
+  } tile[kTiles];
+  const int64_t panels = (all.blocks + kPanelBlocks - 1) / kPanelBlocks;
+  const int64_t step = (all.blocks + panels - 1) / panels;
+  constexpr int kScaleBytes = K::kWide ? 64 : 32;
+  for (int64_t b = 0; b < all.blocks; b += step) {
+    const int64_t blocks = all.blocks - b < step ? all.blocks - b : step;
+    for (int t = 0; t < kTiles; ++t) {
+      const int64_t skip = t * all.next;
+      Panel from = {all.q + skip + b * 256, all.d + skip + b * kScaleBytes,
+                    all.m + skip + b * kScaleBytes, 0, blocks};
+      expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
+    }
+    Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m,
+                   sizeof(Expanded), blocks};
+    to.resume = b > 0;
+    int8_all<Kind<Quants::kSmall, true, K::kMinima>, kManyRows, kTiles>(panel, x.int8 + b,
+                                                                         all.blocks, x.rows, to);
+  }
+}
+
+template <class K>
+static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
+                        int64_t begin, int64_t end) {
+  const int64_t blocks = m.cols / 32;
+  constexpr bool kNibbles = K::kQuants == Quants::kNibbles;
+  for (int64_t tile = begin; tile < end;) {
+    const uint8_t* at = m.data.get() + tile * m.tile_bytes;
+    Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks};
+    Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
+    const bool pair = end - tile >= kManyTiles;
+    if (x.rows <= (kNibbles ? kDirectRows : kFewRows)) {
+      int8_all<K, kFewRows, 1>(w, x.int8, blocks, x.rows, to);
+      ++tile;
+    } else if constexpr (kNibbles) {
+      if (pair) {
+        expanded_product<K, kManyTiles>(w, x, to);
+      } else {
+        expanded_product<K, 1>(w, x, to);
+      }
+      tile += pair ? kManyTiles : 1;
+    } else {
+      if (pair) {
+        int8_all<K, kManyRows, kManyTiles>(w, x.int8, blocks, x.rows, to);
+      } else {
+        int8_all<K, kFewRows, 1>(w, x.int8, blocks, x.rows, to);
+      }
+      tile += pair ? kManyTiles : 1;
+    }
+  }
+}
+
+// --- weights of 16 and 32 bits
+
+static constexpr int kFloatTiles = kRegisters >= 32 ? 4 : 2;
+static constexpr int kFloatRows = kRegisters >= 32 ? 6 : 2;
+
+template <Layout kLayout>
+struct Floats {  // one input, or a pair of them
+  static constexpr int kInputs = 1;
+  static constexpr int kBytes = kLayout == Layout::kF16 ? 32 : 64;
+  using In = float;
+  PDS_INLINE const In* inputs(const Activations& x) { return x.f32; }
+  PDS_INLINE F step(F acc, const uint8_t* w, const In* x) {
+    if constexpr (kLayout == Layout::kF16) {
+      return fma(load_f16((const uint16_t*)w), set1(*x), acc);
+    } else {
+      return fma(load((const float*)w), set1(*x), acc);
+    }
+  }
+};
+
+template <>
+struct Floats<Layout::kBf16> {
+  static constexpr int kInputs = 2;
+  static constexpr int kBytes = 64;
+  using In = uint16_t;
+  PDS_INLINE const In* inputs(const Activations& x) { return x.bf16; }
+  PDS_INLINE F step(F acc, const uint8_t* w, const In* x) { return dot_bf16(acc, load_b(w), x); }
+};
+
+template <class K, int kRows, int kTiles>
+static void float_product(const uint8_t* w, int64_t next, int64_t steps, const typename K::In* x,
+                          const Target& to) {
+  F acc[kRows][kTiles];
+  load_sums(to, acc);
+  for (int64_t s = 0; s < steps; ++s) {
+    if constexpr (kRows <= 2) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTiles; ++t) {
+        __builtin_prefetch(w + s * K::kBytes + (t + kTiles) * next);
+      }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        acc[r][t] = K::step(acc[r][t], w + s * K::kBytes + t * next,
+                            x + (r * steps + s) * K::kInputs);
+      }
+    }
+  }
+  store_sums(to, acc);
+}
+
+template <class K, int kRows, int kTiles>
+static void float_rows(const uint8_t* w, int64_t next, int64_t steps, const typename K::In* x,
+                       int64_t rows, const Target& to) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return float_rows<K, kRows - 1, kTiles>(w, next, steps, x, rows, to);
+  }
+  float_product<K, kRows, kTiles>(w, next, steps, x, to);
+}
+
+template <Layout kLayout>
+static void float_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
+                         int64_t begin, int64_t end) {
+  using K = Floats<kLayout>;
+  const int64_t steps = (m.cols + K::kInputs - 1) / K::kInputs;
+  for (int64_t tile = begin; tile < end;) {
+    const uint8_t* at = m.data.get() + tile * m.tile_bytes;
+    const bool full = end - tile >= kFloatTiles;
+    for (int64_t r = 0; r < x.rows; r += kFloatRows) {
+      const int64_t rows = x.rows - r < kFloatRows ? x.rows - r : kFloatRows;
+      const typename K::In* in = K::inputs(x) + r * steps * K::kInputs;
+      Target to = {y + r * stride + 16 * tile, stride, m.rows - 16 * tile, false};
+      if (full) {
+        float_rows<K, kFloatRows, kFloatTiles>(at, m.tile_bytes, steps, in, rows, to);
+      } else {
+        float_rows<K, kFloatRows, 1>(at, m.tile_bytes, steps, in, rows, to);
+      }
+    }
+    tile += full ? kFloatTiles : 1;
+  }
+}
+
+static void linear(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
+                   int64_t end) {
+  const bool nibbles = m.layout == Layout::kU4;
+  switch (m.layout) {
+    case Layout::kF32: return float_linear<Layout::kF32>(m, x, y, stride, begin, end);
+    case Layout::kF16: return float_linear<Layout::kF16>(m, x, y, stride, begin, end);
+    case Layout::kBf16: return float_linear<Layout::kBf16>(m, x, y, stride, begin, end);
+    case Layout::kU4:
+    case Layout::kU8: break;
+  }
+  constexpr Quants kNibbles = Quants::kNibbles, kBytes = Quants::kBytes;
+  auto* run = &int8_linear<Kind<kNibbles, false, false>>;
+  if (m.group == 16) {
+    run = m.has_minima ? &int8_linear<Kind<kBytes, true, true, 16>>
+                       : &int8_linear<Kind<kBytes, true, false, 16>>;
+  } else if (m.wide_scales) {
+    run = nibbles ? &int8_linear<Kind<kNibbles, true, true>>
+                  : &int8_linear<Kind<kBytes, true, true>>;
+  } else if (m.has_minima) {
+    run = nibbles ? &int8_linear<Kind<kNibbles, false, true>>
+                  : &int8_linear<Kind<kBytes, false, true>>;
+  } else if (!nibbles) {
+    run = &int8_linear<Kind<kBytes, false, false>>;
+  }
+  run(m, x, y, stride, begin, end);
+}
+
+// --- one row of weights, exactly as the stored format means it
+
+static void matrix_row(const Matrix& m, int64_t row, float* out) {
+  const uint8_t* tile = m.data.get() + row / 16 * m.tile_bytes;
+  const int64_t lane = row % 16;
+  float lanes[16];
+  if (m.layout == Layout::kBf16) {
+    const uint16_t* w = (const uint16_t*)tile;
+    for (int64_t i = 0; i < m.cols; ++i) {
+      uint32_t word = (uint32_t)w[i / 2 * 32 + 2 * lane + i % 2] << 16;
+      __builtin_memcpy(out + i, &word, 4);
+    }
+    return;
+  }
+  if (m.layout == Layout::kF16 || m.layout == Layout::kF32) {
+    const bool wide = m.layout == Layout::kF32;
+    for (int64_t i = 0; i < m.cols; ++i) {
+      store(lanes, wide ? load_scales<true>(tile, i) : load_scales<false>(tile, i));
+      out[i] = lanes[lane];
+    }
+    return;
+  }
+  const bool nibbles = m.layout == Layout::kU4;
+  float d = 0, least = 0;
+  for (int64_t i = 0; i < m.cols; ++i) {
+    if (i % m.group == 0) {
+      const int64_t g = i / m.group;
+      const uint8_t *ds = tile + m.scales_at, *ms = tile + m.minima_at;
+      store(lanes, m.wide_scales ? load_scales<true>(ds, g) : load_scales<false>(ds, g));
+      d = lanes[lane];
+      if (m.has_minima) {
+        store(lanes, m.wide_scales ? load_scales<true>(ms, g) : load_scales<false>(ms, g));
+        least = lanes[lane];
+      }
+    }
+    const int64_t b = i / 32, j = i % 32 / 4;
+    int q;
+    if (nibbles) {
+      q = tile[256 * b + 64 * (j % 4) + 4 * lane + i % 4] >> (j < 4 ? 0 : 4) & 15;
+    } else {
+      q = tile[512 * b + 64 * j + 4 * lane + i % 4];
+    }
+    const float scaled = (float)(q - m.offset) * d;  // rounded once, as the format means it
+    out[i] = m.has_minima ? scaled + least : scaled;
+  }
+}

@@ -1,3 +1,139 @@
+// Matrix and the product with it.
+#include "../linear.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "../pack.h"
 #include "bind.h"
 
-void bind_linear(nb::module_&) {}
+using pdserve::Activations;
+using pdserve::Layout;
+using pdserve::Matrix;
+
+namespace {
+
+using Numbers = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+
+// A new array of Python's that owns its memory.
+Numbers new_array(int64_t rows, int64_t cols) {
+  auto memory = aligned<float>(rows * cols);
+  if (!memory) throw std::bad_alloc();
+  float* data = memory.release();
+  nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
+  return Numbers(data, {static_cast<size_t>(rows), static_cast<size_t>(cols)}, owner);
+}
+
+std::string layout_name(const Matrix& m) {
+  switch (m.layout) {
+    case Layout::kBf16: return "bf16";
+    case Layout::kF16: return "f16";
+    case Layout::kF32: return "f32";
+    case Layout::kU4:
+    case Layout::kU8: break;
+  }
+  return std::string(m.layout == Layout::kU4 ? "u4" : "u8") + " group " + std::to_string(m.group) +
+         (m.wide_scales ? " f32" : " f16") + (m.has_minima ? " scales and minima" : " scales");
+}
+
+Matrix pack(Context& context, const std::string& format, const Array<const uint8_t, 2>& data,
+            int64_t rows, int64_t cols) {
+  const auto& stored = pdserve::stored_format(format);
+  require(static_cast<int64_t>(data.shape(0)) == rows, "data has one row of bytes a row");
+  nb::gil_scoped_release unlocked;
+  return pdserve::pack(context.pool, stored, data.data(), static_cast<int64_t>(data.size()), rows,
+                       cols);
+}
+
+Numbers row_values(const Matrix& m, Context& context, const Array<const int64_t, 1>& ids) {
+  const int64_t count = static_cast<int64_t>(ids.size());
+  const int64_t* id = ids.data();
+  require(std::all_of(id, id + count, [&](int64_t i) { return i >= 0 && i < m.rows; }),
+          "a row id is outside the matrix");
+  Numbers out = new_array(count, m.cols);
+  float* values = out.data();
+  nb::gil_scoped_release unlocked;
+  context.pool.run(count, [&](int64_t i, int) {
+    context.kernels.matrix_row(m, id[i], values + i * m.cols);
+  });
+  return out;
+}
+
+// The sizes of a product; throws if the arguments do not fit together.
+int64_t outputs_of(const Array<const float, 2>& x, const std::vector<const Matrix*>& matrices,
+                   const std::optional<Array<const float, 1>>& bias) {
+  require(!matrices.empty(), "a product needs a matrix");
+  int64_t outputs = 0;
+  for (const Matrix* m : matrices) {
+    require(m != nullptr, "a matrix is None");
+    require(m->cols == static_cast<int64_t>(x.shape(1)), "x has other columns than a matrix");
+    outputs += m->rows;
+  }
+  require(!bias || static_cast<int64_t>(bias->size()) == outputs,
+          "bias has one value an output of all matrices");
+  return outputs;
+}
+
+void multiply(Context& context, const Array<const float, 2>& x,
+              const std::vector<const Matrix*>& matrices,
+              const std::optional<Array<const float, 1>>& bias, float* y, int64_t outputs) {
+  Activations in;
+  in.rows = static_cast<int64_t>(x.shape(0));
+  in.cols = static_cast<int64_t>(x.shape(1));
+  in.f32 = x.data();
+  for (const Matrix* m : matrices) in.needs |= pdserve::encoding_of(*m);
+  auto buffer = aligned<uint8_t>(pdserve::encoding_bytes(in));
+  if (!buffer) throw std::bad_alloc();
+  pdserve::place(in, buffer.get());
+  const float* added = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release unlocked;
+  pdserve::run_encode(context.pool, context.kernels, in);
+  pdserve::run_linear(context.pool, context.kernels, matrices.data(),
+                      static_cast<int>(matrices.size()), in, y, outputs, added);
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix", "Weights packed for the kernels; immutable.")
+      .def_static("pack", &pack, nb::arg("context"), nb::arg("format"), nb::arg("data").noconvert(),
+                  nb::arg("rows"), nb::arg("cols"),
+                  "format: GGUF's name of the type; data: uint8 [rows, bytes of a row] as stored.\n"
+                  "ValueError if the format has no layout or the sizes do not fit.")
+      .def_prop_ro("rows", [](const Matrix& self) { return self.rows; })
+      .def_prop_ro("cols", [](const Matrix& self) { return self.cols; })
+      .def_prop_ro("nbytes", &Matrix::bytes)
+      .def_prop_ro("layout", &layout_name)
+      .def("row_values", &row_values, nb::arg("context"), nb::arg("ids"),
+           "The weights of rows `ids` (int64 [n]) as float32 [n, cols], exactly as stored.\n"
+           "ValueError if an id is outside.");
+
+  m.def(
+      "linear",
+      [](Context& context, const Array<const float, 2>& x,
+         const std::vector<const Matrix*>& matrices,
+         const std::optional<Array<const float, 1>>& bias) {
+        const int64_t outputs = outputs_of(x, matrices, bias);
+        Numbers y = new_array(static_cast<int64_t>(x.shape(0)), outputs);
+        multiply(context, x, matrices, bias, y.data(), outputs);
+        return y;
+      },
+      nb::arg("context"), nb::arg("x").noconvert(), nb::arg("matrices"), nb::arg("bias") = nb::none(),
+      "x [T, N] times each matrix transposed, side by side, plus bias: float32 [T, sum of rows].\n"
+      "A row of the result depends on the same row of x alone, to the last bit.");
+  m.def(
+      "linear_into",
+      [](Context& context, const Array<const float, 2>& x,
+         const std::vector<const Matrix*>& matrices, const Array<float, 2>& out,
+         const std::optional<Array<const float, 1>>& bias) {
+        const int64_t outputs = outputs_of(x, matrices, bias);
+        require(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == outputs,
+                "out is not [rows of x, rows of all matrices]");
+        multiply(context, x, matrices, bias, out.data(), outputs);
+      },
+      nb::arg("context"), nb::arg("x").noconvert(), nb::arg("matrices"), nb::arg("out").noconvert(),
+      nb::arg("bias") = nb::none(), "linear, written to `out`.");
+}

@@ -147,6 +147,10 @@ PDS_INLINE I select(M m, I yes, I no) {
 PDS_INLINE B load_b(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
+PDS_INLINE void store_b(uint8_t* p, B x) {
+  _mm256_storeu_si256((__m256i*)p, x.a);
+  _mm256_storeu_si256((__m256i*)(p + 32), x.b);
+}
 PDS_INLINE B low_nibbles(B x) {
   __m256i low = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)};

@@ -83,6 +83,7 @@ PDS_INLINE F select(M m, F yes, F no) { return {_mm512_mask_blend_ps(m.v, no.v, 
 PDS_INLINE I select(M m, I yes, I no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
 
 PDS_INLINE B load_b(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+PDS_INLINE void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
 PDS_INLINE B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PDS_INLINE B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};

@@ -214,6 +214,7 @@ PDS_INLINE B load_b(const uint8_t* p) {
   __builtin_memcpy(&r, p, 64);
   return r;
 }
+PDS_INLINE void store_b(uint8_t* p, B a) { __builtin_memcpy(p, &a, 64); }
 PDS_INLINE B low_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] & 15; return a; }
 PDS_INLINE B high_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] >> 4; return a; }
 // A product of bytes fits 16 bits; the sum of two may not, so pairs are added in 32.

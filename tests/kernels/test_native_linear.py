@@ -1,0 +1,260 @@
+"""Packed weights and their product: values, bounds, and the same bits on every path."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.quant.registry import NATIVE, formats, unpack
+from pdserve.kernels import _native
+
+FLOATS = ("F32", "F16", "BF16")
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+ROW_COUNTS = (*range(2, 20), 31, 33, 70)
+# Where the float16 scales lie in a block; random bytes there would be infinities.
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def context() -> Any:
+    return _native.Context(2)
+
+
+def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.uint8], Floats]:
+    """Random stored bytes [rows, bytes of a row] and the values that the engine reads in them."""
+    rng = np.random.default_rng(seed)
+    if kind in FLOATS:
+        data = torch.from_numpy(rng.normal(size=(rows, cols)).astype(np.float32)).to(NATIVE[kind])
+        return data.view(torch.uint8).reshape(rows, -1).numpy(), data.float().numpy()
+    form = formats()[kind]
+    blocks = rng.integers(0, 256, (rows * cols // form.block_values, form.block_bytes), np.uint8)
+    for at in SCALES[kind]:
+        scale = rng.normal(size=(len(blocks), 1)).astype(np.float16)
+        blocks[:, at : at + 2] = scale.view(np.uint8)
+    data = blocks.reshape(rows, -1)
+    values = unpack(RawTensor(torch.from_numpy(data), kind, (rows, cols)), torch.float32)
+    return data, values.numpy()
+
+
+def quantum(kind: str) -> int:
+    return 1 if kind in FLOATS else formats()[kind].block_values
+
+
+def packed(context: Any, kind: str, rows: int, cols: int, seed: int = 0) -> tuple[Any, Floats]:
+    data, values = raw_tensor(kind, rows, cols, seed)
+    return _native.Matrix.pack(context, kind, data, rows, cols), values
+
+
+def inputs(rows: int, cols: int, seed: int = 1) -> Floats:
+    return np.random.default_rng(seed).normal(size=(rows, cols)).astype(np.float32)
+
+
+def encoded(x: Floats) -> NDArray[np.float64]:
+    """What is left of x after int8 with one scale a block of 32."""
+    blocks = x.reshape(len(x), -1, 32)
+    amax = np.abs(blocks).max(2, keepdims=True)
+    levels = np.rint(blocks * (np.float32(127) / amax))
+    return (levels.astype(np.float64) * (amax / np.float32(127))).reshape(x.shape)
+
+
+def same(a: Floats, b: Floats) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(FLOATS + BLOCKS),
+    rows=st.integers(1, 50),
+    blocks=st.integers(1, 3),
+    seed=st.integers(0, 1 << 30),
+)
+def test_packed_weights_are_the_stored_ones(
+    context: Any, kind: str, rows: int, blocks: int, seed: int
+) -> None:
+    matrix, values = packed(context, kind, rows, blocks * quantum(kind), seed)
+    ids = np.random.default_rng(seed).permutation(rows)
+    assert (matrix.rows, matrix.cols) == values.shape
+    assert matrix.nbytes >= values.size // 2
+    for isa in _native.isas():
+        read = matrix.row_values(_native.Context(1, isa=isa), ids)
+        assert np.array_equal(read, values[ids])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from(FLOATS + BLOCKS),
+    rows=st.integers(1, 80),
+    blocks=st.integers(1, 50),
+    tokens=st.integers(1, 40),
+    isa=st.sampled_from(_native.isas()),
+    seed=st.integers(0, 1 << 30),
+)
+def test_product_is_that_of_weights_and_encoded_inputs(
+    kind: str, rows: int, blocks: int, tokens: int, isa: str, seed: int
+) -> None:
+    context = _native.Context(2, isa=isa)
+    cols = blocks * quantum(kind) if quantum(kind) < 256 else (blocks % 5 + 1) * 256
+    matrix, values = packed(context, kind, rows, cols, seed)
+    x = inputs(tokens, cols, seed)
+    result = _native.linear(context, x, [matrix])
+    seen = x.astype(np.float64)
+    if kind == "BF16":
+        seen = torch.from_numpy(x).bfloat16().double().numpy()
+    elif kind in BLOCKS:
+        seen = encoded(x)
+    exact = seen @ values.T.astype(np.float64)
+    # Terms of d * q and of m may cancel: a bound on what is added up, a few roundings a block.
+    terms = np.abs(seen) @ (np.abs(values.T.astype(np.float64)) + term_size(values, kind))
+    assert (np.abs(result - exact) <= terms * 2.0**-23 * (cols if kind in FLOATS else 8)).all()
+    # int8 takes half a step of 1/127 of a block's largest input; bf16 2^-8 of every input.
+    plain = x.astype(np.float64) @ values.T.astype(np.float64)
+    off = np.abs(x).reshape(tokens, -1, 32).max(2).repeat(32, 1) if kind in BLOCKS else np.abs(x)
+    share = {"F32": 0.0, "F16": 0.0, "BF16": 2.0**-8}.get(kind, 0.51 / 127)
+    bound = share * (off @ np.abs(values.T)) + terms * 2.0**-23 * (cols if kind in FLOATS else 8)
+    assert (np.abs(result - plain) <= bound).all()
+
+
+def term_size(values: Floats, kind: str) -> NDArray[np.float64]:
+    """An upper bound of the parts d * q and m that a weight is the sum of: the format's largest."""
+    if kind in FLOATS:
+        return np.zeros((values.shape[1], 1))
+    return np.full((values.shape[1], 1), 4.0 * float(np.abs(values).max()))
+
+
+@pytest.mark.parametrize("kind", FLOATS + BLOCKS)
+@pytest.mark.parametrize("blocks", [1, 18, 23])
+def test_a_row_is_the_same_alone_and_among_others(context: Any, kind: str, blocks: int) -> None:
+    cols = {1: blocks * 32, 32: blocks * 32}.get(quantum(kind), (blocks % 4 + 1) * 256)
+    matrix, _ = packed(context, kind, 90, cols)
+    x = inputs(max(ROW_COUNTS), cols)
+    single = _native.Context(1)
+    alone = np.concatenate([_native.linear(single, row[None], [matrix]) for row in x])
+    for count in ROW_COUNTS:
+        assert same(_native.linear(context, x[:count], [matrix]), alone[:count])
+        assert same(_native.linear(single, x[-count:], [matrix]), alone[-count:])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FLOATS + BLOCKS if kind != "BF16"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> None:
+    cols = 2 * 256
+    contexts = [_native.Context(1, isa=isa) for isa in _native.isas()]
+    matrix, _ = packed(contexts[0], kind, 50, cols)
+    x = inputs(tokens, cols)
+    results = [_native.linear(context, x, [matrix]) for context in contexts]
+    assert len(results) > 1 and all(same(result, results[0]) for result in results)
+
+
+def test_several_matrices_lie_side_by_side(context: Any) -> None:
+    parts = [packed(context, "Q4_1", rows, 576, rows) for rows in (17, 1, 64, 200)]
+    x, bias = inputs(3, 576), inputs(1, 282)[0]
+    together = _native.linear(context, x, [matrix for matrix, _ in parts], bias)
+    each = np.concatenate([_native.linear(context, x, [matrix]) for matrix, _ in parts], 1)
+    assert same(together, each + bias)
+    out = np.full((3, 282), np.nan, np.float32)
+    _native.linear_into(context, x, [matrix for matrix, _ in parts], out, bias)
+    assert same(out, together)
+
+
+def test_mixed_encodings_in_one_product(context: Any) -> None:
+    parts = [packed(context, kind, 20, 64) for kind in ("Q8_0", "BF16", "F16", "Q5_1")]
+    x = inputs(9, 64)
+    together = _native.linear(context, x, [matrix for matrix, _ in parts])
+    each = np.concatenate([_native.linear(context, x, [matrix]) for matrix, _ in parts], 1)
+    assert same(together, each)
+
+
+@pytest.mark.parametrize("cols", [1, 3, 45])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_plain_numbers_of_any_width(context: Any, kind: str, cols: int) -> None:
+    matrix, values = packed(context, kind, 21, cols)
+    x = torch.from_numpy(inputs(4, cols)).bfloat16().float().numpy()
+    result = _native.linear(context, x, [matrix])
+    assert np.allclose(result, x @ values.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize("kind", FLOATS + BLOCKS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_spoils_its_row_alone(isa: str, kind: str, bad: float) -> None:
+    context = _native.Context(1, isa=isa)
+    matrix, _ = packed(context, kind, 20, 512)
+    x = inputs(40, 512)
+    clean = _native.linear(context, x, [matrix])
+    for count in (1, 5, 40):
+        x[count - 1, 300] = bad
+        result = _native.linear(context, x[:count], [matrix])
+        assert not np.isfinite(result[-1]).any()
+        assert same(result[:-1], clean[: count - 1])
+        x = inputs(40, 512)
+
+
+def test_zero_and_tiny_inputs(context: Any) -> None:
+    matrix, values = packed(context, "Q8_0", 16, 64)
+    x = np.zeros((2, 64), np.float32)
+    x[1, 5] = 1e-42  # 127 / 1e-42 is infinite
+    assert (_native.linear(context, x, [matrix]) == 0).all()
+    x[1, 5] = 1e-20
+    assert np.allclose(_native.linear(context, x, [matrix])[1], 1e-20 * values[:, 5], rtol=1e-5)
+
+
+def test_wrong_arguments_raise(context: Any) -> None:
+    data, _ = raw_tensor("Q4_1", 4, 64, 0)
+    pack = _native.Matrix.pack
+    with pytest.raises(ValueError, match="IQ2_XS"):
+        pack(context, "IQ2_XS", data, 4, 64)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        pack(context, "Q4_1", data, 4, 65)
+    with pytest.raises(ValueError, match="multiples of 256"):
+        pack(context, "Q4_K", data, 4, 64)
+    with pytest.raises(ValueError, match="do not fit"):
+        pack(context, "Q4_1", data, 4, 96)
+    with pytest.raises(ValueError, match="row of bytes"):
+        pack(context, "Q4_1", data, 5, 64)
+    with pytest.raises(ValueError, match="at least one"):
+        pack(context, "Q4_1", data[:0], 0, 64)
+    with pytest.raises(ValueError, match="at least one"):
+        pack(context, "Q4_1", data, 4, -32)
+    with pytest.raises(TypeError):
+        pack(context, "Q4_1", data.astype(np.int32), 4, 64)
+    with pytest.raises(TypeError):
+        pack(context, "Q4_1", data[:, ::2], 4, 32)
+    matrix = pack(context, "Q4_1", data, 4, 64)
+    x = inputs(2, 64)
+    with pytest.raises(ValueError, match="columns"):
+        _native.linear(context, inputs(2, 32), [matrix])
+    with pytest.raises(ValueError, match="needs a matrix"):
+        _native.linear(context, x, [])
+    with pytest.raises(ValueError, match="bias"):
+        _native.linear(context, x, [matrix], inputs(1, 5)[0])
+    with pytest.raises(ValueError, match="out is not"):
+        _native.linear_into(context, x, [matrix], inputs(2, 5))
+    with pytest.raises(TypeError):
+        _native.linear(context, x.astype(np.float64), [matrix])
+    with pytest.raises(ValueError, match="outside"):
+        matrix.row_values(context, np.array([0, 4]))
+    with pytest.raises(ValueError, match="outside"):
+        matrix.row_values(context, np.array([-1]))
+
+
+def test_no_tokens(context: Any) -> None:
+    matrix, _ = packed(context, "Q4_1", 20, 64)
+    assert _native.linear(context, inputs(0, 64), [matrix]).shape == (0, 20)
+    assert matrix.row_values(context, np.array([], np.int64)).shape == (0, 64)
