@@ -232,7 +232,8 @@ void pack_tile(const StoredFormat& format, const Matrix& m, const uint8_t* const
   }
   pack_numbers<uint32_t>(m.cols / 2, rows, tile);  // pairs
   for (int64_t i = 0; m.cols % 2 && i < kLanes && rows[i]; ++i) {
-    std::memcpy(tile + (m.cols / 2 * kLanes + i) * 4, rows[i] + (m.cols - 1) * 2, 2);
+    const uint32_t last = half_bits(rows[i] + (m.cols - 1) * 2);  // and a weight of 0
+    std::memcpy(tile + (m.cols / 2 * kLanes + i) * 4, &last, 4);
   }
 }
 

@@ -1,7 +1,5 @@
 """Packed weights and their product: values, bounds, and the same bits on every path."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -33,7 +31,7 @@ Floats = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def context() -> Any:
+def context() -> _native.Context:
     return _native.Context(2)
 
 
@@ -41,8 +39,8 @@ def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.u
     """Random stored bytes [rows, bytes of a row] and the values that the engine reads in them."""
     rng = np.random.default_rng(seed)
     if kind in FLOATS:
-        data = torch.from_numpy(rng.normal(size=(rows, cols)).astype(np.float32)).to(NATIVE[kind])
-        return data.view(torch.uint8).reshape(rows, -1).numpy(), data.float().numpy()
+        numbers = torch.from_numpy(rng.normal(size=(rows, cols))).to(NATIVE[kind])
+        return numbers.view(torch.uint8).reshape(rows, -1).numpy(), numbers.float().numpy()
     form = formats()[kind]
     blocks = rng.integers(0, 256, (rows * cols // form.block_values, form.block_bytes), np.uint8)
     for at in SCALES[kind]:
@@ -57,7 +55,9 @@ def quantum(kind: str) -> int:
     return 1 if kind in FLOATS else formats()[kind].block_values
 
 
-def packed(context: Any, kind: str, rows: int, cols: int, seed: int = 0) -> tuple[Any, Floats]:
+def packed(
+    context: _native.Context, kind: str, rows: int, cols: int, seed: int = 0
+) -> tuple[_native.Matrix, Floats]:
     data, values = raw_tensor(kind, rows, cols, seed)
     return _native.Matrix.pack(context, kind, data, rows, cols), values
 
@@ -71,7 +71,8 @@ def encoded(x: Floats) -> NDArray[np.float64]:
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(2, keepdims=True)
     levels = np.rint(blocks * (np.float32(127) / amax))
-    return (levels.astype(np.float64) * (amax / np.float32(127))).reshape(x.shape)
+    values: NDArray[np.float64] = levels.astype(np.float64) * (amax / np.float32(127))
+    return values.reshape(x.shape)
 
 
 def same(a: Floats, b: Floats) -> bool:
@@ -86,7 +87,7 @@ def same(a: Floats, b: Floats) -> bool:
     seed=st.integers(0, 1 << 30),
 )
 def test_packed_weights_are_the_stored_ones(
-    context: Any, kind: str, rows: int, blocks: int, seed: int
+    context: _native.Context, kind: str, rows: int, blocks: int, seed: int
 ) -> None:
     matrix, values = packed(context, kind, rows, blocks * quantum(kind), seed)
     ids = np.random.default_rng(seed).permutation(rows)
@@ -140,7 +141,9 @@ def term_size(values: Floats, kind: str) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("kind", FLOATS + BLOCKS)
 @pytest.mark.parametrize("blocks", [1, 18, 23])
-def test_a_row_is_the_same_alone_and_among_others(context: Any, kind: str, blocks: int) -> None:
+def test_a_row_is_the_same_alone_and_among_others(
+    context: _native.Context, kind: str, blocks: int
+) -> None:
     cols = {1: blocks * 32, 32: blocks * 32}.get(quantum(kind), (blocks % 4 + 1) * 256)
     matrix, _ = packed(context, kind, 90, cols)
     x = inputs(max(ROW_COUNTS), cols)
@@ -159,10 +162,11 @@ def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> No
     matrix, _ = packed(contexts[0], kind, 50, cols)
     x = inputs(tokens, cols)
     results = [_native.linear(context, x, [matrix]) for context in contexts]
-    assert len(results) > 1 and all(same(result, results[0]) for result in results)
+    assert len(results) > 1
+    assert all(same(result, results[0]) for result in results)
 
 
-def test_several_matrices_lie_side_by_side(context: Any) -> None:
+def test_several_matrices_lie_side_by_side(context: _native.Context) -> None:
     parts = [packed(context, "Q4_1", rows, 576, rows) for rows in (17, 1, 64, 200)]
     x, bias = inputs(3, 576), inputs(1, 282)[0]
     together = _native.linear(context, x, [matrix for matrix, _ in parts], bias)
@@ -173,7 +177,7 @@ def test_several_matrices_lie_side_by_side(context: Any) -> None:
     assert same(out, together)
 
 
-def test_mixed_encodings_in_one_product(context: Any) -> None:
+def test_mixed_encodings_in_one_product(context: _native.Context) -> None:
     parts = [packed(context, kind, 20, 64) for kind in ("Q8_0", "BF16", "F16", "Q5_1")]
     x = inputs(9, 64)
     together = _native.linear(context, x, [matrix for matrix, _ in parts])
@@ -183,7 +187,7 @@ def test_mixed_encodings_in_one_product(context: Any) -> None:
 
 @pytest.mark.parametrize("cols", [1, 3, 45])
 @pytest.mark.parametrize("kind", FLOATS)
-def test_plain_numbers_of_any_width(context: Any, kind: str, cols: int) -> None:
+def test_plain_numbers_of_any_width(context: _native.Context, kind: str, cols: int) -> None:
     matrix, values = packed(context, kind, 21, cols)
     x = torch.from_numpy(inputs(4, cols)).bfloat16().float().numpy()
     result = _native.linear(context, x, [matrix])
@@ -206,7 +210,7 @@ def test_what_is_not_finite_spoils_its_row_alone(isa: str, kind: str, bad: float
         x = inputs(40, 512)
 
 
-def test_zero_and_tiny_inputs(context: Any) -> None:
+def test_zero_and_tiny_inputs(context: _native.Context) -> None:
     matrix, values = packed(context, "Q8_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
     x[1, 5] = 1e-42  # 127 / 1e-42 is infinite
@@ -215,7 +219,7 @@ def test_zero_and_tiny_inputs(context: Any) -> None:
     assert np.allclose(_native.linear(context, x, [matrix])[1], 1e-20 * values[:, 5], rtol=1e-5)
 
 
-def test_wrong_arguments_raise(context: Any) -> None:
+def test_wrong_arguments_raise(context: _native.Context) -> None:
     data, _ = raw_tensor("Q4_1", 4, 64, 0)
     pack = _native.Matrix.pack
     with pytest.raises(ValueError, match="IQ2_XS"):
@@ -233,7 +237,7 @@ def test_wrong_arguments_raise(context: Any) -> None:
     with pytest.raises(ValueError, match="at least one"):
         pack(context, "Q4_1", data, 4, -32)
     with pytest.raises(TypeError):
-        pack(context, "Q4_1", data.astype(np.int32), 4, 64)
+        pack(context, "Q4_1", data.astype(np.int32), 4, 64)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         pack(context, "Q4_1", data[:, ::2], 4, 32)
     matrix = pack(context, "Q4_1", data, 4, 64)
@@ -247,14 +251,14 @@ def test_wrong_arguments_raise(context: Any) -> None:
     with pytest.raises(ValueError, match="out is not"):
         _native.linear_into(context, x, [matrix], inputs(2, 5))
     with pytest.raises(TypeError):
-        _native.linear(context, x.astype(np.float64), [matrix])
+        _native.linear(context, x.astype(np.float64), [matrix])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([0, 4]))
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([-1]))
 
 
-def test_no_tokens(context: Any) -> None:
+def test_no_tokens(context: _native.Context) -> None:
     matrix, _ = packed(context, "Q4_1", 20, 64)
     assert _native.linear(context, inputs(0, 64), [matrix]).shape == (0, 20)
     assert matrix.row_values(context, np.array([], np.int64)).shape == (0, 64)
