@@ -1,5 +1,6 @@
 #include "targets.h"
 
+#include <cstdlib>
 #include <stdexcept>
 
 namespace pdserve {
@@ -32,12 +33,14 @@ const std::vector<const Kernels*>& targets() {
 }
 
 const Kernels& select_target(const std::string& isa) {
+  const char* wish = std::getenv("PDSERVE_NATIVE_ISA");
+  const std::string name = isa.empty() && wish ? wish : isa;
   std::string known;
   for (const Kernels* table : targets()) {
-    if (isa.empty() || isa == table->isa) return *table;
+    if (name.empty() || name == table->isa) return *table;
     known += std::string(known.empty() ? "" : ", ") + table->isa;
   }
-  throw std::invalid_argument("this machine has no kernels for '" + isa + "'; it has " + known);
+  throw std::invalid_argument("this machine has no kernels for '" + name + "'; it has " + known);
 }
 
 }  // namespace pdserve

@@ -10,7 +10,8 @@ namespace pdserve {
 // Tables that this machine can run, best first; never empty.
 const std::vector<const Kernels*>& targets();
 
-// The table of that name, or the best one for "". Throws std::invalid_argument with the names.
+// The table of that name; for "" the one that the environment variable PDSERVE_NATIVE_ISA names, or
+// the best one if it is unset or empty. Throws std::invalid_argument with the names.
 const Kernels& select_target(const std::string& isa);
 
 }  // namespace pdserve

@@ -16,8 +16,8 @@ void bind_context(nb::module_& m) {
            nb::arg("threads"), nb::arg("cpus") = std::vector<int>{}, nb::arg("isa") = "",
            nb::arg("spin_us") = 100,
            "threads: the caller's included; cpus: a core each, the caller's first; isa: one of\n"
-           "isas(), the best by default; spin_us: how long an idle helper spins. ValueError if\n"
-           "there is no such isa.")
+           "isas(), by default PDSERVE_NATIVE_ISA of the environment or the best; spin_us: how\n"
+           "long an idle helper spins. ValueError if there is no such isa.")
       .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
       .def_prop_ro("isa", [](const Context& c) { return std::string(c.kernels.isa); });
 }

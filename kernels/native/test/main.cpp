@@ -1,4 +1,6 @@
-// Runs the tests named on the command line, or all. Exits with 1 if a check was false.
+// Runs the tests named on the command line, or all, on every target that this machine can run.
+// Exits with 1 if a check was false.
+#include "../targets.h"
 #include "check.h"
 #include "tests.h"
 
@@ -11,6 +13,9 @@ int main(int argc, char** argv) {
       {"words", pdserve::test_words},
       {"pool", pdserve::test_pool},
   };
+  std::printf("targets:");
+  for (const pdserve::Kernels* target : pdserve::targets()) std::printf(" %s", target->isa);
+  std::printf("\n");
   int ran = 0;
   for (const Test& test : tests) {
     bool wanted = argc == 1;
