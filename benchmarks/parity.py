@@ -8,7 +8,7 @@ import torch
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.request import ChoiceState, NewTokens, Request, SamplingParams
-from pdserve.kernels.ops import select
+from pdserve.kernels.reference.noise import gumbel_noise
 
 NEAR_TIE = 1e-3  # of the two best scores: logits, or logits / T + noise
 Tokens = Mapping[str, tuple[int, ...]]
@@ -78,14 +78,13 @@ class Judge:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.ops = select("cpu")
 
     @torch.inference_mode()
     def gap(self, request: Request, before: Sequence[int]) -> float:
         ids = torch.tensor([[*request.prompt_ids, *before]])
         scores = self.model(ids, logits_to_keep=1).logits[0, -1].float()
         if request.params.temperature > 0:
-            noise = self.ops.gumbel_noise(
+            noise = gumbel_noise(
                 torch.tensor([request.seed]),
                 torch.tensor([0]),
                 torch.tensor([len(before)]),

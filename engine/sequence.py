@@ -76,7 +76,7 @@ class Job:
         resumed = any(self.generated) or any(self.finish)
         wants_scores = request.params.prompt_logprobs is not None and not resumed
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
-        self.sampling: dict[int, Any] = {}  # the sampler's notes, per choice
+        self.streams: dict[int, Any] = {}  # what the sampler picks with, per choice
 
     @property
     def unfinished(self) -> list[int]:

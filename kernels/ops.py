@@ -4,11 +4,12 @@ Shapes: T tokens, N inputs, M outputs, H query heads, K kv heads, D head_dim. Wh
 written at the reference.
 """
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from pdserve.kernels import reference
+from pdserve.kernels.streams import StreamSettings, TokenScores
 
 
 class Ops(Protocol):
@@ -43,17 +44,14 @@ class Ops(Protocol):
         soft_cap: float = 0.0,
     ) -> Tensor: ...
 
-    def gumbel_noise(
-        self, seeds: Tensor, choices: Tensor, positions: Tensor, vocab: int
-    ) -> Tensor: ...
+    def stream(self, settings: StreamSettings, vocab: int) -> Any:
+        """What picks the tokens of one choice; only the backend that made it looks inside."""
 
-    def gumbel_at(
-        self, seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor
-    ) -> Tensor: ...
+    def sample(
+        self, logits: Tensor, rows: list[int], streams: list[Any], generated: list[list[int]]
+    ) -> list[int]: ...
 
-    def gumbel_argmax(
-        self, scores: Tensor, seeds: Tensor, choices: Tensor, positions: Tensor
-    ) -> Tensor: ...
+    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]: ...
 
 
 _BACKENDS: dict[str, Ops] = {"cpu": reference, "cuda": reference}

@@ -50,13 +50,22 @@ struct Kernels {
                        float* scratch);
   void (*attend_merge)(const Attend& task, const float* states, float* scratch);
 
-  // --- sampling.inl
-  // Index of the largest score (the lowest among equals; NaN counts as the largest).
+  // --- sampling.inl; one row a call, count >= 1
+  // Index of the largest score (the lowest among equals; the first NaN if there is one).
   int64_t (*argmax)(const float* scores, int64_t count);
-  // argmax of scores / temperature + Gumbel noise, as kernels/reference/noise.py defines it.
-  int64_t (*gumbel_argmax)(const float* scores, float temperature, const NoiseKey& key,
-                           int64_t count);
+  // argmax of scores / temperature + Gumbel noise where scores / temperature >= floor. The scores
+  // are finite or -inf, the best is finite.
+  int64_t (*gumbel_argmax)(const float* scores, float temperature, float floor,
+                           const NoiseKey& key, int64_t count);
+  // Gumbel noise of some ids, as kernels/reference/noise.py defines it.
   void (*gumbel_at)(const NoiseKey& key, const int64_t* ids, int64_t count, float* out);
+  // The least scores / temperature that the filter keeps, at most the best. Scores as above.
+  float (*filter_floor)(const float* scores, float temperature, const Filter& filter,
+                        int64_t count, float* scratch);
+  // The k-th largest score, 1 <= k <= count.
+  float (*kth_score)(const float* scores, int64_t k, int64_t count, float* scratch);
+  int64_t (*filter_scratch)(int64_t count);  // floats, for filter_floor and kth_score
+  double (*log_sum_exp)(const float* scores, int64_t count);
 };
 
 }  // namespace pdserve

@@ -4,4 +4,5 @@ const Kernels kTable = {
     rope,     add_bias,     scale,        soft_cap,      store_kv,  attend,
     attend_scratch,         attend_tiles, attend_merge,  argmax,    gumbel_argmax,
     gumbel_at,
+    filter_floor,           kth_score,    filter_scratch, log_sum_exp,
 };

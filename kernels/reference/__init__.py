@@ -3,19 +3,20 @@
 from pdserve.kernels.reference.activation import gated
 from pdserve.kernels.reference.attention import paged_attention, write_kv
 from pdserve.kernels.reference.linear import linear
-from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at, gumbel_noise
+from pdserve.kernels.reference.logprobs import logprobs
 from pdserve.kernels.reference.norm import add_rms_norm, rms_norm
 from pdserve.kernels.reference.rope import rope
+from pdserve.kernels.reference.sampling import sample, stream
 
 __all__ = [
     "add_rms_norm",
     "gated",
-    "gumbel_argmax",
-    "gumbel_at",
-    "gumbel_noise",
     "linear",
+    "logprobs",
     "paged_attention",
     "rms_norm",
     "rope",
+    "sample",
+    "stream",
     "write_kv",
 ]

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.block_hash import cache_seed
-from pdserve.engine.candidates import candidates
 from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Outcome, Row
-from pdserve.engine.request import SamplingParams
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.kernels.ops import select
+from pdserve.kernels.reference.candidates import candidates
+from pdserve.kernels.reference.noise import gumbel_noise
+from pdserve.kernels.streams import StreamSettings
 
 VOCAB = 50
 OPS = select("cpu")
@@ -46,7 +47,7 @@ def token(one: Row, logits: torch.Tensor) -> int:
 def noise(seed: int, choice: int, position: int) -> torch.Tensor:
     seed = seed - (1 << 64) if seed >> 63 else seed
     at = (torch.tensor([seed]), torch.tensor([choice]), torch.tensor([position]))
-    return OPS.gumbel_noise(*at, VOCAB)[0]
+    return gumbel_noise(*at, VOCAB)[0]
 
 
 def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
@@ -151,7 +152,7 @@ def test_min_tokens_masks_until_then_and_ignore_eos_masks_stop_ids_only() -> Non
     assert token(row((), ignore_eos=True, **options), logits) == 7
 
 
-def reference_candidates(scaled: torch.Tensor, params: SamplingParams) -> set[int]:
+def reference_candidates(scaled: torch.Tensor, params: StreamSettings) -> set[int]:
     """top_k, then top_p of what is left, then min_p; one token at a time."""
     order = sorted(range(len(scaled)), key=lambda i: -float(scaled[i]))
     if params.top_k:
@@ -177,7 +178,7 @@ def reference_candidates(scaled: torch.Tensor, params: SamplingParams) -> set[in
 )
 def test_filters(seed: int, vocab: int, top_k: int, top_p: float, min_p: float) -> None:
     scaled = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * (seed % 5 + 0.1)
-    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    params = StreamSettings(top_k=top_k, top_p=top_p, min_p=min_p)
     got = candidates(scaled, params).tolist()
     assert got == sorted(got)
     # Rounding of a sum may move the border of the nucleus by one token.
@@ -187,11 +188,11 @@ def test_filters(seed: int, vocab: int, top_k: int, top_p: float, min_p: float) 
 
 def test_filters_treat_equal_logits_alike_and_need_no_finite_floor() -> None:
     scaled = torch.tensor([1.0, 2.0, 2.0, 2.0, -math.inf])
-    assert candidates(scaled, SamplingParams(top_k=2)).tolist() == [1, 2, 3]
-    assert candidates(scaled, SamplingParams(top_k=1, min_p=1.0)).tolist() == [1, 2, 3]
+    assert candidates(scaled, StreamSettings(top_k=2)).tolist() == [1, 2, 3]
+    assert candidates(scaled, StreamSettings(top_k=1, min_p=1.0)).tolist() == [1, 2, 3]
     flat = torch.zeros(5000)
-    assert len(candidates(flat, SamplingParams(top_p=0.5))) == 5000
-    assert candidates(torch.arange(5000.0), SamplingParams(top_p=1e-9)).tolist() == [4999]
+    assert len(candidates(flat, StreamSettings(top_p=0.5))) == 5000
+    assert candidates(torch.arange(5000.0), StreamSettings(top_p=1e-9)).tolist() == [4999]
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

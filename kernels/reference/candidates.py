@@ -8,17 +8,12 @@ import math
 import torch
 from torch import Tensor
 
-from pdserve.engine.request import SamplingParams
+from pdserve.kernels.streams import StreamSettings
 
 FIRST_SORT = 256  # top_p rarely needs more of the vocabulary; sorting it all is slow
 
 
-def filters(params: SamplingParams) -> bool:
-    """Whether the parameters leave tokens out."""
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
-def candidates(scaled: Tensor, params: SamplingParams) -> Tensor:
+def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
     """Ids, ascending, int64 [n], that the filters leave of logits / T [vocab].
 
     In this order: the k best; of those the best whose probabilities sum to top_p; of those the ones
@@ -27,13 +22,13 @@ def candidates(scaled: Tensor, params: SamplingParams) -> Tensor:
     vocab = len(scaled)
     peak = scaled.max()
     floor, kept = torch.full_like(peak, -math.inf), scaled
-    if 0 < params.top_k < vocab:
-        floor = scaled.topk(params.top_k).values[-1]
+    if 0 < settings.top_k < vocab:
+        floor = scaled.topk(settings.top_k).values[-1]
         kept = scaled[scaled >= floor]
-    if params.top_p < 1:
-        floor = torch.maximum(floor, _nucleus_floor(kept, params.top_p))
-    if params.min_p > 0:
-        floor = torch.maximum(floor, peak + math.log(params.min_p))
+    if settings.top_p < 1:
+        floor = torch.maximum(floor, _nucleus_floor(kept, settings.top_p))
+    if settings.min_p > 0:
+        floor = torch.maximum(floor, peak + math.log(settings.min_p))
     return (scaled >= torch.minimum(floor, peak)).nonzero()[:, 0]
 
 

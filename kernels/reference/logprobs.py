@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.engine.request import TokenLogprob
+from pdserve.kernels.streams import TokenScores
 
 
-def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenScores]:
     """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row."""
     picked = torch.tensor(tokens, device=logits.device)
     total = logits.logsumexp(dim=-1)
     own = (logits.gather(1, picked[:, None])[:, 0] - total).tolist()
     best = _best(logits, total, count) if count else [()] * len(own)
-    return [TokenLogprob(o, b) for o, b in zip(own, best, strict=True)]
+    return list(zip(own, best, strict=True))
 
 
 def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

@@ -1,0 +1,48 @@
+"""Sampling on the native kernels: `stream`, `sample` and `logprobs` of `kernels/ops.py`."""
+
+from torch import Tensor
+
+from pdserve.kernels._native import Context, Sampler, Stream
+from pdserve.kernels.streams import StreamSettings, TokenScores
+
+
+class CpuSampling:
+    """Works on the threads of a context; one call at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self._sampler = Sampler(context)
+
+    def stream(self, settings: StreamSettings, vocab: int) -> Stream:
+        """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
+        return Stream(
+            vocab,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
+            seed=settings.seed,
+            choice=settings.choice,
+            repetition_penalty=settings.repetition_penalty,
+            presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty,
+            logit_bias=dict(settings.logit_bias),
+            masked_ids=settings.masked_ids,
+            min_tokens=settings.min_tokens,
+            prompt_ids=settings.prompt_ids if settings.repetition_penalty != 1 else (),
+        )
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        streams: list[Stream],
+        generated: list[list[int]],
+    ) -> list[int]:
+        """As kernels/reference/sampling.py, in one call for the whole step."""
+        tokens: list[int] = self._sampler.sample(logits, rows, streams, generated)
+        return tokens
+
+    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
+        """As kernels/reference/logprobs.py, summed in doubles."""
+        scores: list[TokenScores] = self._sampler.logprobs(logits, tokens, count)
+        return scores

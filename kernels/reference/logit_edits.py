@@ -1,0 +1,70 @@
+"""What changes a stream's logits before the pick: bias, penalties, masked ids.
+
+A pure function of the settings and the generated ids: the notes kept here only save computing it
+anew.
+"""
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.streams import StreamSettings
+
+
+class LogitEdits:
+    """The edits of one stream, brought up to date with its generated ids at each use."""
+
+    def __init__(self, settings: StreamSettings, vocab: int, device: torch.device) -> None:
+        self._settings = settings
+        self._num_counted = 0
+        self._bias = (
+            (_ids(settings.logit_bias, device), torch.tensor(list(settings.logit_bias.values())))
+            if settings.logit_bias
+            else None
+        )
+        self._masked = _ids(settings.masked_ids, device) if settings.masked_ids else None
+        self._counts = self._seen = None
+        if settings.presence_penalty or settings.frequency_penalty:
+            self._counts = torch.zeros(vocab, device=device)
+        if settings.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self._seen[_ids(settings.prompt_ids, device)] = True
+        self._always = any(x is not None for x in (self._bias, self._counts, self._seen))
+
+    def active(self, num_generated: int) -> bool:
+        """Whether the next pick is edited at all."""
+        return self._always or self._masks(num_generated)
+
+    def apply(self, scores: Tensor, generated: list[int]) -> None:
+        """Edits one row of float32 logits [vocab] in place."""
+        settings = self._settings
+        self._count(generated)
+        if self._bias is not None:
+            ids, values = self._bias
+            scores[ids] += values.to(scores.device)
+        if self._seen is not None:
+            penalty = settings.repetition_penalty
+            lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
+            torch.where(self._seen, lowered, scores, out=scores)
+        if self._counts is not None:
+            scores -= settings.presence_penalty * (self._counts > 0)
+            scores -= settings.frequency_penalty * self._counts
+        if self._masked is not None and self._masks(len(generated)):
+            scores[self._masked] = float("-inf")
+
+    def _masks(self, num_generated: int) -> bool:
+        return self._masked is not None and num_generated < self._settings.min_tokens
+
+    def _count(self, generated: list[int]) -> None:
+        fresh = generated[self._num_counted :]
+        self._num_counted = len(generated)
+        if not fresh:
+            return
+        if self._counts is not None:
+            ids = _ids(fresh, self._counts.device)
+            self._counts.index_add_(0, ids, torch.ones(len(fresh), device=ids.device))
+        if self._seen is not None:
+            self._seen[_ids(fresh, self._seen.device)] = True
+
+
+def _ids(ids: object, device: torch.device) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=device)  # type: ignore[call-overload]

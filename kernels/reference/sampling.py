@@ -1,0 +1,91 @@
+"""Picks the next token of every stream of a step.
+
+token = argmax(edited logits / T + gumbel(seed, choice, position, token id)), greedy = argmax; so it
+is a function of the logits and of the stream, whoever else is in the batch. Ties go to the lowest
+id. A row without a finite best score (NaN logits) fails by itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.reference.candidates import candidates
+from pdserve.kernels.reference.logit_edits import LogitEdits
+from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at
+from pdserve.kernels.streams import GREEDY_BELOW, StreamSettings
+
+
+class ReferenceStream:
+    """A stream's settings, and notes about its generated ids that save computing them anew."""
+
+    def __init__(self, settings: StreamSettings, vocab: int) -> None:
+        self.settings = settings
+        self.vocab = vocab
+        self._edits: LogitEdits | None = None
+
+    def edits(self, device: torch.device) -> LogitEdits:
+        """Its edits on a device, where they stay."""
+        if self._edits is None:
+            self._edits = LogitEdits(self.settings, self.vocab, device)
+        return self._edits
+
+
+def stream(settings: StreamSettings, vocab: int) -> ReferenceStream:
+    """A new stream of tokens under `vocab` logits."""
+    return ReferenceStream(settings, vocab)
+
+
+def sample(
+    logits: Tensor,
+    rows: Sequence[int],
+    streams: Sequence[ReferenceStream],
+    generated: Sequence[list[int]],
+) -> list[int]:
+    """The next token of each stream; -1 where the best score is not finite.
+
+    logits float32 [n, vocab], not changed; stream i takes row rows[i] and has generated[i] so far.
+    """
+    if not rows:
+        return []
+    edits = [s.edits(logits.device) for s in streams]
+    edited = [i for i, ids in enumerate(generated) if edits[i].active(len(ids))]
+    scores = logits
+    if edited or list(rows) != list(range(len(logits))):
+        scores = logits[torch.tensor(rows, device=logits.device)]  # a copy
+    for i in edited:
+        edits[i].apply(scores[i], generated[i])
+    best = scores.argmax(dim=-1)  # NaN counts as the largest
+    finite = scores.gather(1, best[:, None])[:, 0].isfinite().tolist()
+    tokens = [t if ok else -1 for t, ok in zip(best.tolist(), finite, strict=True)]
+    hot = [i for i, s in enumerate(streams) if finite[i] and s.settings.temperature >= GREEDY_BELOW]
+    whole = [i for i in hot if not streams[i].settings.filters]
+    for i in hot:
+        settings = streams[i].settings
+        if settings.filters:
+            scaled = scores[i] / settings.temperature
+            ids = candidates(scaled, settings)
+            noise = gumbel_at(*_keys([i], streams, generated, logits.device), ids[None])[0]
+            tokens[i] = int(ids[(scaled[ids] + noise).argmax()])
+    if whole:
+        heat = torch.tensor([streams[i].settings.temperature for i in whole])
+        scaled = scores[whole] / heat[:, None].to(scores.device)
+        drawn = gumbel_argmax(scaled, *_keys(whole, streams, generated, logits.device))
+        for i, token in zip(whole, drawn.tolist(), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _keys(
+    which: list[int],
+    streams: Sequence[ReferenceStream],
+    generated: Sequence[list[int]],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeds (as two's complement), choices and positions of the noise."""
+    seeds = [streams[i].settings.seed for i in which]
+    return (
+        torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds], device=device),
+        torch.tensor([streams[i].settings.choice for i in which], device=device),
+        torch.tensor([len(generated[i]) for i in which], device=device),
+    )

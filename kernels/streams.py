@@ -1,0 +1,33 @@
+"""What the tokens of one choice are picked with: plain data, the same for every backend."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits / T would leave the range of float32
+
+# Of a token: its log-probability, and (id, log-probability) of the best ones, best first.
+TokenScores = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """One stream of tokens. Edits in this order: bias, repetition, presence, frequency, mask."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # unsigned 64 bits
+    choice: int = 0
+    repetition_penalty: float = 1.0  # over prompt and generated ids
+    presence_penalty: float = 0.0  # over generated ids
+    frequency_penalty: float = 0.0  # over generated ids
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    masked_ids: Sequence[int] = ()  # left out until min_tokens are generated
+    min_tokens: int = 0
+    prompt_ids: Sequence[int] = ()
+
+    @property
+    def filters(self) -> bool:
+        """Whether the parameters leave tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -1,0 +1,314 @@
+"""Native sampling equals the reference: the same noise, edits, filters and tokens on every ISA."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kernels import _native, reference
+from pdserve.kernels.cpu_sampling import CpuSampling
+from pdserve.kernels.reference.candidates import candidates
+from pdserve.kernels.reference.noise import gumbel_at
+from pdserve.kernels.streams import StreamSettings
+
+CONTEXTS = {isa: _native.Context(2, isa=isa, spin_us=0) for isa in _native.isas()}
+ISAS = sorted(CONTEXTS)
+VOCABS = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 100, 1000, 1040, 3000])
+
+
+def some_logits(seed: int, rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab, generator=generator) * spread
+
+
+def sample(
+    ops: Any,
+    logits: torch.Tensor,
+    settings: list[StreamSettings],
+    generated: list[list[int]] | None = None,
+    rows: list[int] | None = None,
+) -> list[int]:
+    streams = [ops.stream(s, logits.shape[1]) for s in settings]
+    ids = generated or [[] for _ in settings]
+    tokens: list[int] = ops.sample(logits, rows or list(range(len(settings))), streams, ids)
+    return tokens
+
+
+def native(isa: str) -> CpuSampling:
+    return CpuSampling(CONTEXTS[isa])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 127), st.integers(0, 1 << 30))
+def test_noise_bit_for_bit(isa: str, seed: int, choice: int, position: int) -> None:
+    ids = torch.arange(400) * 379
+    out = torch.empty(400)
+    _native.gumbel_at(CONTEXTS[isa], seed, choice, position, ids, out)
+    where = torch.tensor([seed]), torch.tensor([choice]), torch.tensor([position])
+    assert torch.equal(out, gumbel_at(*where, ids[None])[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
+def test_greedy_is_the_lowest_of_the_best(isa: str, seed: int, vocab: int, kind: str) -> None:
+    logits = some_logits(seed, 5, vocab)
+    if kind == "coarse":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.zeros(5, vocab)
+    elif kind == "masked":
+        logits[:, 1 : vocab - 1] = -math.inf
+    assert sample(native(isa), logits, [StreamSettings()] * 5) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("vocab", [1, 40, 1030])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_rows_that_are_not_finite_fail_alone(isa: str, vocab: int, bad: float) -> None:
+    at = [0, vocab // 2, vocab - 1]
+    logits = some_logits(1, 8, vocab)
+    for row, column in enumerate(at, start=1):
+        logits[row, column] = bad
+    logits[4, :] = bad
+    logits[5, :] = -math.inf
+    logits[6, 0], logits[6, -1] = math.inf, -math.inf
+    kinds = [StreamSettings(), StreamSettings(temperature=1.0, top_p=0.5, top_k=3)]
+    for kind in kinds:
+        got = sample(native(isa), logits, [kind] * 8)
+        assert [t < 0 for t in got] == [False, True, True, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_infinities_that_cancel_hide_no_number(isa: str) -> None:
+    logits = some_logits(2, 1, 1000)
+    logits[0, ::2] = -math.inf
+    logits[0, 333] = 50.0
+    assert sample(native(isa), logits, [StreamSettings()]) == [333]
+    logits[0, 700] = math.nan
+    assert sample(native(isa), logits, [StreamSettings()]) == [-1]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    VOCABS,
+    st.sampled_from([1.0, 0.7, 0.01, 1e-6, 50.0]),
+    st.sampled_from([0.0, 0.1, 3.0, 60.0]),
+    st.booleans(),
+)
+def test_gumbel_argmax(isa: str, seed: int, vocab: int, heat: float, spread: float, coarse: bool):
+    logits = some_logits(seed, 3, vocab, spread)
+    if coarse:
+        logits = logits.round()
+    logits[:, 2::3] = -math.inf
+    kinds = [
+        StreamSettings(temperature=heat, seed=(seed * 0x9E3779B97F4A7C15) % (1 << 64), choice=c)
+        for c in range(3)
+    ]
+    ids = [[1] * (vocab > 1) * n for n in (0, 3, 7)]
+    assert sample(native(isa), logits, kinds, ids) == sample(reference, logits, kinds, ids)
+
+
+def near(scaled: torch.Tensor, one: StreamSettings) -> list[set[int]]:
+    """The candidates as they are, and with top_p moved by what a sum may be off."""
+    found = []
+    for top_p in {one.top_p, min(1.0, one.top_p * (1 + 1e-9)), one.top_p * (1 - 1e-9)}:
+        moved = StreamSettings(top_k=one.top_k, top_p=top_p, min_p=one.min_p)
+        found.append(set(candidates(scaled, moved).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    VOCABS,
+    st.integers(0, 3100),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.001, 0.1, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.3, 3.0, 12.0]),
+    st.sampled_from(["", "coarse", "masked", "rising"]),
+)
+def test_filters(
+    isa: str,
+    seed: int,
+    vocab: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    spread: float,
+    kind: str,
+) -> None:
+    """What a stream can pick is what the reference keeps, told by a great many draws at once.
+
+    At a high temperature noise decides: each of the draws below picks some kept token, and the
+    winner among the kept is the reference's.
+    """
+    logits = some_logits(seed, 1, vocab, spread)
+    if kind == "coarse":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[:, 1::3] = -math.inf
+    elif kind == "rising":
+        logits = logits.sort(dim=-1).values
+    heat = (0.8, 1.0, 5.0)[seed % 3]
+    base = StreamSettings(top_k=top_k, top_p=top_p, min_p=min_p)
+    scaled = logits[0] / heat
+    options = near(scaled, base)
+    for draw in range(6):
+        one = StreamSettings(
+            temperature=heat, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, choice=draw
+        )
+        where = torch.tensor([seed]), torch.tensor([draw]), torch.tensor([0])
+        allowed = []
+        for kept in options:
+            ids = torch.tensor(sorted(kept))
+            values = scaled[ids] + gumbel_at(*where, ids[None])[0]
+            allowed.append(int(ids[values.argmax()]))
+        (got,) = sample(native(isa), logits, [one])
+        assert got in allowed
+
+
+EDITS: list[dict[str, Any]] = [
+    {"logit_bias": {3: 0.5, 40: -1e6, 0: 1e-3}},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7, "logit_bias": {5: 0.1}},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.7},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.31, "repetition_penalty": 1.9},
+    {"masked_ids": (1, 2, 3, 4), "min_tokens": 6},
+    {"masked_ids": tuple(range(100)), "min_tokens": 6},
+    {"masked_ids": tuple(range(100)), "min_tokens": 6, "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("edits", EDITS, ids=str)
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_edits_equal_the_reference_token_after_token(
+    isa: str, edits: dict[str, Any], heat: float
+) -> None:
+    vocab, prompt = 100, (9, 8, 9, 50, 99)
+    one = StreamSettings(**{"temperature": heat, **edits}, prompt_ids=prompt, seed=77)
+    ops = native(isa)
+    fast, slow = ops.stream(one, vocab), reference.stream(one, vocab)
+    generated: list[int] = []
+    seen = set()
+    for turn in range(25):
+        logits = some_logits(turn % 5, 1, vocab, 1.0)
+        before = logits.clone()
+        (expected,) = reference.sample(logits, [0], [slow], [generated])
+        assert ops.sample(logits, [0], [fast], [generated]) == [expected]
+        assert torch.equal(logits, before)
+        # A fresh stream that is told everything at once agrees: notes are only notes.
+        assert ops.sample(logits, [0], [ops.stream(one, vocab)], [generated]) == [expected]
+        generated.append(expected if expected >= 0 else turn)
+        seen.add(expected)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_token_depends_on_its_own_stream_only(isa: str) -> None:
+    kinds = [
+        StreamSettings(),
+        StreamSettings(temperature=1.0, seed=1),
+        StreamSettings(temperature=0.7, seed=2, top_p=0.8),
+        StreamSettings(temperature=1.0, seed=3, top_k=5, min_p=0.05),
+        StreamSettings(repetition_penalty=1.3),
+        StreamSettings(logit_bias={4: 100.0}, temperature=1.0, seed=(1 << 64) - 1),
+    ]
+    logits = some_logits(4, 4, 1000)
+    rows = [3, 0, 0, 2, 1, 0]
+    ids = [[5, 6, 5]] * 6
+    together = sample(native(isa), logits, kinds, ids, rows)
+    for i, kind in enumerate(kinds):
+        assert sample(native(isa), logits[rows[i]][None], [kind], [ids[i]]) == [together[i]]
+    assert together == sample(reference, logits, kinds, ids, rows)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), VOCABS, st.integers(0, 20), st.booleans())
+def test_logprobs(isa: str, seed: int, vocab: int, count: int, coarse: bool) -> None:
+    logits = some_logits(seed, 4, vocab)
+    if coarse:
+        logits = logits.round()
+    logits[:, 3::7] = -math.inf
+    count = min(count, vocab)
+    tokens = logits.argmax(-1).tolist()
+    got = native(isa).logprobs(logits, tokens, count)
+    expected = reference.logprobs(logits, tokens, count)
+    raw = torch.log_softmax(logits.double(), -1)
+    for row, ((own, top), (_, best)) in enumerate(zip(got, expected, strict=True)):
+        assert own == pytest.approx(float(raw[row, tokens[row]]), abs=1e-12)
+        assert [i for i, _ in top] == [i for i, _ in best]
+        assert [v for _, v in top] == pytest.approx([float(raw[row, i]) for i, _ in top], abs=1e-12)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_logprobs_of_a_bad_row_are_nan(isa: str) -> None:
+    logits = some_logits(0, 2, 100)
+    logits[0, 50] = math.nan
+    bad, good = native(isa).logprobs(logits, [1, 2], 5)
+    assert math.isnan(bad[0])
+    assert math.isfinite(good[0])
+
+
+def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
+    logits = some_logits(9, 6, 5000, 0.5)
+    seen = set()
+    for isa in ISAS:
+        for threads in (1, 2, 3):
+            ops = CpuSampling(_native.Context(threads, isa=isa, spin_us=0))
+            seen.add(repr(ops.logprobs(logits, [4] * 6, 20)))
+    assert len(seen) == 1
+
+
+def test_bad_input_raises() -> None:
+    ops = native(ISAS[0])
+    logits = some_logits(0, 2, 10)
+    stream = ops.stream(StreamSettings(), 10)
+    counting = ops.stream(StreamSettings(presence_penalty=1.0), 10)
+    for rows, streams, ids in (
+        ([2], [stream], [[]]),
+        ([-1], [stream], [[]]),
+        ([0, 1], [stream], [[]]),
+        ([0], [ops.stream(StreamSettings(), 11)], [[]]),
+        ([0], [counting], [[10]]),
+        ([0], [counting], [(1,)]),
+    ):
+        with pytest.raises(ValueError):
+            ops.sample(logits, rows, streams, ids)  # type: ignore[arg-type]
+    for what in (object(), None):
+        with pytest.raises(TypeError):
+            ops.sample(logits, [0], [what], [[]])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        ops.sample(logits, ["0"], [stream], [[]])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        ops.sample(logits, [0], [counting], [[None]])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        ops.sample(logits.double(), [0], [stream], [[]])
+    with pytest.raises(TypeError):
+        ops.sample(logits.t(), [0], [stream], [[]])
+    ops.sample(logits, [0], [stream], [[1, 2]])
+    with pytest.raises(ValueError, match="shorter"):
+        ops.sample(logits, [0], [stream], [[1]])
+    for bad in (
+        StreamSettings(logit_bias={10: 1.0}),
+        StreamSettings(masked_ids=(-1,)),
+        StreamSettings(prompt_ids=(10,), repetition_penalty=2.0),
+        StreamSettings(temperature=math.nan),
+        StreamSettings(min_p=1.5),
+        StreamSettings(top_p=0.0),
+    ):
+        with pytest.raises(ValueError):
+            ops.stream(bad, 10)
+    for tokens, count in (([1], 0), ([1, 10], 0), ([1, 2], 11), ([1, 2], -1)):
+        with pytest.raises(ValueError):
+            ops.logprobs(logits, tokens, count)
