@@ -12,6 +12,7 @@ int main(int argc, char** argv) {
   const Test tests[] = {
       {"words", pdserve::test_words},
       {"pool", pdserve::test_pool},
+      {"linear", pdserve::test_linear},
   };
   std::printf("targets:");
   for (const pdserve::Kernels* target : pdserve::targets()) std::printf(" %s", target->isa);

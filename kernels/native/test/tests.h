@@ -5,5 +5,6 @@ namespace pdserve {
 
 void test_words();
 void test_pool();
+void test_linear();
 
 }  // namespace pdserve

@@ -1,0 +1,207 @@
+// Linear products of every layout: equal bits on every target, for a row alone and among others,
+// and for any range of tiles; near the sum in double of what the weights and activations stand for.
+#include <memory>
+#include <vector>
+
+#include "../linear.h"
+#include "kernels.h"
+#include "tests.h"
+
+namespace pdserve {
+namespace {
+
+struct Shape {
+  Layout layout;
+  int group;
+  bool wide, minima;
+};
+
+const Shape kShapes[] = {
+    {Layout::kU4, 32, false, false}, {Layout::kU4, 32, false, true}, {Layout::kU4, 32, true, true},
+    {Layout::kU8, 32, false, false}, {Layout::kU8, 32, false, true}, {Layout::kU8, 32, true, true},
+    {Layout::kU8, 16, true, false},  {Layout::kU8, 16, true, true},  {Layout::kBf16, 32, false, false},
+    {Layout::kF16, 32, false, false}, {Layout::kF32, 32, false, false},
+};
+
+bool quantized(const Matrix& m) { return m.layout == Layout::kU4 || m.layout == Layout::kU8; }
+
+void set_float(uint8_t* at, float value) { std::memcpy(at, &value, 4); }
+void set_half(uint8_t* at, uint16_t value) { std::memcpy(at, &value, 2); }
+
+// Any bytes as quants, tame scales; the matrix ends at a page that cannot be read.
+Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t cols) {
+  Matrix m;
+  m.layout = shape.layout;
+  m.rows = rows;
+  m.cols = cols;
+  m.group = shape.group;
+  m.wide_scales = shape.wide;
+  m.has_minima = shape.minima;
+  m.offset = shape.minima ? 0 : shape.layout == Layout::kU4 ? 8 : 128;
+  int64_t inputs = shape.layout == Layout::kBf16 ? round_up(cols, 2) : cols;
+  int bits = shape.layout == Layout::kU4 ? 4 : shape.layout == Layout::kU8 ? 8
+             : shape.layout == Layout::kF32 ? 32 : 16;
+  int64_t quants = inputs * kLanes * bits / 8;
+  int scale_bytes = shape.wide ? 4 : 2;
+  int64_t scales = quantized(m) ? cols / shape.group * kLanes * scale_bytes : 0;
+  m.scales_at = quants;
+  m.minima_at = quants + scales;
+  m.tile_bytes = round_up(quants + scales * (shape.minima ? 2 : 1), kAlign);
+  auto memory = std::make_shared<Guarded<uint8_t>>(m.bytes());
+  m.data = std::shared_ptr<uint8_t>(memory, memory->data());
+  for (int64_t tile = 0; tile < m.tiles(); ++tile) {
+    uint8_t* at = m.data.get() + tile * m.tile_bytes;
+    for (int64_t i = 0; i < quants * 8 / bits; ++i) {
+      if (m.layout == Layout::kU4 || m.layout == Layout::kU8) {
+        if (i < quants) at[i] = static_cast<uint8_t>(random.bits());
+      } else if (m.layout == Layout::kF32) {
+        set_float(at + 4 * i, random.uniform());
+      } else if (m.layout == Layout::kF16) {
+        set_half(at + 2 * i, any_half(random, 0));
+      } else {
+        float value = random.uniform();
+        uint32_t word;
+        std::memcpy(&word, &value, 4);
+        set_half(at + 2 * i, static_cast<uint16_t>(word >> 16));
+      }
+    }
+    for (int64_t i = quants; i < m.minima_at + (shape.minima ? scales : 0); i += scale_bytes) {
+      if (shape.wide) set_float(at + i, random.uniform() / 16);
+      else set_half(at + i, any_half(random, -5));
+    }
+  }
+  return m;
+}
+
+struct Inputs {
+  Activations x;
+  std::unique_ptr<Guarded<float>> f32;
+  std::unique_ptr<Guarded<uint8_t>> encoded;
+
+  Inputs(const Kernels& kernels, const Matrix& m, const float* values, int64_t rows) {
+    x.rows = rows;
+    x.cols = m.cols;
+    x.needs = encoding_of(m);
+    f32 = std::make_unique<Guarded<float>>(rows * m.cols);
+    std::memcpy(f32->data(), values, rows * m.cols * sizeof(float));
+    x.f32 = f32->data();
+    encoded = std::make_unique<Guarded<uint8_t>>(encoding_bytes(x));
+    place(x, encoded->data());
+    kernels.encode(x, 0, rows);
+  }
+
+  double value(int64_t row, int64_t col) const {
+    if (x.needs & kInt8) {
+      const Int8Block& block = x.int8[row * (x.cols / kBlock) + col / kBlock];
+      return double{block.scale} * block.q[col % kBlock];
+    }
+    if (x.needs & kBf16) {
+      uint32_t word = static_cast<uint32_t>(x.bf16[row * round_up(x.cols, 2) + col]) << 16;
+      float value;
+      std::memcpy(&value, &word, 4);
+      return value;
+    }
+    return x.f32[row * x.cols + col];
+  }
+};
+
+std::vector<float> product(const Kernels& kernels, const Matrix& m, const Activations& x) {
+  Guarded<float> y(x.rows * m.rows);
+  kernels.linear(m, x, y.data(), m.rows, 0, m.tiles());
+  return std::vector<float>(y.data(), y.data() + y.size());
+}
+
+// y against weights and activations in double; the error of a float chain grows with its length.
+void check_values(const Matrix& m, const Inputs& in, const std::vector<float>& y) {
+  Guarded<float> weights(m.cols);
+  for (int64_t o = 0; o < m.rows; ++o) {
+    generic_kernels().matrix_row(m, o, weights.data());
+    for (int64_t r = 0; r < in.x.rows; ++r) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; i < m.cols; ++i) {
+        double term = weights[i] * in.value(r, i);
+        sum += term;
+        size += std::fabs(term);
+      }
+      // Minima cancel against quants, so that the terms of the sum are larger than the products.
+      double bound = 1e-6 * (size + 64) * 16;
+      float got = y[r * m.rows + o];
+      CHECK(std::fabs(got - sum) <= bound, "layout %d row %d output %d: %g, not %g",
+            static_cast<int>(m.layout), static_cast<int>(r), static_cast<int>(o), got, sum);
+    }
+  }
+}
+
+void check_matrix(Random& random, const Shape& shape, int64_t rows, int64_t outputs, int64_t cols) {
+  const Matrix m = random_matrix(random, shape, outputs, cols);
+  std::vector<float> values(rows * cols);
+  fill(random, values.data(), rows * cols);
+  const Inputs expected_in(generic_kernels(), m, values.data(), rows);
+  const std::vector<float> expected = product(generic_kernels(), m, expected_in.x);
+  check_values(m, expected_in, expected);
+  for (const Kernels* target : targets()) {
+    const int layout = static_cast<int>(shape.layout);
+    const Inputs in(*target, m, values.data(), rows);
+    CHECK(!std::memcmp(in.encoded->data(), expected_in.encoded->data(), in.encoded->size()),
+          "%s: encoding of layout %d", target->isa, layout);
+    const std::vector<float> y = product(*target, m, in.x);
+    bool own = m.layout == Layout::kBf16;  // bf16 sums round as the target does
+    if (own) check_values(m, in, y);
+    for (size_t i = 0; i < y.size() && !own; ++i) {
+      CHECK(same_bits(y[i], expected[i]), "%s: layout %d, %d rows, output %d: %a, not %a",
+            target->isa, layout, static_cast<int>(rows), static_cast<int>(i), y[i], expected[i]);
+    }
+    // One row and one range of tiles by themselves.
+    const int64_t row = random.below(rows), tile = random.below(m.tiles());
+    const Inputs alone(*target, m, values.data() + row * cols, 1);
+    const int64_t from = tile * kLanes, to = outputs < from + kLanes ? outputs : from + kLanes;
+    Guarded<float> part(to);
+    std::memset(part.data(), 0, to * sizeof(float));
+    target->linear(m, alone.x, part.data(), outputs, tile, tile + 1);
+    for (int64_t o = 0; o < to; ++o) {
+      float want = o < from ? 0.0f : y[row * outputs + o];
+      CHECK(same_bits(part[o], want), "%s: layout %d, row %d of %d alone, output %d: %a, not %a",
+            target->isa, layout, static_cast<int>(row), static_cast<int>(rows),
+            static_cast<int>(o), part[o], want);
+    }
+    Guarded<float> weights(cols), expected_weights(cols);
+    target->matrix_row(m, outputs - 1, weights.data());
+    generic_kernels().matrix_row(m, outputs - 1, expected_weights.data());
+    CHECK(!std::memcmp(weights.data(), expected_weights.data(), cols * sizeof(float)),
+          "%s: weights of layout %d", target->isa, layout);
+  }
+}
+
+// A NaN or an infinity makes its own row non-finite, and no other.
+void check_poison(const Shape& shape, float poison) {
+  Random random(9);
+  const Matrix m = random_matrix(random, shape, 20, 96);
+  std::vector<float> values(3 * 96);
+  fill(random, values.data(), 3 * 96);
+  values[96 + 40] = poison;
+  for (const Kernels* target : targets()) {
+    const Inputs in(*target, m, values.data(), 3);
+    const std::vector<float> y = product(*target, m, in.x);
+    for (int64_t i = 0; i < 60; ++i) {
+      CHECK(std::isfinite(y[i]) == (i / 20 != 1), "%s: layout %d, %g in row 1, output %d is %g",
+            target->isa, static_cast<int>(shape.layout), poison, static_cast<int>(i), y[i]);
+    }
+  }
+}
+
+}  // namespace
+
+void test_linear() {
+  Random random(3);
+  for (const Shape& shape : kShapes) {
+    const bool blocks = shape.layout == Layout::kU4 || shape.layout == Layout::kU8;
+    for (int64_t rows : {1, 2, 3, 5, 8, 13, 33}) {
+      check_matrix(random, shape, rows, 1 + random.below(70), 32 * (1 + random.below(4)));
+      if (!blocks) check_matrix(random, shape, rows, 1 + random.below(70), 1 + random.below(70));
+    }
+    check_matrix(random, shape, 40, 48, 32 * 45);  // more than a panel
+    for (float poison : {NAN, INFINITY, -INFINITY}) check_poison(shape, poison);
+  }
+}
+
+}  // namespace pdserve
