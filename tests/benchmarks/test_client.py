@@ -1,0 +1,84 @@
+"""The closed-loop client against a server of the test's own."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+from client import Wave, closed_loop, usage_in
+
+
+def stream(prompt: int, completion: int, tokens: int = 3) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+    events = [json.dumps({"choices": [{"text": "x"}], "usage": None})] * tokens
+    events += [json.dumps({"choices": [], "usage": usage}), "[DONE]"]
+    return b"".join(f"data: {event}\n\n".encode() for event in events)
+
+
+class Server:
+    """Answers every request alike; knows how many were open at once."""
+
+    def __init__(self, answer: Callable[[dict[str, object]], bytes]) -> None:
+        self._answer = answer
+        self.open = self.most = self.count = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(x for x in head.split(b"\r\n") if x.lower().startswith(b"content-length"))
+        body = json.loads(await reader.readexactly(int(length.split(b":")[1])))
+        self.count += 1
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(0.01)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + self._answer(body))
+        await writer.drain()
+        self.open -= 1
+        writer.close()
+        await writer.wait_closed()
+
+
+def run(server: Server, requests: int, workers: int) -> Wave:
+    async def both() -> Wave:
+        listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        async with listener:
+            port = listener.sockets[0].getsockname()[1]
+            prompts = [(i, 2, 3) for i in range(requests)]
+            return await closed_loop(f"http://127.0.0.1:{port}", "m", prompts, 4, workers)
+
+    return asyncio.run(both())
+
+
+def test_every_prompt_is_asked_once_by_as_many_workers_as_were_wanted() -> None:
+    seen: list[object] = []
+
+    def answer(body: dict[str, object]) -> bytes:
+        seen.append(tuple(body["prompt"]))  # type: ignore[arg-type]
+        assert body["max_tokens"] == 4
+        assert body["ignore_eos"] is True
+        return stream(3, 4)
+
+    server = Server(answer)
+    wave = run(server, requests=12, workers=4)
+    assert sorted(seen) == [(i, 2, 3) for i in range(12)]
+    assert server.most == 4
+    assert wave.tokens_per_s == pytest.approx(12 * 4 / wave.wall_s)
+    assert all(0 < a.first_s <= a.last_s <= wave.wall_s for a in wave.answers)
+    assert 0.01 < wave.first_p50_s < wave.wall_s
+
+
+def test_a_length_that_was_not_asked_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"lengths \{\(3, 5\)\}"):
+        run(Server(lambda body: stream(3, 5)), 2, 2)
+
+
+@pytest.mark.parametrize("answer", [b"", b"data: {}\n\n", stream(3, 4).replace(b"[DONE]", b"")])
+def test_a_broken_stream_is_an_error(answer: bytes) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run(Server(lambda body: answer), 1, 1)
+    assert "not a whole stream" in str(caught.value.exceptions[0])
+
+
+def test_usage_is_found_behind_events_without_it() -> None:
+    assert usage_in(stream(1, 2)) == {"prompt_tokens": 1, "completion_tokens": 2}
+    with pytest.raises(RuntimeError):
+        usage_in(b'data: {"usage": null}\n\ndata: [DONE]\n\n')

@@ -1,0 +1,38 @@
+"""The table's rows against the figures that were asked, and the order of runs."""
+
+import pytest
+from table import ROWS, SERVER_BOUNDS, X32, contenders, runs, turn
+
+
+def test_every_run_is_made_once_a_round_and_for_everyone_who_is_compared() -> None:
+    plan = runs(ROWS)
+    works = [work for work, _ in plan]
+    assert len(set(works)) == len(works)
+    for work, names in plan:
+        assert len(set(names)) == len(names)
+        for row in ROWS:
+            if row.work == work:
+                assert {row.ours, row.theirs} <= set(names)
+    assert {name for _, names in plan for name in names} == set(contenders(ROWS))
+
+
+def test_aims_lie_beyond_minimums_and_names_are_unique() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert not set(names) & set(SERVER_BOUNDS)
+    for row in ROWS:
+        assert row.bound.aim > row.bound.minimum
+
+
+def test_the_quick_table_has_one_two_and_prefill() -> None:
+    quick = {row.work.name for row in ROWS if row.quick}
+    assert quick == {"decode x1", "decode x32", "prefill 512"}
+    assert X32.name == "decode x32"
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_turns_rotate(number: int) -> None:
+    names = ["a", "b", "c"]
+    order = turn(names, number)
+    assert sorted(order) == names
+    assert order[0] == names[number % 3]
