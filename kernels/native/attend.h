@@ -1,7 +1,7 @@
 // Attention of a batch over the pool, cut into pieces for the threads.
 //
-// Owns the plan and the scratch memory of all workers, which are kept between steps. How the work is
-// cut depends on the batch and the number of threads; no result does.
+// Owns the plan and the scratch memory of all workers, kept between steps. How the work is cut
+// depends on the batch and the number of threads; no result does.
 #pragma once
 #include <atomic>
 #include <cstdlib>

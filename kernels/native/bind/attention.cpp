@@ -1,3 +1,151 @@
+// Keys, values and attention over the pool, as kernels/ops.py defines them but for the pool's
+// layout: attention.h.
 #include "bind.h"
 
-void bind_attention(nb::module_&) {}
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+
+#include "../attend.h"
+
+using pdserve::KvLayer;
+using pdserve::KvType;
+
+namespace {
+
+KvType kv_type(const std::string& name) {
+  if (name == "f32") return KvType::kF32;
+  if (name == "bf16") return KvType::kBf16;
+  if (name == "f16") return KvType::kF16;
+  if (name == "i8") return KvType::kI8;
+  throw std::invalid_argument("the type of keys must be f32, bf16, f16 or i8, not '" + name + "'");
+}
+
+int64_t bytes_of(KvType type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
+  int64_t slots = 2 * kv_heads * block_size;
+  if (type == KvType::kI8) return slots * (head_dim + 4);
+  return slots * head_dim * (type == KvType::kF32 ? 4 : 2);
+}
+
+void require_sizes(int64_t kv_heads, int64_t block_size, int64_t head_dim) {
+  constexpr int64_t kMost = 1 << 16;
+  require(kv_heads >= 1 && kv_heads <= kMost, "kv_heads must be 1 to 65536");
+  require(head_dim >= 1 && head_dim <= kMost, "head_dim must be 1 to 65536");
+  require(block_size >= 16 && block_size % 16 == 0 && block_size <= kMost,
+          "block_size must be a multiple of 16, at most 65536");
+}
+
+template <class Pool>
+KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
+              int64_t head_dim) {
+  require_sizes(kv_heads, block_size, head_dim);
+  KvLayer result;
+  result.type = kv_type(type);
+  result.block_bytes = bytes_of(result.type, kv_heads, block_size, head_dim);
+  require(static_cast<int64_t>(kv.shape(1)) == result.block_bytes,
+          "kv must have kv_block_bytes bytes a block");
+  // Kernels take a layer that they may write; reading ones do not.
+  result.data = const_cast<uint8_t*>(kv.data());
+  require(reinterpret_cast<uintptr_t>(result.data) % 4 == 0, "kv must be aligned to 4 bytes");
+  result.block_size = block_size;
+  result.kv_heads = kv_heads;
+  result.head_dim = head_dim;
+  return result;
+}
+
+void write_kv(Context& context, const Array<uint8_t, 2>& kv, const std::string& type,
+              int64_t block_size, const Array<const float, 3>& k, const Array<const float, 3>& v,
+              const Array<const int64_t, 1>& slots) {
+  for (size_t i = 0; i < 3; ++i) require(k.shape(i) == v.shape(i), "k and v must have one shape");
+  int64_t tokens = static_cast<int64_t>(k.shape(0)), heads = static_cast<int64_t>(k.shape(1));
+  int64_t head_dim = static_cast<int64_t>(k.shape(2));
+  KvLayer pool = layer(kv, type, heads, block_size, head_dim);
+  require(slots.shape(0) == k.shape(0), "slots must have one value a token");
+  int64_t limit = static_cast<int64_t>(kv.shape(0)) * block_size;
+  for (int64_t t = 0; t < tokens; ++t) {
+    require(slots.data()[t] >= 0 && slots.data()[t] < limit, "a slot is outside of kv");
+  }
+  nb::gil_scoped_release release;
+  int64_t size = std::max<int64_t>(1, pdserve::ceil_div(tokens, 8 * context.pool.threads()));
+  context.pool.run(pdserve::ceil_div(tokens, size), [&](int64_t piece, int) {
+    for (int64_t t = piece * size; t < std::min(tokens, (piece + 1) * size); ++t) {
+      context.kernels.store_kv(pool, slots.data()[t], k.data() + t * heads * head_dim,
+                               v.data() + t * heads * head_dim);
+    }
+  });
+}
+
+void paged_attention(Context& context, const Array<const float, 3>& q,
+                     const Array<const uint8_t, 2>& kv, const std::string& type, int64_t kv_heads,
+                     int64_t block_size, const Array<const int64_t, 2>& block_table,
+                     const Array<const int64_t, 1>& starts, const Array<const int64_t, 1>& kv_lens,
+                     float scale, int64_t window, float soft_cap, const Array<float, 3>& out) {
+  for (size_t i = 0; i < 3; ++i) {
+    require(q.shape(i) == out.shape(i), "out must have the shape of q");
+  }
+  pdserve::AttentionBatch batch;
+  int64_t tokens = static_cast<int64_t>(q.shape(0)), head_dim = static_cast<int64_t>(q.shape(2));
+  batch.kv = layer(kv, type, kv_heads, block_size, head_dim);
+  batch.heads = static_cast<int64_t>(q.shape(1));
+  require(batch.heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  require(batch.heads >= 1 && batch.heads <= 1 << 16, "heads must be 1 to 65536");
+  batch.rows = static_cast<int64_t>(kv_lens.shape(0));
+  require(static_cast<int64_t>(starts.shape(0)) == batch.rows + 1,
+          "starts must have rows + 1 values");
+  require(static_cast<int64_t>(block_table.shape(0)) == batch.rows,
+          "block_table must have one row a row");
+  require(window >= 0, "window must not be negative");
+  require(soft_cap >= 0, "soft_cap must not be negative");
+  require(starts.data()[0] == 0 && starts.data()[batch.rows] == tokens,
+          "starts must run from 0 to the number of tokens");
+  int64_t blocks = static_cast<int64_t>(kv.shape(0));
+  batch.table_stride = static_cast<int64_t>(block_table.shape(1));
+  for (int64_t r = 0; r < batch.rows; ++r) {
+    int64_t len = kv_lens.data()[r], own = starts.data()[r + 1] - starts.data()[r];
+    require(own >= 0 && own <= tokens, "starts must not decrease");
+    require(len >= own && len <= batch.table_stride * block_size,
+            "a row must have its own tokens at least, and no more than block_table holds");
+    int64_t first = window > 0 ? std::max<int64_t>(0, len - own - window + 1) : 0;
+    for (int64_t c = first / block_size; own > 0 && c * block_size < len; ++c) {
+      int64_t block = block_table.data()[r * batch.table_stride + c];
+      require(block >= 0 && block < blocks, "block_table names a block that kv does not have");
+    }
+  }
+  batch.q = q.data();
+  batch.q_stride = batch.heads * head_dim;
+  batch.out = out.data();
+  batch.out_stride = batch.q_stride;
+  batch.block_table = block_table.data();
+  batch.starts = starts.data();
+  batch.kv_lens = kv_lens.data();
+  batch.scale = scale;
+  batch.window = window;
+  batch.soft_cap = soft_cap;
+  nb::gil_scoped_release release;
+  pdserve::Attention attention;
+  attention.plan(batch, context.kernels, context.pool.threads());
+  attention.run(context.pool, context.kernels, batch);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("kv_block_bytes",
+        [](const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
+          require_sizes(kv_heads, block_size, head_dim);
+          return bytes_of(kv_type(type), kv_heads, block_size, head_dim);
+        },
+        nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("head_dim"),
+        "Bytes of a block of one layer; type: f32, bf16, f16 or i8.");
+  m.def("write_kv", &write_kv, nb::arg("context"), nb::arg("kv").noconvert(), nb::arg("type"),
+        nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert(), nb::arg("slots").noconvert(),
+        "Stores k, v float32 [tokens, kv_heads, head_dim] at slots int64 [tokens] of kv uint8\n"
+        "[blocks, kv_block_bytes].");
+  m.def("paged_attention", &paged_attention, nb::arg("context"), nb::arg("q").noconvert(), nb::arg("kv").noconvert(),
+        nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("block_table").noconvert(),
+        nb::arg("starts").noconvert(), nb::arg("kv_lens").noconvert(), nb::arg("scale"), nb::arg("window"),
+        nb::arg("soft_cap"), nb::arg("out").noconvert(),
+        "Causal attention of q float32 [tokens, heads, head_dim] into out: row r's tokens are\n"
+        "[starts[r], starts[r + 1]), the last at position kv_lens[r] - 1; block_table int64\n"
+        "[rows, blocks]. window: keys seen, 0 for all; soft_cap: 0 for none.");
+}

@@ -1,0 +1,370 @@
+"""Native attention: the formula in float64, and the same bits however the work is cut."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.kernels import _native as native
+
+TYPES = ("f32", "bf16", "f16", "i8")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+ONE = native.Context(1)
+ALL = [native.Context(threads, isa=isa) for isa in native.isas() for threads in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A pool and the options of attention."""
+
+    kv_heads: int = 3
+    group: int = 3
+    head_dim: int = 64
+    block_size: int = 32
+    type: str = "f32"
+    window: int = 0
+    soft_cap: float = 0.0
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def block_bytes(self) -> int:
+        return int(native.kv_block_bytes(self.type, self.kv_heads, self.block_size, self.head_dim))
+
+
+def stored(x: Tensor, kind: str) -> Tensor:
+    """What a pool of that type keeps of x [..., head_dim], float64."""
+    if kind != "i8":
+        return x.to(DTYPES[kind]).double()
+    most = x.abs().amax(-1, keepdim=True)
+    return (x * (torch.tensor(127.0) / most)).round().double() * (most / 127).double()
+
+
+@dataclass
+class Cache:
+    """Rows in blocks in no order; every slot without a key holds NaN, or -1 with a NaN scale."""
+
+    sizes: Sizes
+    lens: list[int]
+    seed: int = 0
+    keys: list[Tensor] = field(init=False)
+    values: list[Tensor] = field(init=False)
+    kv: Tensor = field(init=False)
+    table: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        s = self.sizes
+        shape = (s.kv_heads, s.head_dim)
+        self.keys = [torch.randn(n, *shape, generator=generator) for n in self.lens]
+        self.values = [torch.randn(n, *shape, generator=generator) for n in self.lens]
+        width = -(-max(self.lens) // s.block_size)
+        order = torch.randperm(width * len(self.lens) + 1, generator=generator)
+        self.table = order[1:].view(len(self.lens), width).contiguous()
+        self.kv = torch.full((len(order), s.block_bytes), 255, dtype=torch.uint8)
+        for row in range(len(self.lens)):
+            self.write(row)
+
+    def write(self, row: int) -> None:
+        s = self.sizes
+        position = torch.arange(self.lens[row])
+        slots = self.table[row, position // s.block_size] * s.block_size + position % s.block_size
+        native.write_kv(ONE, self.kv, s.type, s.block_size, self.keys[row], self.values[row], slots)
+
+    def attend(
+        self, q: Tensor, rows: list[tuple[int, int, int]], context: native.Context = ONE
+    ) -> Tensor:
+        """rows: (row, its length up to the last token, tokens); q of all tokens."""
+        s, starts = self.sizes, [0]
+        for _, _, tokens in rows:
+            starts.append(starts[-1] + tokens)
+        out = torch.full_like(q, 777.0)
+        native.paged_attention(
+            context,
+            q,
+            self.kv,
+            s.type,
+            s.kv_heads,
+            s.block_size,
+            self.table[[row for row, _, _ in rows]].contiguous(),
+            torch.tensor(starts),
+            torch.tensor([length for _, length, _ in rows]),
+            s.head_dim**-0.5,
+            s.window,
+            s.soft_cap,
+            out,
+        )
+        return out
+
+    def queries(self, tokens: int, seed: int = 1) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(tokens, self.sizes.heads, self.sizes.head_dim, generator=generator)
+
+    def formula(self, q: Tensor, row: int, length: int) -> Tensor:
+        """The last len(q) of `length` tokens of a row, in float64."""
+        s = self.sizes
+        k, v = (
+            stored(x[row][:length], s.type).repeat_interleave(s.group, 1)
+            for x in (self.keys, self.values)
+        )
+        scores = torch.einsum("thd,khd->htk", q.double(), k) * s.head_dim**-0.5
+        if s.soft_cap:
+            scores = s.soft_cap * (scores / s.soft_cap).tanh()
+        position = torch.arange(length - len(q), length)[:, None]
+        key = torch.arange(length)
+        seen = key <= position
+        if s.window:
+            seen &= key > position - s.window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("htk,khd->thd", weights, v)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@given(
+    st.builds(
+        Sizes,
+        kv_heads=st.integers(1, 3),
+        group=st.integers(1, 9),
+        head_dim=st.sampled_from((8, 24, 64, 80, 96, 100, 128, 256)),
+        block_size=st.sampled_from((16, 32, 48, 64)),
+        type=st.sampled_from(TYPES),
+        window=st.sampled_from((0, 0, 1, 7, 64, 100)),
+        soft_cap=st.sampled_from((0.0, 0.0, 5.0)),
+    ),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=4),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_formula(sizes: Sizes, rows: list[tuple[int, int]], seed: int) -> None:
+    cache = Cache(sizes, [length for length, _ in rows], seed)
+    batch = [(i, length, min(length, tokens)) for i, (length, tokens) in enumerate(rows)]
+    q = cache.queries(sum(tokens for _, _, tokens in batch), seed)
+    out = cache.attend(q, batch)
+    at = 0
+    for row, length, tokens in batch:
+        expected = cache.formula(q[at : at + tokens], row, length)
+        torch.testing.assert_close(out[at : at + tokens].double(), expected, atol=3e-6, rtol=3e-6)
+        at += tokens
+    for context in ALL:
+        assert same_bits(cache.attend(q, batch, context), out)
+
+
+VARIANTS = (
+    Sizes(),
+    Sizes(type="bf16"),
+    Sizes(type="f16", window=100, kv_heads=1, group=4),
+    Sizes(type="i8", head_dim=24, group=1),
+    Sizes(type="bf16", soft_cap=3.0, window=513, kv_heads=1, group=8, head_dim=80),
+    Sizes(head_dim=128, kv_heads=1, group=2),
+    Sizes(type="bf16", head_dim=256, kv_heads=1, group=4, window=512),
+)
+
+
+@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
+def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
+    """Tokens one by one, in chunks of any size, among other rows, on any target and threads."""
+    length = 700
+    cache = Cache(sizes, [length, 300, 1, 65])
+    q = cache.queries(length)
+    alone = torch.cat([cache.attend(q[t : t + 1], [(0, t + 1, 1)]) for t in range(length)])
+    torch.testing.assert_close(alone.double(), cache.formula(q, 0, length), atol=3e-6, rtol=3e-6)
+    for size in (1, 7, 64, 512, 700):
+        for context in ALL if size == 512 else ALL[:2]:
+            parts = [
+                cache.attend(
+                    q[t : t + size], [(0, min(t + size, length), len(q[t : t + size]))], context
+                )
+                for t in range(0, length, size)
+            ]
+            assert same_bits(torch.cat(parts), alone), (size, context.isa, context.threads)
+    others = cache.queries(3 + 40, 5)
+    for context in ALL:
+        batch = [(1, 300, 1), (0, 512, 100), (2, 1, 1), (3, 65, 40), (1, 299, 1)]
+        mixed = torch.cat((others[:1], q[412:512], others[1:]))
+        assert same_bits(cache.attend(mixed, batch, context)[1:101], alone[412:512])
+
+
+@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
+def test_batch_of_32_equals_each_alone(sizes: Sizes) -> None:
+    lens = [1 + 37 * i % 300 for i in range(32)]
+    cache = Cache(sizes, lens)
+    q = cache.queries(32)
+    together = cache.attend(q, [(i, n, 1) for i, n in enumerate(lens)])
+    for i, n in enumerate(lens):
+        for context in ALL:  # alone on two threads, a row is cut by keys
+            assert same_bits(cache.attend(q[i : i + 1], [(i, n, 1)], context), together[i : i + 1])
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_a_long_row_cut_by_keys(type: str) -> None:
+    cache = Cache(Sizes(type=type), [5000, 20])
+    for tokens in (1, 3):
+        q = cache.queries(tokens)
+        whole = cache.attend(q, [(0, 5000, tokens)])
+        expected = cache.formula(q, 0, 5000)
+        torch.testing.assert_close(whole.double(), expected, atol=3e-6, rtol=3e-6)
+        for threads in (2, 3, 7):
+            context = native.Context(threads)
+            for _ in range(3):
+                assert same_bits(cache.attend(q, [(0, 5000, tokens)], context), whole)
+            both = cache.attend(
+                torch.cat((cache.queries(1, 3), q)), [(1, 20, 1), (0, 5000, tokens)], context
+            )
+            assert same_bits(both[1:], whole)
+
+
+@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
+def test_block_size_changes_nothing(sizes: Sizes) -> None:
+    results = []
+    for block_size in (16, 32, 64, 208):
+        cache = Cache(replace(sizes, block_size=block_size), [333])
+        q = cache.queries(101)
+        results.append(cache.attend(torch.cat((q, q[:1])), [(0, 333, 101), (0, 200, 1)]))
+    assert all(same_bits(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("type", ["f32", "bf16", "f16", "i8"])
+def test_a_bad_key_or_value_reaches_only_those_who_see_it(type: str, bad: float) -> None:
+    sizes = Sizes(type=type, window=70, kv_heads=2, group=2)
+    clean = Cache(sizes, [300, 40])
+    q = torch.cat((clean.queries(300), clean.queries(1, 9)))
+    batch = [(0, 300, 300), (1, 40, 1)]
+    before = clean.attend(q, batch)
+    for where in ("keys", "values"):
+        cache = Cache(sizes, [300, 40])
+        getattr(cache, where)[0][150, 1, 5] = bad  # of kv head 1: query heads 2 and 3
+        cache.write(0)
+        after = cache.attend(q, batch)
+        hit = torch.zeros(301, 4, dtype=torch.bool)
+        hit[150:220, 2:] = True
+        assert same_bits(after[~hit], before[~hit])
+        finite = after[hit].isfinite()
+        if bad == bad or where == "values":
+            # An infinite score is a weight of 0 or NaN by its sign, as in any softmax.
+            assert not (where == "values" and finite[:, 5].any())
+        else:
+            assert not finite.any()
+        if type == "i8":
+            assert not finite.any() or (where == "keys" and bad == bad)
+        if bad != bad:
+            whole_row = where == "keys" or type == "i8"
+            assert not (finite.any() if whole_row else finite[:, 5].any())
+        for context in ALL:
+            again = cache.attend(q, batch, context)
+            assert same_bits(again[~hit], before[~hit])
+            assert torch.equal(again.isfinite(), after.isfinite())
+
+
+def test_scores_far_apart() -> None:
+    """Weights that underflow, and a maximum that comes late."""
+    cache = Cache(Sizes(kv_heads=1, group=1), [400])
+    cache.keys[0].mul_(60)
+    cache.write(0)
+    q = cache.queries(400) * 8
+    expected = cache.formula(q, 0, 400)
+    torch.testing.assert_close(
+        cache.attend(q, [(0, 400, 400)]).double(), expected, atol=2e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_what_is_written(type: str) -> None:
+    """The pool's layout, byte by byte; other slots stay as they were."""
+    s = Sizes(type=type, kv_heads=2, head_dim=24, block_size=16)
+    for context in ALL:
+        kv = torch.full((3, s.block_bytes), 7, dtype=torch.uint8)
+        before = kv.clone()
+        k, v = torch.randn(2, 2, 24), torch.randn(2, 2, 24)
+        k[0, 0, :4] = torch.tensor([1e-30, -1e30, 0.5, -0.0]) if type != "f16" else 0.25
+        native.write_kv(context, kv, type, 16, k, v, torch.tensor([2 * 16 + 5, 15]))
+        assert torch.equal(kv[1], before[1])
+        dtype = DTYPES.get(type, torch.int8)
+        size = torch.empty(0, dtype=dtype).element_size()
+        flat = kv[:, : 2 * 2 * 16 * 24 * size].contiguous().view(dtype).view(3, 2, 2, 16 * 24)
+        for token, (block, offset) in enumerate(((2, 5), (0, 15))):
+            keys = flat[block, 0].view(2, 24, 16)[:, :, offset].float()
+            values = flat[block, 1].view(2, 16, 24)[:, offset].float()
+            if type == "i8":
+                scales = kv[block, 2 * 2 * 16 * 24 :].contiguous().view(torch.float32)
+                keys = keys * scales.view(2, 2, 16, 1)[0, :, offset]
+                values = values * scales.view(2, 2, 16, 1)[1, :, offset]
+            torch.testing.assert_close(
+                keys.double(), stored(k[token], type), rtol=1e-6 if type == "i8" else 0, atol=0
+            )
+            torch.testing.assert_close(
+                values.double(), stored(v[token], type), rtol=1e-6 if type == "i8" else 0, atol=0
+            )
+        assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
+
+
+def test_int8_of_zeros_and_of_nothing_finite() -> None:
+    s = Sizes(type="i8", kv_heads=1, group=1, head_dim=16)
+    cache = Cache(s, [5])
+    cache.values[0].zero_()
+    cache.write(0)
+    assert torch.equal(cache.attend(cache.queries(1), [(0, 5, 1)]), torch.zeros(1, 1, 16))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    s = Sizes()
+    cache = Cache(s, [40, 40])
+    q = cache.queries(2)
+
+    def attend(**changes: object) -> None:
+        arguments: dict[str, object] = {
+            "context": ONE,
+            "q": q,
+            "kv": cache.kv,
+            "type": "f32",
+            "kv_heads": 3,
+            "block_size": 32,
+            "block_table": cache.table,
+            "starts": torch.tensor([0, 1, 2]),
+            "kv_lens": torch.tensor([40, 40]),
+            "scale": 0.125,
+            "window": 0,
+            "soft_cap": 0.0,
+            "out": torch.empty_like(q),
+        }
+        native.paged_attention(**(arguments | changes))
+
+    attend()
+    for match, changes in {
+        "type of keys": {"type": "f64"},
+        "kv_block_bytes": {"type": "bf16"},
+        "multiple of kv_heads": {"kv_heads": 2, "kv": torch.zeros(9, 2 * 2 * 32 * 64 * 4).byte()},
+        "multiple of 16": {"block_size": 24},
+        "window": {"window": -1},
+        "soft_cap": {"soft_cap": -1.0},
+        "starts must run": {"starts": torch.tensor([0, 1, 1])},
+        "starts must have": {"starts": torch.tensor([0, 2])},
+        "starts must not": {"starts": torch.tensor([0, 3, 2])},
+        "own tokens": {"kv_lens": torch.tensor([40, 0])},
+        "no more than": {"kv_lens": torch.tensor([40, 65])},
+        "does not have": {"block_table": cache.table + 3},
+        "one row a row": {"block_table": cache.table[:1]},
+        "shape of q": {"out": torch.empty(1, 9, 64)},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            attend(**changes)
+    with pytest.raises(ValueError, match="slot"):
+        native.write_kv(
+            ONE,
+            cache.kv,
+            "f32",
+            32,
+            torch.zeros(1, 3, 64),
+            torch.zeros(1, 3, 64),
+            torch.tensor([len(cache.kv) * 32]),
+        )
+    with pytest.raises(TypeError):
+        attend(out=torch.empty(2, 9, 64, dtype=torch.float64))
