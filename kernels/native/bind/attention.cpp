@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "../attend.h"
 
@@ -94,8 +95,8 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
           "starts must have rows + 1 values");
   require(static_cast<int64_t>(block_table.shape(0)) == batch.rows,
           "block_table must have one row a row");
-  require(window >= 0, "window must not be negative");
-  require(soft_cap >= 0, "soft_cap must not be negative");
+  require(window >= 0 && window <= int64_t{1} << 40, "window must be 0 to 2^40");
+  require(soft_cap >= 0 && std::isfinite(soft_cap), "soft_cap must be finite, 0 or more");
   require(starts.data()[0] == 0 && starts.data()[batch.rows] == tokens,
           "starts must run from 0 to the number of tokens");
   int64_t blocks = static_cast<int64_t>(kv.shape(0));
@@ -138,13 +139,15 @@ void bind_attention(nb::module_& m) {
         nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("head_dim"),
         "Bytes of a block of one layer; type: f32, bf16, f16 or i8.");
   m.def("write_kv", &write_kv, nb::arg("context"), nb::arg("kv").noconvert(), nb::arg("type"),
-        nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert(), nb::arg("slots").noconvert(),
+        nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert(),
+        nb::arg("slots").noconvert(),
         "Stores k, v float32 [tokens, kv_heads, head_dim] at slots int64 [tokens] of kv uint8\n"
         "[blocks, kv_block_bytes].");
-  m.def("paged_attention", &paged_attention, nb::arg("context"), nb::arg("q").noconvert(), nb::arg("kv").noconvert(),
-        nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("block_table").noconvert(),
-        nb::arg("starts").noconvert(), nb::arg("kv_lens").noconvert(), nb::arg("scale"), nb::arg("window"),
-        nb::arg("soft_cap"), nb::arg("out").noconvert(),
+  m.def("paged_attention", &paged_attention, nb::arg("context"), nb::arg("q").noconvert(),
+        nb::arg("kv").noconvert(), nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"),
+        nb::arg("block_table").noconvert(), nb::arg("starts").noconvert(),
+        nb::arg("kv_lens").noconvert(), nb::arg("scale"), nb::arg("window"), nb::arg("soft_cap"),
+        nb::arg("out").noconvert(),
         "Causal attention of q float32 [tokens, heads, head_dim] into out: row r's tokens are\n"
         "[starts[r], starts[r + 1]), the last at position kv_lens[r] - 1; block_table int64\n"
         "[rows, blocks]. window: keys seen, 0 for all; soft_cap: 0 for none.");

@@ -85,7 +85,8 @@ void bind_elementwise(nb::module_& m) {
   m.def("rms_norm",
         [](Context& context, const ConstRows& x, const ConstRow& weight, float eps,
            const Rows& out) { norm(context, x, nullptr, weight, eps, nullptr, out); },
-        nb::arg("context"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert(),
+        nb::arg("context"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
+        nb::arg("out").noconvert(),
         "out = x / rms(x) * weight for each row; float32 [rows, cols].");
   m.def("add_rms_norm",
         [](Context& context, const ConstRows& x, const ConstRows& residual, const ConstRow& weight,
@@ -94,8 +95,10 @@ void bind_elementwise(nb::module_& m) {
           require_same(x, sum, "sum must have the shape of x");
           norm(context, x, residual.data(), weight, eps, sum.data(), out);
         },
-        nb::arg("context"), nb::arg("x").noconvert(), nb::arg("residual").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
-        nb::arg("out").noconvert(), nb::arg("sum").noconvert(), "sum = x + residual, out = rms_norm(sum).");
+        nb::arg("context"), nb::arg("x").noconvert(), nb::arg("residual").noconvert(),
+        nb::arg("weight").noconvert(), nb::arg("eps"), nb::arg("out").noconvert(),
+        nb::arg("sum").noconvert(),
+        "sum = x + residual, out = rms_norm(sum).");
   m.def("gated",
         [](Context& context, const ConstRows& gate, const ConstRows& up, const std::string& name,
            const Rows& out) {
@@ -108,10 +111,12 @@ void bind_elementwise(nb::module_& m) {
                                   out.data() + r * cols);
           });
         },
-        nb::arg("context"), nb::arg("gate").noconvert(), nb::arg("up").noconvert(), nb::arg("activation"), nb::arg("out").noconvert(),
+        nb::arg("context"), nb::arg("gate").noconvert(), nb::arg("up").noconvert(),
+        nb::arg("activation"), nb::arg("out").noconvert(),
         "out = activation(gate) * up; float32 [rows, cols].");
-  m.def("rope", &rope, nb::arg("context"), nb::arg("x").noconvert(), nb::arg("positions").noconvert(), nb::arg("cos").noconvert(),
-        nb::arg("sin").noconvert(), nb::arg("out").noconvert(),
+  m.def("rope", &rope, nb::arg("context"), nb::arg("x").noconvert(),
+        nb::arg("positions").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert(),
+        nb::arg("out").noconvert(),
         "x, out float32 [tokens, heads, head_dim]; positions int64 [tokens]; cos, sin float32\n"
         "[positions, R / 2]: the first R dims of each head are rotated.");
   m.def("add_bias",
@@ -121,14 +126,16 @@ void bind_elementwise(nb::module_& m) {
             context.kernels.add_bias(row, bias.data(), cols);
           });
         },
-        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("bias").noconvert(), "y += bias for each row.");
+        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("bias").noconvert(),
+        "y += bias for each row.");
   m.def("scale",
         [](Context& context, const Rows& y, float factor) {
           in_place(context, y, [&](float* row, int64_t cols) {
             context.kernels.scale(row, factor, cols);
           });
         },
-        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("factor"), "y *= factor.");
+        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("factor"),
+        "y *= factor.");
   m.def("soft_cap",
         [](Context& context, const Rows& y, float cap) {
           require(cap > 0 && std::isfinite(cap), "cap must be positive and finite");
@@ -136,5 +143,6 @@ void bind_elementwise(nb::module_& m) {
             context.kernels.soft_cap(row, cap, cols);
           });
         },
-        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("cap"), "y = cap * tanh(y / cap).");
+        nb::arg("context"), nb::arg("y").noconvert(), nb::arg("cap"),
+        "y = cap * tanh(y / cap).");
 }
