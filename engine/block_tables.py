@@ -36,6 +36,7 @@ class BlockTables:
         self.block_size = spec.block_size
         self.caching = caching
         self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
+        self._has_windows = any(self.windows)
         self.pools = [BlockPool(num_blocks) for _ in spec.groups]
 
     def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
@@ -116,6 +117,11 @@ class BlockTables:
         """
         total = blocks_for(num_tokens, self.block_size)
         at = sequence.num_computed // self.block_size
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            if len(table) < total or not pool.writable(table[at]):
+                break
+        else:
+            return []  # as nearly always
         needs: list[tuple[int, bool]] = []
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             copied = at < len(table) and not pool.writable(table[at])
@@ -162,7 +168,8 @@ class BlockTables:
                 if table[block] != NULL_BLOCK:
                     pool.register(table[block], sequence.parent_hash)
             sequence.num_published += 1
-        self._trim(sequence)
+        if self._has_windows:
+            self._trim(sequence)
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""

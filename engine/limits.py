@@ -43,8 +43,10 @@ class Limits:
         self, ids: list[int], params: SamplingParams, max_tokens: int
     ) -> FinishReason | None:
         """How a choice with these generated ids has ended, if it has."""
-        if ids and len(ids) > params.min_tokens and ids[-1] in self.stop_ids(params):
-            return FinishReason.STOP
+        if ids and len(ids) > params.min_tokens:
+            last = ids[-1]
+            if last in params.stop_token_ids or (not params.ignore_eos and last in self.eos_ids):
+                return FinishReason.STOP
         return FinishReason.LENGTH if len(ids) >= max_tokens else None
 
     def check(self, request: Request) -> int:

@@ -49,7 +49,7 @@ class Progress:
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
             if row.sequence in row.sequence.job.sequences:
-                events += self._apply_row(row, outcome)
+                self._apply_row(row, outcome, events)
         return events
 
     def abort(self, job: Job, choices: Seq[int]) -> list[Event]:
@@ -70,8 +70,8 @@ class Progress:
         self._roster.end(job)
         return [RequestFailed(job.key, message)]
 
-    def _apply_row(self, row: Row, outcome: Outcome) -> list[Event]:
-        sequence, events = row.sequence, list[Event]()
+    def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
+        sequence = row.sequence
         job = sequence.job
         self._roster.tables.advance(sequence, row.end)
         if job.prompt_scores is not None:
@@ -79,27 +79,30 @@ class Progress:
         if sequence.is_prefix:
             events.append(Computed(job.key, row.end, row.end == len(sequence.ids)))
         if row.end < len(sequence.ids):
-            return events
+            return
         if sequence.is_prefix:
             if job.request.prefill_only:
                 self._roster.hold(job)
-                return events
+                return
             if job.prompt_scores is not None:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
             self._branch(job, sequence)
-        error = next((pick.error for pick in outcome.picks if pick.error), "")
-        if error:
-            # Its KV may be what is wrong: whoever shares it must not fail as well.
-            for each in job.sequences:
-                self._roster.tables.forget(each)
-            return [*events, *self.fail(job, error)]
+        for pick in outcome.picks:
+            if pick.error:
+                # Its KV may be what is wrong: whoever shares it must not fail as well.
+                for each in job.sequences:
+                    self._roster.tables.forget(each)
+                events += self.fail(job, pick.error)
+                return
+        ended = False
         for choice, pick in zip(row.choices, outcome.picks, strict=True):
             if job.finish[choice] is None:
-                events += self._append(job, choice, pick)
-        if not job.unfinished:
+                event = self._append(job, choice, pick)
+                ended |= event.finish is not None
+                events.append(event)
+        if ended and not job.unfinished:
             events += self._end(job)
-        return events
 
     def _branch(self, job: Job, prefix: Sequence) -> None:
         """One sequence per unfinished choice; the first takes the prefix's own."""
@@ -113,18 +116,20 @@ class Progress:
         prefix.ids = job.branch_ids(first)
         prefix.choices = (first,)
 
-    def _append(self, job: Job, choice: int, pick: Pick) -> list[Event]:
+    def _append(self, job: Job, choice: int, pick: Pick) -> NewTokens:
         ids = job.generated[choice]
         ids.append(pick.token)
         self.generated_tokens += 1
-        sequence = next(s for s in job.sequences if s.choices == (choice,))
+        for sequence in job.sequences:
+            if sequence.choices == (choice,):
+                break
         sequence.ids.append(pick.token)
         reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
         if reason is not None:
             job.finish[choice] = reason
             self._roster.end_sequence(sequence)
         logprobs = () if pick.logprob is None else (pick.logprob,)
-        return [NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)]
+        return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
 
     def _finish(self, job: Job, choice: int, reason: FinishReason) -> list[Event]:
         job.finish[choice] = reason

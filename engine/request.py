@@ -6,6 +6,7 @@ A request's whole state is here: a first start is a resume whose choices are emp
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class FinishReason(Enum):
@@ -105,9 +106,11 @@ class Computed:
     done: bool  # the whole prompt; a prefill_only request now only holds its blocks
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens of one choice; `position` counts its generated tokens from 0."""
+class NewTokens(NamedTuple):
+    """Tokens of one choice; `position` counts its generated tokens from 0.
+
+    A named tuple, since there is one for every token.
+    """
 
     key: str
     choice: int

@@ -39,21 +39,25 @@ class Sampler:
         """
         if hidden is None:
             return [NOTHING for _ in rows]
-        scores: list[tuple[TokenLogprob, ...]] = []
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
         last: list[int] = []  # outputs that are sampled from
         output = 0
-        for row in rows:
-            scores.append(self._prompt_scores(row, hidden, output, head))
-            output += row.num_outputs
+        for i, row in enumerate(rows):
+            if row.sequence.job.prompt_scores is not None:
+                scores[i] = self._prompt_scores(row, hidden, output, head)
+            output += row.end - row.first_output
             if row.choices:
                 last.append(output - 1)
         if len(last) < output:
             hidden = hidden[torch.tensor(last, dtype=torch.int64, device=hidden.device)]
-        picks = iter(self._pick([row for row in rows if row.choices], head(hidden)))
-        return [
-            Outcome(tuple([next(picks) for _ in row.choices]), score)
-            for row, score in zip(rows, scores, strict=True)
-        ]
+        picks = self._pick([row for row in rows if row.choices], head(hidden))
+        outcomes: list[Outcome] = []
+        taken = 0
+        for i, row in enumerate(rows):
+            end = taken + len(row.choices)
+            outcomes.append(Outcome(tuple(picks[taken:end]), scores.get(i, ())))
+            taken = end
+        return outcomes
 
     def _pick(self, rows: list[Row], logits: Tensor) -> list[Pick]:
         """One pick per choice of row after row; each row has a row of the logits."""
@@ -63,9 +67,10 @@ class Sampler:
         scored: list[tuple[int, int]] = []  # pick, number of candidates to name
         for output, row in enumerate(rows):
             job = row.sequence.job
+            count = job.request.params.logprobs
             for choice in row.choices:
-                if job.request.params.logprobs is not None:
-                    scored.append((len(outputs), job.request.params.logprobs))
+                if count is not None:
+                    scored.append((len(outputs), count))
                 outputs.append(output)
                 streams.append(
                     job.streams.get(choice) or self._stream(job, choice, logits.shape[-1])
@@ -89,7 +94,7 @@ class Sampler:
         """Of prompt tokens start + 1 .. end, as far as the prompt goes; `output` is the row's."""
         job, sequence = row.sequence.job, row.sequence
         count = job.request.params.prompt_logprobs
-        if count is None or job.prompt_scores is None or not sequence.is_prefix:
+        if count is None or not sequence.is_prefix:
             return ()
         tokens = sequence.ids[row.start + 1 : row.end + 1]
         size = max(1, SCORED_BYTES // (4 * self._limits.vocab_size))

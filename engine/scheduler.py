@@ -36,21 +36,38 @@ class Scheduler:
         """The next step with `events` to tell first, or None when there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
-        for job in list(self._roster.running):
-            self._add_decode_rows(job, plan, in_step)
-        self._add_chunks(now_s, plan, in_step)
+        in_prefill = self._add_decode_rows(plan, in_step)
+        plan.num_decode_rows = len(plan.rows)
+        if in_prefill or self._roster.waiting:
+            self._add_chunks(now_s, in_prefill, plan, in_step)
+        else:
+            self._short = None
         self._claim = None
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)
-        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
         return plan if plan.rows or plan.events else None
 
-    def _add_decode_rows(self, job: Job, plan: Plan, in_step: set[int]) -> None:
-        rows = [self._row(s) for s in job.sequences if s.num_left == 1]
-        if rows and self._grow(job, rows, plan, in_step):
-            plan.rows += rows
-            in_step.add(job.order)
+    def _add_decode_rows(self, plan: Plan, in_step: set[int]) -> list[tuple[Job, Sequence]]:
+        """Returns the sequences that have more to compute than a row."""
+        in_prefill: list[tuple[Job, Sequence]] = []
+        for job in list(self._roster.running):
+            rows: list[Row] = []
+            for sequence in job.sequences:
+                left = sequence.num_left
+                if left == 1:
+                    rows.append(self._row(sequence))
+                elif left:
+                    in_prefill.append((job, sequence))
+            if rows and self._grow(job, rows, plan, in_step):
+                plan.rows += rows
+                in_step.add(job.order)
+        return in_prefill
 
-    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int]) -> None:
+    def _add_chunks(
+        self,
+        now_s: float,
+        in_prefill: list[tuple[Job, Sequence]],
+        plan: Plan,
+        in_step: set[int],
+    ) -> None:
         """Fills the budget, best score first; a job that cannot be admitted holds up later ones.
 
         But not those that came with their blocks, if blocks are what it lacks: it waits for theirs.
@@ -58,7 +75,7 @@ class Scheduler:
         budget = self._limits.step_tokens - len(plan.rows)
         lacks_slots = False
         short: Job | None = None
-        for job, sequence in self._queue(now_s):
+        for job, sequence in self._queue(now_s, in_prefill):
             if budget <= 0:
                 if short is None and self._short in self._roster.waiting.values():
                     short = self._short  # its turn did not come
@@ -85,19 +102,22 @@ class Scheduler:
                 in_step.add(job.order)
                 budget -= row.num_tokens
         self._short = short
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
 
     def _held_up(self, job: Job) -> bool:
         return self._claim is not None and job.order > self._claim
 
-    def _queue(self, now_s: float) -> list[tuple[Job, Sequence | None]]:
+    def _queue(
+        self, now_s: float, in_prefill: list[tuple[Job, Sequence]]
+    ) -> list[tuple[Job, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None, the next to compute first."""
         ageing = AGEING_CHUNKS_S * self._limits.chunk_size
         queue: list[tuple[float, int, Job, Sequence | None]] = []
-        for job in self._roster.running:
-            credit = ageing * (now_s - job.arrived_s)
-            for s in job.sequences:
-                if s.num_left > 1:
-                    queue.append((s.num_left - credit, job.order, job, s))
+        for job, sequence in in_prefill:
+            if sequence in job.sequences:  # else its job was preempted
+                credit = ageing * (now_s - job.arrived_s)
+                queue.append((sequence.num_left - credit, job.order, job, sequence))
         for job in self._roster.waiting.values():
             credit = ageing * (now_s - job.arrived_s)
             queue.append((job.num_left - credit, job.order, job, None))

@@ -59,6 +59,7 @@ class Job:
     ) -> None:
         self.request: Final = request
         self.key: Final = request.key
+        self.prompt_len: Final = len(request.prompt_ids)
         self.order: Final = order  # of arrival
         self.arrived_s: Final = arrived_s
         self.max_tokens: Final = max_tokens
@@ -95,7 +96,7 @@ class Job:
             return self.sequences[0].num_left
         unfinished = self.unfinished
         more = len(self.generated[unfinished[0]]) if len(unfinished) == 1 else 0
-        return len(self.request.prompt_ids) + more
+        return self.prompt_len + more
 
     def prefix(self) -> tuple[int, ...]:
         """`prefix_ids` of the request as it stands now."""

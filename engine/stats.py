@@ -38,12 +38,12 @@ class StepMeter:
     def count(self, plan: Plan, wall_s: float) -> None:
         """One step that took `wall_s`."""
         self.step += 1
-        chunks = 0
         for row in plan.rows:
-            prompt_len = len(row.sequence.job.request.prompt_ids)
-            self.prompt_tokens += max(0, min(row.end, prompt_len) - row.start)
-            chunks += row.num_tokens if row.num_tokens > 1 else 0
-        if 2 * chunks > plan.num_tokens and wall_s > 0:
+            prompt_len = row.sequence.job.prompt_len
+            if row.start < prompt_len:
+                self.prompt_tokens += min(row.end, prompt_len) - row.start
+        chunks = plan.num_tokens - plan.num_decode_rows
+        if chunks > plan.num_decode_rows and wall_s > 0:
             rate = chunks / wall_s
             old = self.prefill_tokens_s or rate
             self.prefill_tokens_s = old + SMOOTHING * (rate - old)
