@@ -64,26 +64,30 @@ class ModelRunner:
         return Launched(plan, None if batch.kv_only else hidden)
 
     def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch:
-        for row in rows:
-            self._sync(row.sequence)
-        slots = np.array([row.sequence.slot for row in rows])
-        starts, outputs = [0], list[int]()
-        for row in rows:
-            outputs.extend(
-                range(starts[-1] + row.first_output - row.start, starts[-1] + row.num_tokens)
-            )
-            starts.append(starts[-1] + row.num_tokens)
-        ids = [row.sequence.ids[row.start] for row in rows[:num_decode_rows]]
-        positions = [row.start for row in rows[:num_decode_rows]]
-        token_slots = slots[:num_decode_rows]
-        for row in rows[num_decode_rows:]:
-            ids.extend(row.sequence.ids[row.start : row.end])
-            positions.extend(range(row.start, row.end))
-        if len(rows) > num_decode_rows:
+        starts, kv_lens, slot_of = [0], list[int](), list[int]()
+        ids, positions, outputs = list[int](), list[int](), list[int]()
+        at = 0  # of the row's first token in the flat batch
+        for sequence, start, end, _, first_output in rows:
+            self._sync(sequence)
+            slot_of.append(sequence.slot)
+            kv_lens.append(end)
+            if end - start == 1:
+                ids.append(sequence.ids[start])
+                positions.append(start)
+                if first_output < end:
+                    outputs.append(at)
+            else:
+                ids += sequence.ids[start:end]
+                positions += range(start, end)
+                outputs += range(at + first_output - start, at + end - start)
+            at += end - start
+            starts.append(at)
+        slots = token_slots = np.array(slot_of)
+        if at > len(rows):
             token_slots = np.repeat(slots, [row.num_tokens for row in rows])
         position = np.array(positions)
         block, offset = np.divmod(position, self._block_size)
-        width = blocks_for(max(row.end for row in rows), self._block_size)
+        width = blocks_for(max(kv_lens), self._block_size)
         groups = tuple(
             GroupTable(
                 self._tensor(table[slots, :width]),
@@ -95,7 +99,7 @@ class ModelRunner:
             token_ids=self._tensor(np.array(ids)),
             positions=self._tensor(position),
             starts=tuple(starts),
-            kv_lens=tuple(row.end for row in rows),
+            kv_lens=tuple(kv_lens),
             num_decode_rows=num_decode_rows,
             groups=groups,
             logit_tokens=self._tensor(np.array(outputs, dtype=np.int64)),
@@ -104,12 +108,10 @@ class ModelRunner:
 
     def _sync(self, sequence: Sequence) -> None:
         """Takes over what has changed in the sequence's tables since its last step."""
-        for group, (table, blocks) in enumerate(
-            zip(self._tables, sequence.block_tables, strict=True)
-        ):
-            start = sequence.rewritten_from[group]
+        for group, start in enumerate(sequence.rewritten_from):
+            blocks = sequence.block_tables[group]
             if start < len(blocks):
-                line = table[sequence.slot]
+                line = self._tables[group][sequence.slot]
                 line[start : len(blocks)] = blocks[start:]
                 if not start:
                     line[len(blocks) :] = 0  # another sequence had the slot before
