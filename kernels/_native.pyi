@@ -1,9 +1,10 @@
 """The compiled kernels: what each file of native/bind declares, in the order of module.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 def isas() -> list[str]: ...
 
@@ -43,4 +44,46 @@ def linear_into(
     matrices: Sequence[Matrix],
     out: NDArray[np.float32],
     bias: NDArray[np.float32] | None = None,
+) -> None: ...
+
+class Stream:
+    def __init__(
+        self,
+        vocab: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        choice: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = ...,
+        masked_ids: Sequence[int] = ...,
+        min_tokens: int = 0,
+        prompt_ids: Sequence[int] = ...,
+    ) -> None: ...
+
+class Sampler:
+    def __init__(self, context: Context) -> None: ...
+    def sample(
+        self,
+        logits: Tensor | NDArray[np.float32],
+        rows: list[int],
+        streams: list[Stream],
+        generated: list[list[int]],
+    ) -> list[int]: ...
+    def logprobs(
+        self, logits: Tensor | NDArray[np.float32], tokens: list[int], count: int
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]: ...
+
+def gumbel_at(
+    context: Context,
+    seed: int,
+    choice: int,
+    position: int,
+    ids: Tensor | NDArray[np.int64],
+    out: Tensor | NDArray[np.float32],
 ) -> None: ...

@@ -39,10 +39,8 @@ class CpuSampling:
         generated: list[list[int]],
     ) -> list[int]:
         """As kernels/reference/sampling.py, in one call for the whole step."""
-        tokens: list[int] = self._sampler.sample(logits, rows, streams, generated)
-        return tokens
+        return self._sampler.sample(logits, rows, streams, generated)
 
     def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
         """As kernels/reference/logprobs.py, summed in doubles."""
-        scores: list[TokenScores] = self._sampler.logprobs(logits, tokens, count)
-        return scores
+        return self._sampler.logprobs(logits, tokens, count)

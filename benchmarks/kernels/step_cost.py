@@ -2,8 +2,8 @@
 
 `python -m benchmarks.kernels.step_cost` prints microseconds a step, by part, for 1, 8 and 32
 sequences, greedy and at T = 1: processor time of this thread, the fastest of several stretches of
-steps, since other programs can only add. "native" is the call of the sampling kernels; "own" is the step without it and without
-the model. --profile adds what cProfile sees.
+steps, since other programs can only add. "native" is the call of the sampling kernels; "own" is
+the step without it and without the model. --profile ROWS shows what cProfile sees.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
 from pdserve.engine.limits import Limits
 from pdserve.engine.request import Request, SamplingParams
-from pdserve.kernels import reference
 from pdserve.kernels._native import Context
 from pdserve.kernels.cpu_sampling import CpuSampling
 
@@ -111,7 +110,7 @@ def measure(rows: int, temperature: float, stretches: int) -> dict[str, float]:
 def main() -> None:
     """Prints a line per kind of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--stretches", type=int, default=20, help="of %d steps" % STRETCH)
+    parser.add_argument("--stretches", type=int, default=20, help=f"of {STRETCH} steps")
     parser.add_argument("--profile", type=int, metavar="ROWS", help="profile that many sequences")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
