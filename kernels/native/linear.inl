@@ -4,7 +4,7 @@
 // computed beside it (other rows, other tiles, the panel it is cut into) never changes that chain.
 
 // A register tile is kRows rows times kTiles tiles of outputs.
-static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 16 ? 4 : 2;  // with one tile
+static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2;  // with one tile
 static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
 static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: 4-bit weights are expanded first

@@ -15,7 +15,12 @@ endif()
 # GCC 12 takes what its own AVX-512 header leaves undefined for a mistake.
 set(NATIVE_AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma -mf16c
   -mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized)
+# GCC 12 takes integer sums of vectors apart and puts them off, so that the 16 registers overflow:
+# without these two passes products of 4 and 8 bits are 1.1 to 1.3 times as fast.
 set(NATIVE_AVX2 -mavx2 -mfma -mf16c)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  list(APPEND NATIVE_AVX2 -fno-tree-ter -fno-tree-reassoc)
+endif()
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(NATIVE_X86 ON)
 endif()
