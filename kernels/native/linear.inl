@@ -8,6 +8,7 @@ static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2; 
 static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
 static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: 4-bit weights are expanded first
+static constexpr int64_t kAhead = 16384;  // bytes; half of the first cache
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
 // Outputs of one register tile.
@@ -64,6 +65,8 @@ struct Kind {
   static constexpr int kGroup = kGroup_;
   static constexpr int kShift = kQuants == Quants::kBytes ? 7 : 3;  // offset as a power of two
   static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256 : 512;
+  static constexpr int kScaleBytes = 32 / kGroup * (kWide ? 64 : 32);
+  static constexpr int kStreamBytes = kBlockBytes + (kMinima ? 2 : 1) * kScaleBytes;
 };
 
 // Weights of adjacent tiles: those of the first, and the distance to the same of the next.
@@ -73,6 +76,7 @@ struct Panel {
   const uint8_t* m;
   int64_t next;
   int64_t blocks;
+  const uint8_t* ahead;  // what is needed later and may be fetched now, 128 bytes a block
 };
 
 template <bool kWide>
@@ -122,11 +126,14 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
   load_sums(to, acc);
   for (int64_t b = 0; b < w.blocks; ++b) {
     const uint8_t* q = w.q + b * K::kBlockBytes;
-    if constexpr (kRows <= 4) {
-      // The tile after this one, so that the memory never waits for the arithmetic.
-      for (int line = 0; line < K::kBlockBytes * kTiles; line += 64) {
-        __builtin_prefetch(q + kTiles * w.next + line);
-      }
+    if constexpr (kTiles == 1 && K::kQuants != Quants::kSmall) {
+      // Of few rows, the arithmetic is faster than the memory. A matrix is one stream of bytes.
+      const uint8_t* ahead = w.q + kAhead + b * K::kStreamBytes;
+#pragma GCC unroll 16
+      for (int at = 0; at < K::kStreamBytes; at += 64) __builtin_prefetch(ahead + at);
+    } else {
+      __builtin_prefetch(w.ahead + b * 128, 0, 2);
+      __builtin_prefetch(w.ahead + b * 128 + 64, 0, 2);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
@@ -192,13 +199,14 @@ static void int8_rows(const Panel& w, const Int8Block* x, int64_t x_stride, int6
 
 // All rows, kRows at a time.
 template <class K, int kRows, int kTiles>
-static void int8_all(const Panel& w, const Int8Block* x, int64_t x_stride, int64_t rows,
+static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows,
                      const Target& to) {
   for (int64_t r = 0; r < rows; r += kRows) {
     int64_t left = rows - r;
     Target part = to;
     part.y += r * to.stride;
     int8_rows<K, kRows, kTiles>(w, x + r * x_stride, x_stride, left < kRows ? left : kRows, part);
+    w.ahead += 128 * w.blocks;
   }
 }
 
@@ -226,17 +234,16 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
   } tile[kTiles];
   const int64_t panels = (all.blocks + kPanelBlocks - 1) / kPanelBlocks;
   const int64_t step = (all.blocks + panels - 1) / panels;
-  constexpr int kScaleBytes = K::kWide ? 64 : 32;
   for (int64_t b = 0; b < all.blocks; b += step) {
     const int64_t blocks = all.blocks - b < step ? all.blocks - b : step;
     for (int t = 0; t < kTiles; ++t) {
       const int64_t skip = t * all.next;
-      Panel from = {all.q + skip + b * 256, all.d + skip + b * kScaleBytes,
-                    all.m + skip + b * kScaleBytes, 0, blocks};
+      Panel from = {all.q + skip + b * 256, all.d + skip + b * K::kScaleBytes,
+                    all.m + skip + b * K::kScaleBytes, 0, blocks, nullptr};
       expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
     }
     Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m,
-                   sizeof(Expanded), blocks};
+                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles};
     to.resume = b > 0;
     int8_all<Kind<Quants::kSmall, true, K::kMinima>, kManyRows, kTiles>(panel, x.int8 + b,
                                                                          all.blocks, x.rows, to);
@@ -250,7 +257,8 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
   constexpr bool kNibbles = K::kQuants == Quants::kNibbles;
   for (int64_t tile = begin; tile < end;) {
     const uint8_t* at = m.data.get() + tile * m.tile_bytes;
-    Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks};
+    Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks,
+               at + kManyTiles * m.tile_bytes};
     Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
     const bool pair = end - tile >= kManyTiles;
     if (x.rows <= (kNibbles ? kDirectRows : kFewRows)) {

@@ -1,9 +1,9 @@
 #include "pack.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <stdexcept>
+
+#include "arena.h"
 
 namespace pdserve {
 
@@ -232,8 +232,7 @@ void pack_tile(const StoredFormat& format, const Matrix& m, const uint8_t* const
   }
   pack_numbers<uint32_t>(m.cols / 2, rows, tile);  // pairs
   for (int64_t i = 0; m.cols % 2 && i < kLanes && rows[i]; ++i) {
-    const uint32_t last = half_bits(rows[i] + (m.cols - 1) * 2);  // and a weight of 0
-    std::memcpy(tile + (m.cols / 2 * kLanes + i) * 4, &last, 4);
+    std::memcpy(tile + (m.cols / 2 * kLanes + i) * 4, rows[i] + (m.cols - 1) * 2, 2);
   }
 }
 
@@ -296,16 +295,13 @@ Matrix pack(Pool& pool, const StoredFormat& format, const uint8_t* bytes, int64_
                                 " bytes do not fit data of " + std::to_string(num_bytes));
   }
   Matrix m = lay_out(format, rows, cols);
-  auto* data = static_cast<uint8_t*>(std::aligned_alloc(kAlign, m.bytes()));
-  if (!data) throw std::bad_alloc();
-  m.data = std::shared_ptr<uint8_t>(data, &std::free);
+  m.data = weight_memory(m.bytes());
+  uint8_t* data = m.data.get();
   pool.run(m.tiles(), [&](int64_t t, int) {
     const uint8_t* from[kLanes] = {};
     const int64_t count = std::min(kLanes, rows - t * kLanes);
     for (int64_t i = 0; i < count; ++i) from[i] = bytes + (t * kLanes + i) * row_bytes;
-    uint8_t* tile = data + t * m.tile_bytes;
-    if (count < kLanes) std::memset(tile, 0, m.tile_bytes);  // padding, and the bytes at the end
-    pack_tile(format, m, from, tile);
+    pack_tile(format, m, from, data + t * m.tile_bytes);  // padding stays 0
   });
   return m;
 }

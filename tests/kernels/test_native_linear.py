@@ -237,7 +237,7 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
     with pytest.raises(ValueError, match="at least one"):
         pack(context, "Q4_1", data, 4, -32)
     with pytest.raises(TypeError):
-        pack(context, "Q4_1", data.astype(np.int32), 4, 64)  # type: ignore[arg-type]
+        pack(context, "Q4_1", data.astype(np.int32), 4, 64)
     with pytest.raises(TypeError):
         pack(context, "Q4_1", data[:, ::2], 4, 32)
     matrix = pack(context, "Q4_1", data, 4, 64)
@@ -251,7 +251,7 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
     with pytest.raises(ValueError, match="out is not"):
         _native.linear_into(context, x, [matrix], inputs(2, 5))
     with pytest.raises(TypeError):
-        _native.linear(context, x.astype(np.float64), [matrix])  # type: ignore[arg-type]
+        _native.linear(context, x.astype(np.float64), [matrix])
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([0, 4]))
     with pytest.raises(ValueError, match="outside"):
