@@ -79,7 +79,7 @@ void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrice
         if (bias) {
           const int64_t from = first * kLanes, to = std::min(m.rows, last * kLanes);
           for (int64_t r = 0; r < rows.rows; ++r) {
-            for (int64_t o = from; o < to; ++o) out[r * stride + o] += bias[at + o];
+            kernels.add_bias(out + r * stride + from, bias + at + from, to - from);
           }
         }
       }
