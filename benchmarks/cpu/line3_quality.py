@@ -5,8 +5,7 @@ backend on the same file's dequantized weights (its equality with transformers i
 accept-main). The share of positions with float32's best id is at least llama.cpp's on the same file
 less one point, for SmolLM2 and Gemma 3; llama.cpp's scores are taken through its C API
 (contend_llama.cpp). Perplexity is within 1 % of float32's for every stored type: SmolLM2
-requantised by llama-quantize, whose rows of 576 take no K-quant, so that of each K type only
-ffn_down is stored in it (the figures name the types of each file).
+requantised by llama-quantize (weights.TYPES; the figures name the types of each file), and bf16.
 """
 
 import json
@@ -19,7 +18,7 @@ import peers
 from contender import Contender, llama_command, pdserve_command
 from peers import PEERS, ROOT, told
 from quality import joined, mismatches, perplexity, windows
-from weights import TYPES, bf16_folder, gemma_gguf, requantized, shipped_gguf
+from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf
 
 WINDOW = 513
 POINT, WITHIN = 0.01, 0.01
@@ -100,9 +99,7 @@ def main() -> None:
     peers.install()
     models = {"SmolLM2 Q4_1": shipped_gguf(), "Gemma 3 Q4_K_M": gemma_gguf()}
     agreed = {name: agreement(name, path) for name, path in models.items()}
-    files = {kind: requantized(kind, pure=True) for kind in TYPES} | {
-        "BF16 safetensors": bf16_folder()
-    }
+    files = {kind: typed_gguf(kind) for kind in TYPES} | {"BF16 safetensors": bf16_folder()}
     paths = {kind: path_quality(path) for kind, path in files.items()}
     ok = all(found["ok"] for found in (*agreed.values(), *paths.values()))
     print(json.dumps({"ok": ok, "agreement": agreed, "perplexity": paths}))

