@@ -6,5 +6,6 @@ namespace pdserve {
 void test_words();
 void test_pool();
 void test_linear();
+void test_sampling();
 
 }  // namespace pdserve
