@@ -20,7 +20,6 @@ from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.limits import Limits
 from pdserve.engine.memory import pool_bytes
 from pdserve.engine.runner import Model
-from pdserve.kernels.ops import select
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,7 @@ def build_engine(
     progress("warming up", 0.0)
     chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len, config.device)
     kv_dtype = spec.groups[0].dtype
-    compute_dtype = str(decoder.dtype).removeprefix("torch.")
-    numerics = numerics_id(config.device, compute_dtype, kv_dtype, config.weights)
+    numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
         decoder,
         kv,
@@ -61,7 +59,7 @@ def build_engine(
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
         ),
-        select(config.device),
+        loaded.ops,
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,

@@ -16,13 +16,21 @@ class EngineConfig:
     model: str = option("", "GGUF file, model directory or Hugging Face id; empty: the shipped one")
     served_name: str = option("", "name that clients use; empty: derived from the model")
     device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
+    kernels: str = option(
+        "auto",
+        "native C++ kernels (cpu), or the torch reference (auto: native where it can)",
+        choices=("auto", "native", "reference"),
+    )
     weights: str = option(
         "auto",
-        "weights in memory: as stored, or expanded at load (auto: float32 on cpu, bf16 on cuda)",
+        "weights in memory: as stored, or expanded at load (auto: as stored with native kernels, "
+        "else float32 on cpu, bf16 on cuda)",
         choices=("auto", "quantized", "bf16", "float32"),
     )
     kv_dtype: str = option(
-        "auto", "dtype of keys and values", choices=("auto", "float32", "bf16", "float16")
+        "auto",
+        "dtype of keys and values (auto: bf16 with native kernels, else what is computed in)",
+        choices=("auto", "float32", "bf16", "float16"),
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)
     kv_tokens: int = option(0, "KV pool size in tokens; 0: from free memory", min=0)

@@ -28,7 +28,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.stats import EngineStats, StepMeter
-from pdserve.kernels.ops import Ops
+from pdserve.kernels.ops import SamplingOps
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Engine:
         model: Model,
         kv: KvCache,
         limits: Limits,
-        ops: Ops,
+        ops: SamplingOps,
         kv_identity: bytes = b"",
         numerics_id: str = "",
         prefix_cache: bool = True,

@@ -7,30 +7,27 @@ import torch
 
 from pdserve.engine.checkpoints.card import CardData
 
-KERNELS = "reference-2"  # raise it with any change of a kernel's results
+KERNELS = "reference-2"  # the torch kernels; raise it with any change of their results
 
 
-def numerics_id(device: str, compute_dtype: str, kv_dtype: str, weights: str) -> str:
-    """Kernel set and version, ISA class, compute and KV dtype, tensor-parallel size, expansion.
-
-    Within one, the same inputs give the same floats as far as the kernels promise it.
-    """
+def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
+    """Of the torch kernels: set and version, ISA class, compute dtype."""
     isa = (
         torch.cuda.get_device_name()
-        if device == "cuda"
+        if device.type == "cuda"
         else torch.backends.cpu.get_cpu_capability()
     )
     torch_version = torch.__version__.split("+")[0]
-    parts = (
-        f"{KERNELS}+torch-{torch_version}",
-        device,
-        isa,
-        compute_dtype,
-        kv_dtype,
-        "tp1",
-        weights,
-    )
-    return "/".join(part.replace(" ", "-") for part in parts)
+    name = str(dtype).removeprefix("torch.")
+    return f"{KERNELS}+torch-{torch_version}/{device.type}/{isa.replace(' ', '-')}/{name}"
+
+
+def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
+    """Kernels (with version, ISA class, compute dtype), KV dtype, tensor-parallel size, expansion.
+
+    Within one, the same inputs give the same floats as far as the kernels promise it.
+    """
+    return f"{kernels}/{kv_dtype}/tp1/{weights}"
 
 
 def kv_identity(card: CardData, kv_dtype: str, numerics: str) -> bytes:

@@ -1,7 +1,7 @@
 """The geometry of cached keys and values, as a list of layer groups. Pure: no torch.
 
-Canonical order of one block of one layer, on the wire and in the torch pool:
-[2, kv_heads, block_size, head_dim], keys first.
+One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
+first; a group may keep its keys [head_dim, block_size].
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class LayerGroup:
     dtype: str  # torch name: "float32", "bfloat16", "float16"
     head_start: int  # head range held here: [head_start, head_end)
     head_end: int
+    keys_by_dim: bool = False  # a block's keys lie [head_dim, block_size], as the kernels want them
 
     @property
     def block_shape(self) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Outcome, Pick, Row
 from pdserve.engine.request import TokenLogprob
 from pdserve.engine.sequence import Job
-from pdserve.kernels.ops import Ops
+from pdserve.kernels.ops import SamplingOps
 from pdserve.kernels.streams import StreamSettings
 
 Head = Callable[[Tensor], Tensor]  # hidden states [n, hidden] to float32 logits [n, vocab]
@@ -28,7 +28,7 @@ NOT_FINITE = Pick(-1, error="the logits are not finite")
 class Sampler:
     """Stateless but for the streams that it keeps on the jobs (Job.streams)."""
 
-    def __init__(self, limits: Limits, ops: Ops) -> None:
+    def __init__(self, limits: Limits, ops: SamplingOps) -> None:
         self._limits = limits
         self._ops = ops
 

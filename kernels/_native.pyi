@@ -87,3 +87,47 @@ def gumbel_at(
     ids: Tensor | NDArray[np.int64],
     out: Tensor | NDArray[np.float32],
 ) -> None: ...
+
+class Stack:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ffn: int,
+        eps: float,
+        attn_scale: float,
+        attn_soft_cap: float,
+        logit_soft_cap: float,
+        embed_scale: float,
+        activation: str,
+    ) -> None: ...
+    def set_embedding(self, matrix: Matrix) -> None: ...
+    def set_head(self, norm: NDArray[np.float32], matrix: Matrix) -> None: ...
+    def set_rope(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None: ...
+    def add_layer(
+        self,
+        *,
+        group: int,
+        window: int,
+        rope: int,
+        norms: Mapping[str, NDArray[np.float32]],
+        weights: Mapping[str, list[Matrix]],
+        biases: Mapping[str, NDArray[np.float32]],
+    ) -> None: ...
+    def set_kv(self, pools: list[NDArray[np.uint8]], dtype: str, block_size: int) -> None: ...
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        starts: Sequence[int],
+        kv_lens: Sequence[int],
+        block_tables: list[NDArray[np.int64]],
+        slots: list[NDArray[np.int64]],
+        outputs: NDArray[np.int64],
+        kv_only: bool,
+    ) -> NDArray[np.float32]: ...
+    def logits(self, hidden: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...

@@ -12,7 +12,20 @@ from pdserve.kernels import reference
 from pdserve.kernels.streams import StreamSettings, TokenScores
 
 
-class Ops(Protocol):
+class SamplingOps(Protocol):
+    """How tokens are picked from logits."""
+
+    def stream(self, settings: StreamSettings, vocab: int) -> Any:
+        """What picks the tokens of one choice; only the backend that made it looks inside."""
+
+    def sample(
+        self, logits: Tensor, rows: list[int], streams: list[Any], generated: list[list[int]]
+    ) -> list[int]: ...
+
+    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]: ...
+
+
+class Ops(SamplingOps, Protocol):
     """A backend: a module or an object with these functions."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -43,15 +56,6 @@ class Ops(Protocol):
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor: ...
-
-    def stream(self, settings: StreamSettings, vocab: int) -> Any:
-        """What picks the tokens of one choice; only the backend that made it looks inside."""
-
-    def sample(
-        self, logits: Tensor, rows: list[int], streams: list[Any], generated: list[list[int]]
-    ) -> list[int]: ...
-
-    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]: ...
 
 
 _BACKENDS: dict[str, Ops] = {"cpu": reference, "cuda": reference}

@@ -21,8 +21,11 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.models.build import tensor_shapes
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.models.spec import known_specs, parse_config
-from pdserve.kernels.ops import select
+from pdserve.kernels.cpu import KV_BLOCK, CpuKernels
+from pdserve.kernels.cpu_sampling import CpuSampling
+from pdserve.kernels.ops import Ops, SamplingOps, select
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,8 @@ Progress = Callable[[str, float], None]
 class LoadedModel:
     """A model ready to run."""
 
-    decoder: Decoder
+    decoder: Decoder | NativeDecoder
+    ops: SamplingOps  # on the same kernels
     card: CardData
 
 
@@ -43,8 +47,10 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """Finds, reads and expands the model that `config` names.
 
     `progress` gets what is being done and the fraction of it, from any thread.
-    Raises CheckpointError with a message for the person who named the model.
+    Raises CheckpointError with a message for the person who named the model, ValueError for options
+    that contradict each other.
     """
+    native = wants_native(config)  # before anything takes time
     found = resolve(config.model, progress)
     checkpoint = open_checkpoint(found.path)
     try:
@@ -53,9 +59,11 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         raise CheckpointError(f"{found.path}: {error}") from error
     progress("reading the tokenizer", 0.0)
     text = checkpoint.text_files()  # before the weights: what is wrong here is found at once
-    decoder, digest = _load_weights(config, checkpoint, model, progress)
+    backend = CpuKernels() if native else select(config.device)
+    decoder, digest = _load_weights(config, checkpoint, model, backend, progress)
     card = _card(config, found, checkpoint, text, model, digest)
-    return LoadedModel(decoder, card)
+    ops = CpuSampling(backend.context) if isinstance(backend, CpuKernels) else backend
+    return LoadedModel(decoder, ops, card)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -74,34 +82,62 @@ def find_mapping(arch: str) -> tuple[str, GgufMapping]:
     return spec.architectures[0], spec.gguf
 
 
+def wants_native(config: EngineConfig) -> bool:
+    """Whether the native kernels run the model. Raises ValueError if they cannot but should."""
+    obstacle = ""
+    if config.device != "cpu":
+        obstacle = f"--device {config.device}"
+    elif config.block_size % KV_BLOCK:
+        obstacle = f"--block-size {config.block_size}, which is no multiple of {KV_BLOCK}"
+    if config.kernels == "native" and obstacle:
+        raise ValueError(f"--kernels native contradicts {obstacle}")
+    # float32 weights are asked for when exactness against other implementations matters.
+    wanted = config.kernels == "native" or (
+        config.kernels == "auto" and config.weights != "float32"
+    )
+    return wanted and not obstacle
+
+
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """What the model computes in; quantized weights are expanded to it at each use."""
+    """What the torch kernels compute in; quantized weights are expanded to it at each use."""
     by_device = "float32" if config.device == "cpu" else "bf16"
     return DTYPES[config.weights if config.weights in DTYPES else by_device]
 
 
 def _load_weights(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, progress: Progress
-) -> tuple[Decoder, str]:
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    backend: CpuKernels | Ops,
+    progress: Progress,
+) -> tuple[Decoder | NativeDecoder, str]:
     """(decoder, weights digest)."""
     shapes = tensor_shapes(model)
     check_names(checkpoint, shapes, model.tied_head)
     dtype, device = compute_dtype(config), torch.device(config.device)
-    kv_dtype = DTYPES[config.kv_dtype] if config.kv_dtype != "auto" else dtype
+    native = isinstance(backend, CpuKernels)
+    stored = config.weights == "quantized" or (native and config.weights == "auto")
+    kv_dtype = torch.bfloat16 if native else dtype
+    if config.kv_dtype != "auto":
+        kv_dtype = DTYPES[config.kv_dtype]
+    kv_name = str(kv_dtype).removeprefix("torch.")
     cache = DigestCache()
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with WeightLoader(
         checkpoint,
         shapes,
-        None if config.weights == "quantized" else dtype,
+        None if stored else dtype,
         device,
         threads,
         hashed=digest is None,
         progress=lambda fraction: progress("loading weights", fraction),
     ) as weights:
-        kv_name = str(kv_dtype).removeprefix("torch.")
-        decoder = Decoder(model, weights, select(config.device), dtype, kv_name, device)
+        decoder: Decoder | NativeDecoder
+        if isinstance(backend, CpuKernels):
+            decoder = NativeDecoder(model, weights, backend, kv_name)
+        else:
+            decoder = Decoder(model, weights, backend, dtype, kv_name, device)
         if digest is None:
             digest = weights.digest()
             cache.put(checkpoint.files, digest)

@@ -16,7 +16,7 @@ SLOT_BYTES = 1 << 20  # of a frame's payload; more only if one block of one laye
 _KINDS = ("full", "window", "latent", "state")
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 _SPEC = struct.Struct("<IB")
-_GROUP = struct.Struct("<BIIIBIIH")
+_GROUP = struct.Struct("<BIIIBIIBH")
 
 
 def encode_spec(spec: KvSpec) -> bytes:
@@ -31,6 +31,7 @@ def encode_spec(spec: KvSpec) -> bytes:
             _DTYPES.index(g.dtype),
             g.head_start,
             g.head_end,
+            g.keys_by_dim,
             len(g.layers),
         )
         out += struct.pack(f"<{len(g.layers)}H", *g.layers)
@@ -44,12 +45,15 @@ def decode_spec(data: bytes) -> KvSpec:
         offset = _SPEC.size
         groups = []
         for _ in range(count):
-            kind, window, heads, dim, dtype, h0, h1, layers = _GROUP.unpack_from(data, offset)
+            fields = _GROUP.unpack_from(data, offset)
+            kind, window, heads, dim, dtype, h0, h1, by_dim, layers = fields
             offset += _GROUP.size
             numbers = struct.unpack_from(f"<{layers}H", data, offset)
             offset += 2 * layers
-            group = LayerGroup(numbers, _KINDS[kind], window, heads, dim, _DTYPES[dtype], h0, h1)  # type: ignore[arg-type]
-            groups.append(group)
+            names = _KINDS[kind], _DTYPES[dtype]
+            groups.append(
+                LayerGroup(numbers, names[0], window, heads, dim, names[1], h0, h1, bool(by_dim))  # type: ignore[arg-type]
+            )
     except (struct.error, IndexError) as err:
         raise FrameError(f"KV layout: {err}") from None
     if offset != len(data):

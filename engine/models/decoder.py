@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch
+from pdserve.engine.identity import reference_numerics
 from pdserve.engine.kv_spec import LayerGroup
 from pdserve.engine.layers.block import Block
 from pdserve.engine.layers.linear import Linear
@@ -45,6 +46,7 @@ class Decoder:
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.dtype = dtype
+        self.numerics = reference_numerics(device, dtype)
         self._ops = ops
         self._embedding: Weight = weights("model.embed_tokens.weight")
         ropes = dict.fromkeys(layer.rope for layer in config.layers)

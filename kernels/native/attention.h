@@ -18,6 +18,21 @@ struct KvLayer {
   int64_t head_dim = 0;
 };
 
+// Bytes of one block of such a layer.
+inline int64_t kv_block_bytes(const KvLayer& kv) {
+  const int64_t vectors = 2 * kv.kv_heads * kv.block_size;
+  switch (kv.type) {
+    case KvType::kF32:
+      return vectors * kv.head_dim * 4;
+    case KvType::kBf16:
+    case KvType::kF16:
+      return vectors * kv.head_dim * 2;
+    case KvType::kI8:
+      break;
+  }
+  return vectors * (kv.head_dim + 4);
+}
+
 // Queries of one sequence, at consecutive positions, that read the keys of one kv head.
 struct Attend {
   KvLayer kv;

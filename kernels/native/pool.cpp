@@ -71,14 +71,15 @@ void Pool::run_all(int64_t pieces, Call call, const void* body) {
   body_ = body;
   pieces_ = pieces;
   next_.store(0, std::memory_order_relaxed);
-  busy_.store(static_cast<uint32_t>(helpers_.size()), std::memory_order_relaxed);
-  round_.fetch_add(1);  // publishes the job
+  gate_.store(0);  // opens: publishes the job
+  round_.fetch_add(1);
   if (sleepers_.load()) futex_wake_all(round_);
   work(0);
-  for (uint32_t left; (left = busy_.load(std::memory_order_acquire)) != 0;) {
-    if (spin(busy_, left, spin_us_)) continue;
+  gate_.fetch_or(kClosed);
+  for (uint32_t inside; (inside = gate_.load(std::memory_order_acquire)) != kClosed;) {
+    if (spin(gate_, inside, spin_us_)) continue;
     caller_sleeps_.store(true);
-    futex_wait(busy_, left);
+    futex_wait(gate_, inside);
     caller_sleeps_.store(false);
   }
 }
@@ -98,12 +99,22 @@ void Pool::help(int worker) {
       futex_wait(round_, seen);
       sleepers_.fetch_sub(1);
     }
-    ++seen;  // a round starts only when all helpers have finished the one before
+    seen = round_.load();
     if (ending_.load()) return;
+    if (!enter()) continue;
     work(worker);
-    busy_.fetch_sub(1);
-    if (caller_sleeps_.load()) futex_wake_all(busy_);
+    gate_.fetch_sub(1);
+    if (caller_sleeps_.load()) futex_wake_all(gate_);
   }
+}
+
+// Whether the job is open; then the helper is inside until it takes itself off gate_.
+bool Pool::enter() {
+  uint32_t inside = gate_.load(std::memory_order_relaxed);
+  while (!(inside & kClosed)) {
+    if (gate_.compare_exchange_weak(inside, inside + 1, std::memory_order_acquire)) return true;
+  }
+  return false;
 }
 
 }  // namespace pdserve

@@ -1,7 +1,8 @@
 // Threads for the kernels: the caller and threads - 1 helpers, each pinned to a core if told so.
 //
-// A helper that finds no work spins for a bounded time, then sleeps in the kernel (futex). One
-// caller at a time.
+// A helper that finds no work spins for a bounded time, then sleeps in the kernel (futex). A helper
+// that the system has not scheduled when the work is done is not waited for: on a busy machine the
+// caller does it all. One caller at a time.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -40,6 +41,7 @@ class Pool {
 
   void run_all(int64_t pieces, Call call, const void* body);
   void help(int worker);
+  bool enter();
   void work(int worker);
 
   std::vector<std::thread> helpers_;
@@ -51,7 +53,10 @@ class Pool {
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<bool> ending_{false};
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint32_t> busy_{0};  // helpers that have not finished this round
+  // kClosed, or how many helpers are inside the job; only while it is open may one enter, and the
+  // job's fields above change only while it is closed and empty.
+  static constexpr uint32_t kClosed = 1u << 31;
+  alignas(64) std::atomic<uint32_t> gate_{kClosed};
   std::atomic<bool> caller_sleeps_{false};
 };
 

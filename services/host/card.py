@@ -94,6 +94,7 @@ def kv_spec(spec: Any) -> pb.KvSpec:
             head_dim=group.head_dim,
             head_start=group.head_start,
             head_end=group.head_end,
+            keys_by_dim=group.keys_by_dim,
         )
         for group in spec.groups
     ]

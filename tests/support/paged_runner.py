@@ -16,7 +16,9 @@ from torch import Tensor
 
 from pdserve.engine.batch import Batch, GroupTable
 from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.models.spec import parse_config
+from pdserve.kernels.cpu import CpuKernels
 from pdserve.kernels.ops import select
 
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -39,18 +41,24 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
-) -> Decoder:
+    kernels: str = "reference",
+) -> Decoder | NativeDecoder:
     """The decoder of a Hugging Face directory, without the checkpoint reader."""
     config = parse_config(read_config(path))
     tensors = {name: tensor.to(device) for name, tensor in read_tensors(path).items()}
     kv = TORCH_NAMES[kv_dtype or dtype]
+    if kernels == "native":
+        as_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        return NativeDecoder(config, as_dtype.pop, CpuKernels(threads=2), kv)
     return Decoder(config, tensors.pop, select(device), dtype, kv, torch.device(device))
 
 
 class PoisonedKv:
     """Caches of all layers, NaN where nothing was written."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int, device: str) -> None:
+    def __init__(
+        self, decoder: Decoder | NativeDecoder, num_blocks: int, block_size: int, device: str
+    ) -> None:
         self._layers: dict[int, tuple[Tensor, int]] = {}
         for index, group in enumerate(decoder.kv_groups):
             two, heads, size = group.block_shape
@@ -73,8 +81,14 @@ class PagedRunner:
     """Sequences by name; `step` runs some tokens of each in one batch."""
 
     def __init__(
-        self, decoder: Decoder, num_blocks: int = 64, block_size: int = 5, device: str = "cpu"
+        self,
+        decoder: Decoder | NativeDecoder,
+        num_blocks: int = 64,
+        block_size: int = 0,
+        device: str = "cpu",
     ) -> None:
+        """`block_size` 0: the oddest that the decoder takes."""
+        block_size = block_size or (16 if isinstance(decoder, NativeDecoder) else 5)
         self.decoder = decoder
         self.kv = PoisonedKv(decoder, num_blocks, block_size, device)
         self.lens: dict[str, int] = {}
@@ -114,7 +128,7 @@ class PagedRunner:
             kv_only=kv_only,
         )
         with torch.inference_mode():
-            logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+            logits = self.decoder.logits(self.decoder.forward(batch, self.kv)).clone()
         self._free_behind_windows()
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(names)}
 

@@ -29,6 +29,10 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
+// An array argument, taken as it is: nanobind would pass a converted copy of an array of another
+// dtype or order, and a result written into that is lost.
+inline auto array(const char* name) { return nb::arg(name).noconvert(); }
+
 // 64-byte aligned memory that frees itself.
 template <class T>
 std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
@@ -41,3 +45,4 @@ void bind_linear(nb::module_& m);
 void bind_elementwise(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_sampling(nb::module_& m);
+void bind_stack(nb::module_& m);

@@ -18,4 +18,5 @@ NB_MODULE(_native, m) {
   bind_elementwise(m);
   bind_attention(m);
   bind_sampling(m);
+  bind_stack(m);
 }

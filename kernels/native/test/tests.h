@@ -6,6 +6,5 @@ namespace pdserve {
 void test_words();
 void test_pool();
 void test_linear();
-void test_sampling();
 
 }  // namespace pdserve

@@ -25,6 +25,8 @@ from pdserve.engine.checkpoints.source import CheckpointError, RawTensor
 from pdserve.engine.checkpoints.weights import WeightLoader
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.layers.weight import expand
+from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.quant.registry import unpack
 
 QUANTIZABLE: dict[str, Any] = {
@@ -175,10 +177,38 @@ def test_expansion_is_logged_with_its_bytes(
 def test_dtype_of_the_decoder(weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
-    decoder = load(gguf, weights=weights).decoder
+    decoder = load(gguf, weights=weights, kernels="reference").decoder
+    assert isinstance(decoder, Decoder)
     assert decoder.dtype == dtype
     assert decoder.kv_groups[0].dtype == str(dtype).removeprefix("torch.")
-    assert load(gguf, weights=weights, kv_dtype="bf16").decoder.kv_groups[0].dtype == "bfloat16"
+    half = load(gguf, weights=weights, kv_dtype="bf16", kernels="reference").decoder
+    assert half.kv_groups[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "native"),
+    [
+        ({}, True),
+        ({"weights": "bf16"}, True),
+        ({"weights": "float32"}, False),  # whoever asks for float32 compares
+        ({"weights": "float32", "kernels": "native"}, True),
+        ({"kernels": "reference"}, False),
+        ({"block_size": 24}, False),
+    ],
+)
+def test_kernels_of_the_decoder(options: dict[str, Any], native: bool, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    decoder = load(gguf, **options).decoder
+    assert isinstance(decoder, NativeDecoder) == native
+    assert decoder.kv_groups[0].keys_by_dim == native
+    assert decoder.kv_groups[0].dtype == ("bfloat16" if native else "float32")
+
+
+@pytest.mark.parametrize("options", [{"block_size": 24}, {"device": "cuda"}])
+def test_native_kernels_that_cannot_be_had_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"--kernels native contradicts --(block-size|device)"):
+        load(Path("nowhere"), kernels="native", **options)
 
 
 def edit(folder: Path, add: dict[str, torch.Tensor], drop: set[str]) -> None:

@@ -94,11 +94,12 @@ def run_schedule(runner: PagedRunner, ids: dict[str, list[int]]) -> dict[str, Te
     return {name: torch.cat(logits) for name, logits in parts.items()}
 
 
+@pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(variant: str, kernels: str, tmp_path: Path) -> None:
     arch, overrides = VARIANTS[variant]
     path = write_tiny(tmp_path, arch, seed=3, **overrides)
-    runner = PagedRunner(load_decoder(path))
+    runner = PagedRunner(load_decoder(path, kernels=kernels))
     ids = sequences()
     ours = run_schedule(runner, ids)
     model = reference(path)
@@ -113,15 +114,16 @@ def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
     assert all(window < LENS["b"] for window in windows)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(arch: str, kernels: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, seed=4)
     prompt = sequences(seed=2)["b"]
     with torch.inference_mode():
         theirs = reference(path).generate(
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
         )[0, len(prompt) :]
-    runner = PagedRunner(load_decoder(path))
+    runner = PagedRunner(load_decoder(path, kernels=kernels))
     runner.step({"x": prompt[:-1]}, kv_only=True)
     tokens = prompt[-1:]
     for _ in range(24):
@@ -145,9 +147,10 @@ def test_bf16_is_no_further_from_float32_than_transformers_bf16(arch: str, tmp_p
     assert 0 < errors["ours"] <= 1.1 * errors["theirs"]
 
 
+@pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_kv_only_writes_the_same_keys_and_values(arch: str, tmp_path: Path) -> None:
-    decoder = load_decoder(write_tiny(tmp_path, arch))
+def test_kv_only_writes_the_same_keys_and_values(arch: str, kernels: str, tmp_path: Path) -> None:
+    decoder = load_decoder(write_tiny(tmp_path, arch), kernels=kernels)
     tokens = sequences()["a"][:11]
     runners = [PagedRunner(decoder), PagedRunner(decoder)]
     whole = runners[0].step({"x": tokens})["x"]

@@ -160,7 +160,8 @@ def test_an_architecture_is_added_at_run_time_as_one_file(
     assert module_spec.loader is not None
     module_spec.loader.exec_module(importlib.util.module_from_spec(module_spec))
 
-    loaded = load_model(EngineConfig(model=str(path)), lambda what, fraction: None)
+    config = EngineConfig(model=str(path), kv_dtype="float32")
+    loaded = load_model(config, lambda what, fraction: None)
     prompt = list(range(3, 40))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     with torch.inference_mode():

@@ -1,0 +1,163 @@
+"""The decoder on the native CPU kernels: any ModelConfig, a whole step in two calls.
+
+Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.batch import Batch
+from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.kv_spec import LayerGroup
+from pdserve.engine.layers.rope import RopeTable
+from pdserve.engine.layers.weight import Weight, Weights, expand
+from pdserve.engine.models.build import norm_weight
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.decoder import LayerKv
+from pdserve.kernels import _native
+from pdserve.kernels.cpu import FORMATS, CpuKernels
+
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class NativeDecoder:
+    """What `Decoder` is, on packed weights; `weights` answers with tensors as they are stored."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kernels: CpuKernels, kv_dtype: str
+    ) -> None:
+        self.config = config
+        self.kv_groups: tuple[LayerGroup, ...] = tuple(
+            replace(group, keys_by_dim=True) for group in config.kv_groups(kv_dtype)
+        )
+        self.numerics = kernels.numerics
+        self._kernels = kernels
+        self._kv_dtype = kv_dtype
+        self._kv: LayerKv | None = None
+        self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
+        self._stack = _native.Stack(
+            kernels.context,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            ffn=config.ffn_size,
+            eps=config.norm_eps,
+            attn_scale=config.attn_scale,
+            attn_soft_cap=config.attn_soft_cap,
+            logit_soft_cap=config.logit_soft_cap,
+            embed_scale=config.embed_scale,
+            activation=config.activation,
+        )
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        cpu = torch.device("cpu")
+        self._ropes = {rope: RopeTable(rope, config.context_len, cpu) for rope in ropes}
+        self._rope_len = 0
+        self._reserve_positions(1)
+        embedding = self._pack(weights("model.embed_tokens.weight"))
+        self._stack.set_embedding(embedding)
+        for n in range(config.num_layers):
+            self._add_layer(n, weights)
+        norm = norm_weight(config, weights("model.norm.weight"))
+        head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
+        self._stack.set_head(norm.numpy(), head)
+        self._logits = torch.empty(0, config.vocab_size)
+
+    def forward(self, batch: Batch, kv: LayerKv) -> Tensor:
+        """As Decoder.forward; float32. Raises ValueError for an index out of range."""
+        if kv is not self._kv:
+            self._attach(kv)
+        self._reserve_positions(max(batch.kv_lens))
+        hidden = self._stack.forward(
+            batch.token_ids.numpy(),
+            batch.positions.numpy(),
+            batch.starts,
+            batch.kv_lens,
+            [group.block_table.numpy() for group in batch.groups],
+            [group.slots.numpy() for group in batch.groups],
+            batch.logit_tokens.numpy(),
+            batch.kv_only,
+        )
+        return torch.from_numpy(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As Decoder.logits; the memory is used again by the next call."""
+        if len(hidden) > len(self._logits):
+            self._logits = torch.empty(len(hidden), self.config.vocab_size)
+        out = self._logits[: len(hidden)]
+        self._stack.logits(hidden.contiguous().numpy(), out.numpy())
+        return out
+
+    def _attach(self, kv: LayerKv) -> None:
+        pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
+        blocks = [pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in pools]
+        self._stack.set_kv(blocks, self._kv_dtype, pools[0].shape[3])
+        self._kv = kv
+
+    def _reserve_positions(self, num_positions: int) -> None:
+        if num_positions <= self._rope_len:
+            return
+        for index, table in enumerate(self._ropes.values()):
+            table.reserve(num_positions)
+            self._stack.set_rope(index, table.cos.numpy(), table.sin.numpy())
+        self._rope_len = min(len(table.cos) for table in self._ropes.values())
+
+    def _add_layer(self, n: int, weights: Weights) -> None:
+        config, layer, prefix = self.config, self.config.layers[n], f"model.layers.{n}."
+        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
+        linears = {
+            "qkv": (qkv, config.qkv_bias),
+            "out": (["self_attn.o_proj"], config.o_bias),
+            "gate_up": (["mlp.gate_proj", "mlp.up_proj"], config.ffn_bias),
+            "down": (["mlp.down_proj"], config.ffn_bias),
+        }
+        matrices = {
+            place: [self._pack(weights(f"{prefix}{name}.weight")) for name in names]
+            for place, (names, _) in linears.items()
+        }
+        biases = {
+            place: _joined([weights(f"{prefix}{name}.bias") for name in names])
+            for place, (names, has_bias) in linears.items()
+            if has_bias
+        }
+        places = config.norms
+        norms = {
+            "attn_in": places.attn_in,
+            "attn_out": places.attn_out,
+            "ffn_in": places.ffn_in,
+            "ffn_out": places.ffn_out,
+            "q_norm": "self_attn.q_norm" if config.qk_norm else None,
+            "k_norm": "self_attn.k_norm" if config.qk_norm else None,
+        }
+        self._stack.add_layer(
+            group=self._group_of[n],
+            window=layer.window,
+            rope=list(self._ropes).index(layer.rope),
+            norms={
+                place: norm_weight(config, weights(f"{prefix}{name}.weight")).numpy()
+                for place, name in norms.items()
+                if name
+            },
+            weights=matrices,
+            biases=biases,
+        )
+
+    def _pack(self, weight: Weight) -> "_native.Matrix":
+        """Formats that no kernel knows are expanded to float32."""
+        if isinstance(weight, RawTensor) and weight.format not in FORMATS:
+            weight = expand(weight, torch.float32)
+        if isinstance(weight, RawTensor):
+            rows, cols = weight.shape
+            return self._kernels.pack(weight.data, weight.format, rows, cols)
+        return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
+
+
+def _joined(biases: Sequence[Weight]) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+    joined: np.ndarray[tuple[int], np.dtype[np.float32]] = torch.cat(
+        [expand(bias, torch.float32) for bias in biases]
+    ).numpy()
+    return joined

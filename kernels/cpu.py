@@ -1,0 +1,40 @@
+"""The native CPU kernels (kernels/native, docs/cpu.md) as Python holds them.
+
+A result for a token never depends on other tokens of the batch, on chunk borders or on the number
+of threads; within one `numerics` it is the same bit for bit.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels import _native
+
+VERSION = "native-1"  # raise it with any change of a kernel's results
+PLAIN, BLOCKS = ("F32", "F16", "BF16"), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = frozenset({*PLAIN, *BLOCKS, *K_BLOCKS})  # that pack knows
+KV_BLOCK = 16  # a block's tokens must be a multiple of it
+
+
+class CpuKernels:
+    """Threads, and the kernels of the best instruction set that this machine has."""
+
+    def __init__(self, threads: int = 0, isa: str = "") -> None:
+        """`threads` 0: as many as torch has been given. Helpers are pinned if the process may use
+        exactly that many cores. `isa`: one of `_native.isas()`; ValueError for another.
+        """
+        threads = threads or torch.get_num_threads()
+        cores = sorted(os.sched_getaffinity(0))
+        self.context = _native.Context(threads, cores if len(cores) == threads else [], isa)
+        self.numerics = f"{VERSION}/cpu/{self.context.isa}"
+
+    def pack(self, data: Tensor, format: str, rows: int, cols: int) -> "_native.Matrix":
+        """Weights [rows, cols] as stored, laid out for the kernels.
+
+        `data`: uint8 blocks [rows, bytes] of a GGUF type, or numbers of F16, BF16 or F32 [rows,
+        cols]; `format` one of FORMATS, else ValueError. `data` is not needed afterwards.
+        """
+        stored = data.contiguous().view(torch.uint8).view(rows, -1)
+        return _native.Matrix.pack(self.context, format, stored.numpy(), rows, cols)
