@@ -37,7 +37,18 @@ Attend Attention::shape(const AttentionBatch& batch, const Piece& piece) {
   return work;
 }
 
+Attend Attention::locate(const AttentionBatch& batch, const Piece& piece) {
+  Attend work = shape(batch, piece);
+  int64_t token = batch.starts[piece.row] + piece.token;
+  int64_t head_at = piece.kv_head * work.group * batch.kv.head_dim;
+  work.blocks = batch.block_table + piece.row * batch.table_stride;
+  work.q = batch.q + token * batch.q_stride + head_at;
+  work.out = batch.out + token * batch.out_stride + head_at;
+  return work;
+}
+
 void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int threads) {
+  threads_ = threads;
   pieces_.clear();
   splits_.clear();
   int64_t group = batch.heads / batch.kv.kv_heads;
@@ -94,12 +105,12 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
 void Attention::piece(const Kernels& kernels, const AttentionBatch& batch, int64_t index,
                       int worker) {
   const Piece& piece = pieces_[static_cast<size_t>(index)];
-  Attend work = shape(batch, piece);
-  int64_t token = batch.starts[piece.row] + piece.token;
-  int64_t head_at = piece.kv_head * work.group * batch.kv.head_dim;
-  work.blocks = batch.block_table + piece.row * batch.table_stride;
-  work.q = batch.q + token * batch.q_stride + head_at;
-  work.out = batch.out + token * batch.out_stride + head_at;
+  Attend work = locate(batch, piece), next;
+  // Its turn comes when the other threads have taken the pieces between.
+  if (index + threads_ < pieces()) {
+    next = locate(batch, pieces_[static_cast<size_t>(index + threads_)]);
+    work.next = &next;
+  }
   float* scratch = scratch_.get() + worker * scratch_floats_;
   if (piece.split < 0) return kernels.attend(work, scratch);
   const Split& split = splits_[static_cast<size_t>(piece.split)];

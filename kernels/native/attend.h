@@ -59,10 +59,12 @@ class Attention {
     int64_t first_tile, parts, states_at;
   };
   static Attend shape(const AttentionBatch& batch, const Piece& piece);
+  static Attend locate(const AttentionBatch& batch, const Piece& piece);
 
   using Floats = std::unique_ptr<float[], decltype(&std::free)>;
 
 
+  int threads_ = 1;
   std::vector<Piece> pieces_;  // the longest first
   std::vector<Split> splits_;
   std::unique_ptr<std::atomic<int64_t>[]> done_;  // parts of each split; 0 between runs

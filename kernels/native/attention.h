@@ -48,6 +48,7 @@ struct Attend {
   int64_t q_stride = 0;
   float* out = nullptr;             // the same, with out_stride
   int64_t out_stride = 0;
+  const Attend* next = nullptr;     // what this thread may do next, or null: only prefetched
 };
 
 // A query's result is made of tiles of kKeyTile keys aligned to position 0. Each tile is computed

@@ -34,7 +34,7 @@ PDS_INLINE F load_kv_n(const uint8_t* p, int64_t n) {
   if constexpr (type == KvType::kI8) return load_i8_n((const int8_t*)p, n);
 }
 
-static int64_t kv_size(KvType type) {
+static constexpr int64_t kv_size(KvType type) {
   return type == KvType::kF32 ? 4 : type == KvType::kI8 ? 1 : 2;
 }
 
@@ -202,63 +202,80 @@ static KeyTile unpack(KvType type, const KeyTile& from, Groups groups, int64_t h
 
 // --- The two products of a tile, for R queries
 
+// Both read a tile of the pool while they prefetch the same places of the next one (kAhead), which
+// lies in another block, where the hardware does not look: into the second cache, since the first
+// has too few misses in flight for what memory delivers.
+
+#define PDS_UNROLL _Pragma("GCC unroll 8")
+
 // s[r][16 * group + key] for V groups from `group`; q is [head_dim][R].
-template <KvType type, int R, int V>
+template <KvType type, int R, int V, bool kAhead>
 static __attribute__((noinline)) void scores(const float* q, int64_t head_dim, const KeyTile& tile,
-                                             int64_t group, float* s) {
+                                             const KeyTile& next, int64_t group, float* s) {
   F sum[R][V];
-  const uint8_t* key[V];
-  for (int v = 0; v < V; ++v) key[v] = tile.key[group + v];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) sum[r][v] = zero();
+  const uint8_t *key[V], *ahead[V];
+  PDS_UNROLL for (int v = 0; v < V; ++v) {
+    key[v] = tile.key[group + v];
+    ahead[v] = next.key[group + v];
+  }
+  PDS_UNROLL for (int r = 0; r < R; ++r) {
+    PDS_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = zero();
   }
   for (int64_t d = 0; d < head_dim; ++d, q += R) {
     F k[V];
-    for (int v = 0; v < V; ++v) {
+    PDS_UNROLL for (int v = 0; v < V; ++v) {
       k[v] = load_kv<type>(key[v]);
       key[v] += tile.key_stride;
+      if (kAhead) {
+        __builtin_prefetch(ahead[v], 0, 2);
+        ahead[v] += tile.key_stride;
+      }
     }
-    for (int r = 0; r < R; ++r) {
+    PDS_UNROLL for (int r = 0; r < R; ++r) {
       F x = set1(q[r]);
-      for (int v = 0; v < V; ++v) sum[r][v] = fma(x, k[v], sum[r][v]);
+      PDS_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = fma(x, k[v], sum[r][v]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) store(s + r * kKeyTile + (group + v) * kLanes, sum[r][v]);
+  PDS_UNROLL for (int r = 0; r < R; ++r) {
+    PDS_UNROLL for (int v = 0; v < V; ++v) {
+      store(s + r * kKeyTile + (group + v) * kLanes, sum[r][v]);
+    }
   }
 }
 
 // acc[r][dim] += p[r][key] * value[key][dim] over `keys`, for V vectors of dims from `dim`; kTail:
 // the last one has `tail` dims. acc has `width` floats a row; kFresh: it starts from 0.
-template <KvType type, int R, int V, bool kTail, bool kFresh>
-static __attribute__((noinline)) void values(const float* p, const KeyTile& tile, Span keys,
-                                             int64_t dim, int64_t tail, float* acc,
-                                             int64_t width) {
+template <KvType type, int R, int V, bool kTail, bool kFresh, bool kAhead>
+static __attribute__((noinline)) void values(const float* p, const KeyTile& tile,
+                                             const KeyTile& next, Span keys, int64_t dim,
+                                             int64_t tail, float* acc, int64_t width) {
+  constexpr int kLine = 64 / (int)(kLanes * kv_size(type));  // vectors
   F sum[R][V];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) {
+  PDS_UNROLL for (int r = 0; r < R; ++r) {
+    PDS_UNROLL for (int v = 0; v < V; ++v) {
       sum[r][v] = kFresh ? zero() : load(acc + r * width + dim + v * kLanes);
     }
   }
   for (int64_t at = keys.begin; at < keys.end;) {
     int64_t group = at / kLanes, end = (group + 1) * kLanes;
     if (end > keys.end) end = keys.end;
-    const uint8_t* value = tile.value[group] + (at - group * kLanes) * tile.value_stride +
-                           dim * kv_size(type);
-    for (; at < end; ++at, value += tile.value_stride) {
+    int64_t offset = (at - group * kLanes) * tile.value_stride + dim * kv_size(type);
+    const uint8_t *value = tile.value[group] + offset, *ahead = next.value[group] + offset;
+    for (; at < end; ++at, value += tile.value_stride, ahead += tile.value_stride) {
       F x[V];
-      for (int v = 0; v < V; ++v) {
+      PDS_UNROLL for (int v = 0; v < V; ++v) {
         const uint8_t* from = value + v * kLanes * kv_size(type);
         x[v] = kTail && v == V - 1 ? load_kv_n<type>(from, tail) : load_kv<type>(from);
+        if (kAhead && v % kLine == 0) __builtin_prefetch(ahead + v * kLanes * kv_size(type), 0, 2);
       }
-      for (int r = 0; r < R; ++r) {
+      PDS_UNROLL for (int r = 0; r < R; ++r) {
         F weight = set1(p[r * kKeyTile + at]);
-        for (int v = 0; v < V; ++v) sum[r][v] = fma(weight, x[v], sum[r][v]);
+        PDS_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = fma(weight, x[v], sum[r][v]);
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) store(acc + r * width + dim + v * kLanes, sum[r][v]);
+  PDS_UNROLL for (int r = 0; r < R; ++r) {
+    PDS_UNROLL for (int v = 0; v < V; ++v) store(acc + r * width + dim + v * kLanes, sum[r][v]);
   }
 }
 
@@ -271,34 +288,38 @@ static __attribute__((noinline)) void values(const float* p, const KeyTile& tile
     default: CALL(kVecTile); break;                              \
   }
 
-template <KvType type, int R>
-static void all_scores(const float* q, int64_t head_dim, const KeyTile& tile, Groups groups,
-                       float* s) {
+template <KvType type, int R, bool kAhead>
+static void all_scores(const float* q, int64_t head_dim, const KeyTile& tile, const KeyTile& next,
+                       Groups groups, float* s) {
   for (int64_t g = groups.begin; g < groups.end; g += kVecTile) {
     int64_t count = groups.end - g < kVecTile ? groups.end - g : kVecTile;
-#define PDS_CALL(V) scores<type, R, V>(q, head_dim, tile, g, s)
+#define PDS_CALL(V) scores<type, R, V, kAhead>(q, head_dim, tile, next, g, s)
     PDS_BY_COUNT(count, PDS_CALL)
 #undef PDS_CALL
   }
 }
 
-template <KvType type, int R, bool kFresh>
-static void all_values(const float* p, const KeyTile& tile, Span keys, int64_t head_dim,
-                       float* acc, int64_t width) {
+template <KvType type, int R, bool kFresh, bool kAhead>
+static void all_values(const float* p, const KeyTile& tile, const KeyTile& next, Span keys,
+                       int64_t head_dim, float* acc, int64_t width) {
   if (!kFresh && keys.begin >= keys.end) return;
   int64_t whole = head_dim / kLanes, tail = head_dim % kLanes;
   int64_t slices = ceil_div(whole, kVecTile), dim = 0;
   for (int64_t left = whole; left > 0; --slices) {  // of about equal widths
     int64_t count = ceil_div(left, slices);
-#define PDS_CALL(V) values<type, R, V, false, kFresh>(p, tile, keys, dim, 0, acc, width)
+#define PDS_CALL(V) \
+  values<type, R, V, false, kFresh, kAhead>(p, tile, next, keys, dim, 0, acc, width)
     PDS_BY_COUNT(count, PDS_CALL)
 #undef PDS_CALL
     left -= count;
     dim += count * kLanes;
   }
-  if (tail) values<type, R, 1, true, kFresh>(p, tile, keys, dim, tail, acc, width);
+  if (tail) {
+    values<type, R, 1, true, kFresh, kAhead>(p, tile, next, keys, dim, tail, acc, width);
+  }
 }
 #undef PDS_BY_COUNT
+#undef PDS_UNROLL
 
 // --- A tile for R queries
 
@@ -336,9 +357,9 @@ PDS_INLINE int64_t row_tile(int64_t rows) { return ceil_div(rows, ceil_div(rows,
 
 // The results of rows [row, row + R) for one tile: acc[r] of head_dim (padded to vectors) and then
 // l of 16 lanes, most[r]. Rows that see no key of the tile get no defined result.
-template <KvType type, int R>
-static void tile_rows(const Attend& task, const KeyTile& tile, int64_t index, int64_t row,
-                      const float* q, float* s, float* acc, float* most) {
+template <KvType type, int R, bool kAhead>
+static void tile_rows(const Attend& task, const KeyTile& tile, const KeyTile& next, int64_t index,
+                      int64_t row, const float* q, float* s, float* acc, float* most) {
   int64_t head_dim = task.kv.head_dim, padded = round_up(head_dim, kLanes);
   int64_t width = padded + kLanes;
   Span spans[R], all{kKeyTile, 0}, joint{0, kKeyTile};
@@ -353,48 +374,52 @@ static void tile_rows(const Attend& task, const KeyTile& tile, int64_t index, in
     if (++head == task.group) head = 0, ++token;
   }
   if (all.begin >= all.end) return;
-  all_scores<type, R>(q, head_dim, tile, {all.begin / kLanes, ceil_div(all.end, kLanes)}, s);
+  Groups groups{all.begin / kLanes, ceil_div(all.end, kLanes)};
+  all_scores<type, R, kAhead>(q, head_dim, tile, next, groups, s);
   for (int r = 0; r < R; ++r) {
     most[r] = weigh(task, tile, spans[r], s + r * kKeyTile, acc + r * width + padded);
   }
   if (joint.begin == all.begin && joint.end == all.end) {
-    return all_values<type, R, true>(s, tile, joint, head_dim, acc, width);
+    return all_values<type, R, true, kAhead>(s, tile, next, joint, head_dim, acc, width);
   }
   // At a border: keys that all rows see together, those before and after row by row.
   if (joint.end < joint.begin) joint.end = joint.begin;
   for (int r = 0; r < R; ++r) {
     Span before{spans[r].begin, spans[r].end < joint.begin ? spans[r].end : joint.begin};
-    all_values<type, 1, true>(s + r * kKeyTile, tile, before, head_dim, acc + r * width, width);
+    all_values<type, 1, true, false>(s + r * kKeyTile, tile, next, before, head_dim,
+                                     acc + r * width, width);
   }
-  all_values<type, R, false>(s, tile, joint, head_dim, acc, width);
+  all_values<type, R, false, kAhead>(s, tile, next, joint, head_dim, acc, width);
   for (int r = 0; r < R; ++r) {
     Span after{spans[r].begin > joint.end ? spans[r].begin : joint.end, spans[r].end};
-    all_values<type, 1, false>(s + r * kKeyTile, tile, after, head_dim, acc + r * width, width);
+    all_values<type, 1, false, false>(s + r * kKeyTile, tile, next, after, head_dim,
+                                      acc + r * width, width);
   }
 }
 
-using TileRows = void (*)(const Attend&, const KeyTile&, int64_t, int64_t, const float*, float*,
-                          float*, float*);
+using TileRows = void (*)(const Attend&, const KeyTile&, const KeyTile&, int64_t, int64_t,
+                          const float*, float*, float*, float*);
 
-template <KvType type>
+template <KvType type, bool kAhead>
 static TileRows tile_rows_of(int64_t rows) {
   constexpr bool wide = kRowTile >= 6;
   switch (rows) {
-    case 1: return tile_rows<type, 1>;
-    case 2: return tile_rows<type, 2>;
-    case 3: return tile_rows<type, 3>;
-    case 4: return tile_rows<type, wide ? 4 : 1>;
-    case 5: return tile_rows<type, wide ? 5 : 1>;
-    default: return tile_rows<type, wide ? 6 : 1>;
+    case 1: return tile_rows<type, 1, kAhead>;
+    case 2: return tile_rows<type, 2, kAhead>;
+    case 3: return tile_rows<type, 3, kAhead>;
+    case 4: return tile_rows<type, wide ? 4 : 1, kAhead>;
+    case 5: return tile_rows<type, wide ? 5 : 1, kAhead>;
+    default: return tile_rows<type, wide ? 6 : 1, kAhead>;
   }
 }
 
-static TileRows tile_rows_of(KvType type, int64_t rows) {
+static TileRows tile_rows_of(KvType type, bool unpacked, int64_t rows) {
+  if (unpacked) return tile_rows_of<KvType::kF32, false>(rows);
   switch (type) {
-    case KvType::kF32: return tile_rows_of<KvType::kF32>(rows);
-    case KvType::kBf16: return tile_rows_of<KvType::kBf16>(rows);
-    case KvType::kF16: return tile_rows_of<KvType::kF16>(rows);
-    default: return tile_rows_of<KvType::kI8>(rows);
+    case KvType::kF32: return tile_rows_of<KvType::kF32, true>(rows);
+    case KvType::kBf16: return tile_rows_of<KvType::kBf16, true>(rows);
+    case KvType::kF16: return tile_rows_of<KvType::kF16, true>(rows);
+    default: return tile_rows_of<KvType::kI8, true>(rows);
   }
 }
 
@@ -489,12 +514,18 @@ static void compute(const Attend& task, int64_t begin, int64_t end, float* state
   int64_t head_dim = task.kv.head_dim, width = round_up(head_dim, kLanes) + kLanes;
   Layout at = layout(task);
   bool unpacking = unpacks(task);
-  KvType type = unpacking ? KvType::kF32 : task.kv.type;
   float* running = scratch + at.running;
   pack_queries(task, scratch + at.q);
+  KeyTile next = locate(task, begin, needed(task, begin));
   for (int64_t index = begin; index < end; ++index) {
     Groups groups = needed(task, index);
-    KeyTile tile = locate(task, index, groups);
+    KeyTile tile = next;
+    if (index + 1 < end) {
+      next = locate(task, index + 1, needed(task, index + 1));
+    } else if (task.next) {
+      int64_t first = first_tile(*task.next);
+      next = locate(*task.next, first, needed(*task.next, first));
+    }
     if (unpacking) {
       float *keys = scratch + at.keys, *values = scratch + at.values;
       tile = unpack(task.kv.type, tile, groups, head_dim, keys, values);
@@ -503,8 +534,9 @@ static void compute(const Attend& task, int64_t begin, int64_t end, float* state
       int64_t count = rows - row < size ? rows - row : size;
       float* acc = merging ? scratch + at.tile : states + row * width;
       float* most = merging ? scratch + at.tile + kRowTile * width : states + rows * width + row;
-      tile_rows_of(type, count)(task, tile, index, row, scratch + at.q + row * head_dim,
-                                scratch + at.s, acc, most);
+      tile_rows_of(task.kv.type, unpacking, count)(task, tile, next, index, row,
+                                                   scratch + at.q + row * head_dim,
+                                                   scratch + at.s, acc, most);
       if (merging) {
         merge(task, index, row, count, acc, most, running + row * width,
               running + rows * width + row);
