@@ -1,0 +1,131 @@
+"""Invariance of the native kernels, bit for bit: a token's logits are a function of the text before
+it, whatever else is computed, in which pieces, by how many threads and from whose keys.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_runner import PagedRunner
+from tiny_models import ARCHITECTURES, write_tiny
+from torch import Tensor
+from write_gguf import write_gguf
+
+from pdserve.engine.checkpoints.load import load_model
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.models.native import NativeDecoder
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LENGTH = 150  # more than two tiles of 64 keys, more than a window
+FORMATS = {"llama": "Q4_1", "qwen2": "Q8_0", "qwen3": "Q4_0", "mistral": "F16", "gemma3": "Q5_1"}
+
+
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, "llama-bf16", "gemma3-float32"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A tiny model of each architecture, in a format of its own."""
+    arch, _, dtype = request.param.partition("-")
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {} if dtype else SIZES  # awkward sizes where no blocks ask for multiples of 32
+    own = {"query_pre_attn_scalar": 32} if arch == "gemma3" and not dtype else {}
+    path = write_tiny(folder / "hf", arch, **sizes, **own)
+    if dtype:
+        kv_dtype = "auto" if dtype == "bf16" else "float32"
+        return EngineConfig(model=str(path), weights=dtype, kernels="native", kv_dtype=kv_dtype)
+    gguf = write_gguf(path, folder / "m.gguf", FORMATS[arch])
+    return EngineConfig(model=str(gguf), kernels="native")
+
+
+def decoder_of(config: EngineConfig, threads: int) -> NativeDecoder:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder = load_model(config, lambda what, fraction: None).decoder
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(decoder, NativeDecoder)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def decoder(model: EngineConfig) -> NativeDecoder:
+    return decoder_of(model, threads=1)
+
+
+def text(seed: int, length: int = LENGTH) -> list[int]:
+    return random.Random(seed).choices(range(256), k=length)
+
+
+def in_pieces(runner: PagedRunner, ids: Sequence[int], size: int) -> Tensor:
+    """Logits of every token of one sequence, `size` tokens a step."""
+    parts = [runner.step({"x": ids[at : at + size]})["x"] for at in range(0, len(ids), size)]
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(decoder: NativeDecoder) -> Tensor:
+    return in_pieces(PagedRunner(decoder), text(0), 1)
+
+
+@pytest.mark.parametrize("size", [2, 7, 63, 64, 100, LENGTH])
+def test_invariant_under_chunks(decoder: NativeDecoder, one_by_one: Tensor, size: int) -> None:
+    assert torch.equal(in_pieces(PagedRunner(decoder), text(0), size), one_by_one)
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_invariant_under_block_size(
+    decoder: NativeDecoder, one_by_one: Tensor, block_size: int
+) -> None:
+    runner = PagedRunner(decoder, block_size=block_size)
+    assert torch.equal(in_pieces(runner, text(0), 33), one_by_one)
+
+
+def test_invariant_under_threads(model: EngineConfig, one_by_one: Tensor) -> None:
+    for threads in (2, 3):
+        runner = PagedRunner(decoder_of(model, threads))
+        assert torch.equal(in_pieces(runner, text(0), 50), one_by_one)
+        assert torch.equal(in_pieces(PagedRunner(runner.decoder), text(0), 1), one_by_one)
+
+
+def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> None:
+    """Among 31 others, of which some decode and some are in chunks."""
+    runner, draw = PagedRunner(decoder, num_blocks=400), random.Random(1)
+    others = {f"o{i}": text(100 + i) for i in range(31)}
+    done = dict.fromkeys([*others, "x"], 0)
+    logits = []
+    widest = 0
+    while done["x"] < LENGTH:
+        step: dict[str, Sequence[int]] = {}
+        for name, ids in (others | {"x": text(0)}).items():
+            count = draw.choice((1, 1, 1, 5, 20)) if done[name] else 3
+            part = ids[done[name] : done[name] + count]
+            if part:
+                step[name] = part
+                done[name] += len(part)
+        widest = max(widest, len(step))
+        logits.append(runner.step(step)["x"])
+    assert widest == 32
+    assert runner.mixed_steps > 3
+    assert torch.equal(torch.cat(logits), one_by_one)
+
+
+def test_every_instruction_set_of_the_machine_agrees(
+    model: EngineConfig, one_by_one: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of bf16 weights round by the machine's own instruction; all else is the same."""
+    monkeypatch.setenv("PDSERVE_NATIVE_ISA", "generic")
+    decoder = decoder_of(model, threads=2)
+    assert decoder.numerics.endswith("generic")
+    logits = in_pieces(PagedRunner(decoder), text(0), 75)
+    if model.weights == "bf16":
+        torch.testing.assert_close(logits, one_by_one, atol=0.05, rtol=0)
+    else:
+        assert torch.equal(logits, one_by_one)
