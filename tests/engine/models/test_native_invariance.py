@@ -4,7 +4,6 @@ it, whatever else is computed, in which pieces, by how many threads and from who
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
