@@ -307,7 +307,7 @@ static float nucleus_floor(const float* x, float peak, float floor, double top_p
       for (int64_t i = 0; i < found; ++i) {
         mass += noise_exp((double)from_descending(keys[i]) - (double)peak);
       }
-      if (mass < top_p * total * (1 + 1e-9)) continue;
+      if (!(mass >= top_p * total * (1 + 1e-9))) continue;  // too little, or infinite scores
     }
     radix_sort(keys, spare, found);
     if (!all) {

@@ -14,7 +14,9 @@ PDS_INLINE __mmask16 first_lanes(int64_t n) { return (__mmask16)((1u << n) - 1);
 PDS_INLINE F zero() { return {_mm512_setzero_ps()}; }
 PDS_INLINE F set1(float x) { return {_mm512_set1_ps(x)}; }
 PDS_INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
-PDS_INLINE F load_n(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+PDS_INLINE F load_n(const float* p, int64_t n) {
+  return {_mm512_maskz_loadu_ps(first_lanes(n), p)};
+}
 PDS_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
 PDS_INLINE void store_n(float* p, F a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 PDS_INLINE F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -75,7 +77,9 @@ PDS_INLINE void store_f16(uint16_t* p, F a) {
 PDS_INLINE M less(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 PDS_INLINE M less(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 PDS_INLINE M unordered(F a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
-PDS_INLINE M lanes(int64_t from, int64_t to) { return {(__mmask16)(first_lanes(to) & ~first_lanes(from))}; }
+PDS_INLINE M lanes(int64_t from, int64_t to) {
+  return {(__mmask16)(first_lanes(to) & ~first_lanes(from))};
+}
 PDS_INLINE M and_(M a, M b) { return {(__mmask16)(a.v & b.v)}; }
 PDS_INLINE bool any(M a) { return a.v != 0; }
 PDS_INLINE uint32_t bits(M a) { return a.v; }

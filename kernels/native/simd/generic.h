@@ -72,8 +72,14 @@ PDS_INLINE I load_i(const int32_t* p) {
 }
 PDS_INLINE void store_i(int32_t* p, I a) { __builtin_memcpy(p, &a, 64); }
 // Unsigned inside: overflow wraps, as it does in vector registers.
-PDS_INLINE I add(I a, I b) { PDS_QUARTERS a.v[i] = (Int4)((Word4)a.v[i] + (Word4)b.v[i]); return a; }
-PDS_INLINE I sub(I a, I b) { PDS_QUARTERS a.v[i] = (Int4)((Word4)a.v[i] - (Word4)b.v[i]); return a; }
+PDS_INLINE I add(I a, I b) {
+  PDS_QUARTERS a.v[i] = (Int4)((Word4)a.v[i] + (Word4)b.v[i]);
+  return a;
+}
+PDS_INLINE I sub(I a, I b) {
+  PDS_QUARTERS a.v[i] = (Int4)((Word4)a.v[i] - (Word4)b.v[i]);
+  return a;
+}
 PDS_INLINE I and_(I a, I b) { PDS_QUARTERS a.v[i] = a.v[i] & b.v[i]; return a; }
 PDS_INLINE I or_(I a, I b) { PDS_QUARTERS a.v[i] = a.v[i] | b.v[i]; return a; }
 PDS_INLINE I max(I a, I b) { PDS_QUARTERS a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
@@ -136,7 +142,7 @@ PDS_INLINE I to_int(F a) {
   F size = as_float(and_(as_int(a), set1_i(INT32_MAX)));
   F near = as_float(or_(as_int(sub(add(size, whole), whole)), sign));  // the sum rounds to even
   near = select(less(size, whole), near, a);
-  M fits = less(size, set1(2147483648.0f));  // not so for NaN; what does not fit, -2^31 too, is INT32_MIN
+  M fits = less(size, set1(2147483648.0f));  // not NaN; -2^31 may go with what does not fit
   near = select(fits, near, zero());
   I r;
   PDS_QUARTERS r.v[i] = __builtin_convertvector(near.v[i], Int4);
@@ -164,7 +170,8 @@ PDS_INLINE F load_i8(const int8_t* p) {
   for (int i = 0; i < 16; ++i) r.v[i / 4][i % 4] = p[i];
   return to_float(r);
 }
-// float16 by integers, as F16C does it: subnormals are kept, NaN becomes quiet and keeps its payload.
+// float16 by integers, as F16C does it: subnormals are kept, a NaN becomes quiet and keeps its
+// payload.
 PDS_INLINE F load_f16(const uint16_t* p) {
   I h = load_u16(p);
   I sign = shift_left(and_(h, set1_i(0x8000)), 16);

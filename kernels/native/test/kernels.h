@@ -28,4 +28,13 @@ inline void fill(Random& random, float* p, int64_t count, float size = 1) {
   for (int64_t i = 0; i < count; ++i) p[i] = random.uniform() * size;
 }
 
+// The same bits in all of two rows; says which kernel of which target is wrong where.
+inline void check_same(const Kernels& target, const char* kernel, const float* got,
+                       const float* want, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    CHECK(same_bits(got[i], want[i]), "%s %s of %d, at %d: %a, not %a", target.isa, kernel,
+          static_cast<int>(count), static_cast<int>(i), got[i], want[i]);
+  }
+}
+
 }  // namespace pdserve

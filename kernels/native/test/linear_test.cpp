@@ -19,8 +19,9 @@ struct Shape {
 const Shape kShapes[] = {
     {Layout::kU4, 32, false, false}, {Layout::kU4, 32, false, true}, {Layout::kU4, 32, true, true},
     {Layout::kU8, 32, false, false}, {Layout::kU8, 32, false, true}, {Layout::kU8, 32, true, true},
-    {Layout::kU8, 16, true, false},  {Layout::kU8, 16, true, true},  {Layout::kBf16, 32, false, false},
-    {Layout::kF16, 32, false, false}, {Layout::kF32, 32, false, false},
+    {Layout::kU8, 16, true, false},  {Layout::kU8, 16, true, true},
+    {Layout::kBf16, 32, false, false}, {Layout::kF16, 32, false, false},
+    {Layout::kF32, 32, false, false},
 };
 
 bool quantized(const Matrix& m) { return m.layout == Layout::kU4 || m.layout == Layout::kU8; }

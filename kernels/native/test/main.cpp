@@ -13,6 +13,9 @@ int main(int argc, char** argv) {
       {"words", pdserve::test_words},
       {"pool", pdserve::test_pool},
       {"linear", pdserve::test_linear},
+      {"elementwise", pdserve::test_elementwise},
+      {"attention", pdserve::test_attention},
+      {"sampling", pdserve::test_sampling},
   };
   std::printf("targets:");
   for (const pdserve::Kernels* target : pdserve::targets()) std::printf(" %s", target->isa);

@@ -6,5 +6,8 @@ namespace pdserve {
 void test_words();
 void test_pool();
 void test_linear();
+void test_elementwise();
+void test_attention();
+void test_sampling();
 
 }  // namespace pdserve

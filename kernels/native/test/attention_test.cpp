@@ -1,0 +1,211 @@
+// Paged attention: every target stores the same bytes and gives the same bits, whatever part of the
+// queries or of the keys one call is given; near softmax in double.
+#include <algorithm>
+#include <vector>
+
+#include "../attend.h"
+#include "kernels.h"
+#include "tests.h"
+
+namespace pdserve {
+namespace {
+
+constexpr int64_t kBlocks = 16;  // of the pool; the sequence uses some, in no order
+
+struct Case {
+  KvType type;
+  int64_t kv_heads, group, head_dim, block_size, position, tokens, window;
+  float soft_cap;
+};
+
+// Largest error that the storage makes of numbers up to 1, and float32 arithmetic.
+double bound(KvType type) {
+  switch (type) {
+    case KvType::kF32: return 1e-5;
+    case KvType::kF16: return 2e-3;
+    case KvType::kBf16:
+    case KvType::kI8: break;
+  }
+  return 2e-2;
+}
+
+struct Sequence {
+  Case shape;
+  int64_t length, width;  // keys; floats of a token's queries
+  std::vector<float> keys, values, q;
+  std::vector<int64_t> blocks;
+
+  Sequence(Random& random, const Case& c)
+      : shape(c), length(c.position + c.tokens), width(c.kv_heads * c.group * c.head_dim),
+        keys(length * c.kv_heads * c.head_dim), values(keys.size()), q(c.tokens * width) {
+    for (std::vector<float>* each : {&keys, &values, &q}) {
+      fill(random, each->data(), static_cast<int64_t>(each->size()));
+    }
+    for (int64_t b = 0; b < kBlocks; ++b) blocks.push_back((b * 5 + 3) % kBlocks);
+  }
+};
+
+KvLayer layer(const Case& c) {
+  const int64_t size = c.type == KvType::kF32 ? 4 : c.type == KvType::kI8 ? 1 : 2;
+  KvLayer kv;
+  kv.type = c.type;
+  kv.block_size = c.block_size;
+  kv.kv_heads = c.kv_heads;
+  kv.head_dim = c.head_dim;
+  kv.block_bytes = 2 * c.kv_heads * c.block_size * (c.head_dim * size + (size == 1 ? 4 : 0));
+  return kv;
+}
+
+// The pool after the sequence was stored in it.
+Guarded<uint8_t> stored(const Kernels& kernels, const Sequence& s, KvLayer& kv) {
+  Guarded<uint8_t> pool(kBlocks * kv.block_bytes);
+  std::memset(pool.data(), 0, pool.size());
+  kv.data = pool.data();
+  const int64_t row = s.shape.kv_heads * s.shape.head_dim;
+  for (int64_t p = 0; p < s.length; ++p) {
+    const int64_t slot = s.blocks[p / kv.block_size] * kv.block_size + p % kv.block_size;
+    Guarded<float> k(row), v(row);
+    std::memcpy(k.data(), s.keys.data() + p * row, row * sizeof(float));
+    std::memcpy(v.data(), s.values.data() + p * row, row * sizeof(float));
+    kernels.store_kv(kv, slot, k.data(), v.data());
+  }
+  return pool;
+}
+
+// Memory that is aligned to 64 bytes and ends at a page that cannot be touched.
+Guarded<float> scratch_for(int64_t floats) { return Guarded<float>(round_up(floats, kLanes)); }
+
+// Tokens [from, from + count) of one kv head, by one call or by tiles in reverse order.
+void attend(const Kernels& kernels, const Sequence& s, const KvLayer& kv, int64_t head,
+            int64_t from, int64_t count, bool by_tiles, float* out) {
+  const Guarded<float> q = [&] {  // exactly the tokens that are asked for
+    Guarded<float> copy(count * s.width);
+    std::memcpy(copy.data(), s.q.data() + from * s.width, copy.size() * sizeof(float));
+    return copy;
+  }();
+  const int64_t at = head * s.shape.group * s.shape.head_dim;
+  Attend task;
+  task.kv = kv;
+  task.blocks = s.blocks.data();
+  task.kv_head = head;
+  task.group = s.shape.group;
+  task.tokens = count;
+  task.position = s.shape.position + from;
+  task.window = s.shape.window;
+  task.scale = 1 / std::sqrt(static_cast<float>(s.shape.head_dim));
+  task.soft_cap = s.shape.soft_cap;
+  task.q = q.data() + at;
+  task.q_stride = s.width;
+  task.out = out + from * s.width + at;
+  task.out_stride = s.width;
+  Guarded<float> scratch = scratch_for(kernels.attend_scratch(task));
+  if (!by_tiles) return kernels.attend(task, scratch.data());
+  const int64_t first = first_tile(task), end = end_tile(task), floats = tile_floats(task);
+  Guarded<float> states = scratch_for((end - first) * floats);
+  for (int64_t tile = end; tile-- > first;) {
+    kernels.attend_tiles(task, tile, tile + 1, states.data() + (tile - first) * floats,
+                         scratch.data());
+  }
+  kernels.attend_merge(task, states.data(), scratch.data());
+}
+
+void check_softmax(const Sequence& s, const float* out) {
+  const Case& c = s.shape;
+  const int64_t row = c.kv_heads * c.head_dim;
+  for (int64_t t = 0; t < c.tokens; ++t) {
+    const int64_t end = c.position + t + 1;
+    const int64_t begin = c.window ? std::max<int64_t>(0, end - c.window) : 0;
+    for (int64_t h = 0; h < c.kv_heads * c.group; ++h) {
+      const int64_t query = t * s.width + h * c.head_dim, key = h / c.group * c.head_dim;
+      std::vector<double> mean(c.head_dim);
+      double total = 0;
+      for (int64_t p = begin; p < end; ++p) {
+        double score = 0;
+        for (int64_t d = 0; d < c.head_dim; ++d) {
+          score += double{s.q[query + d]} * s.keys[p * row + key + d];
+        }
+        score /= std::sqrt(static_cast<double>(c.head_dim));
+        if (c.soft_cap) score = c.soft_cap * std::tanh(score / c.soft_cap);
+        const double weight = std::exp(score);
+        total += weight;
+        for (int64_t d = 0; d < c.head_dim; ++d) mean[d] += weight * s.values[p * row + key + d];
+      }
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        const double want = mean[d] / total;
+        CHECK(std::fabs(out[query + d] - want) <= bound(c.type),
+              "kv type %d, token %d, head %d: %g, not %g", static_cast<int>(c.type),
+              static_cast<int>(t), static_cast<int>(h), out[query + d], want);
+      }
+    }
+  }
+}
+
+void check_case(Random& random, const Case& c) {
+  const Sequence s(random, c);
+  KvLayer kv = layer(c);
+  const Guarded<uint8_t> expected_pool = stored(generic_kernels(), s, kv);
+  Guarded<float> expected(c.tokens * s.width);
+  for (int64_t h = 0; h < c.kv_heads; ++h) {
+    attend(generic_kernels(), s, kv, h, 0, c.tokens, false, expected.data());
+  }
+  check_softmax(s, expected.data());
+  for (const Kernels* target : targets()) {
+    const Guarded<uint8_t> pool = stored(*target, s, kv);
+    CHECK(!std::memcmp(pool.data(), expected_pool.data(), pool.size()), "%s: bytes of kv type %d",
+          target->isa, static_cast<int>(c.type));
+    for (bool by_tiles : {false, true}) {
+      for (int64_t step : {c.tokens, int64_t{1}, int64_t{3}}) {  // chunks of the tokens
+        Guarded<float> out(expected.size());
+        for (int64_t h = 0; h < c.kv_heads; ++h) {
+          for (int64_t t = 0; t < c.tokens; t += step) {
+            attend(*target, s, kv, h, t, std::min(step, c.tokens - t), by_tiles, out.data());
+          }
+        }
+        check_same(*target, by_tiles ? "attention by tiles" : "attention", out.data(),
+                   expected.data(), out.size());
+      }
+    }
+    // The plan that the engine runs, over threads.
+    const std::vector<int64_t> starts = {0, c.tokens}, kv_lens = {s.length};
+    Guarded<float> out(expected.size());
+    AttentionBatch batch;
+    batch.kv = kv;
+    batch.heads = c.kv_heads * c.group;
+    batch.q = s.q.data();
+    batch.q_stride = batch.out_stride = s.width;
+    batch.out = out.data();
+    batch.rows = 1;
+    batch.block_table = s.blocks.data();
+    batch.table_stride = kBlocks;
+    batch.starts = starts.data();
+    batch.kv_lens = kv_lens.data();
+    batch.scale = 1 / std::sqrt(static_cast<float>(c.head_dim));
+    batch.window = c.window;
+    batch.soft_cap = c.soft_cap;
+    Pool threads(3, {}, 5);
+    Attention attention;
+    attention.plan(batch, *target, threads.threads());
+    for (int k = 0; k < 2; ++k) attention.run(threads, *target, batch);  // a plan serves all layers
+    check_same(*target, "attention over threads", out.data(), expected.data(), out.size());
+  }
+}
+
+}  // namespace
+
+void test_attention() {
+  Random random(7);
+  for (KvType type : {KvType::kF32, KvType::kBf16, KvType::kF16, KvType::kI8}) {
+    const Case cases[] = {
+        {type, 1, 1, 16, 16, 0, 1, 0, 0},      // one key
+        {type, 3, 3, 64, 16, 130, 1, 0, 0},    // decode
+        {type, 1, 4, 64, 32, 0, 70, 0, 0},     // a prompt
+        {type, 2, 2, 48, 16, 60, 9, 0, 0},     // a chunk over the border of a tile
+        {type, 1, 2, 20, 16, 100, 5, 50, 0},   // a window, a head that is no multiple of 16
+        {type, 2, 1, 7, 16, 20, 4, 3, 5},      // a small window, a soft cap, a small head
+        {type, 1, 1, 128, 16, 190, 20, 0, 2},
+    };
+    for (const Case& c : cases) check_case(random, c);
+  }
+}
+
+}  // namespace pdserve
