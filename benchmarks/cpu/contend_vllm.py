@@ -16,6 +16,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": CORES,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the largest run needs 0.2
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": os.path.join(sys.prefix, "cache"),  # what it compiles, for the next start
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
