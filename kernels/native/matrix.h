@@ -1,7 +1,17 @@
 // Weights packed once at load: tiles of 16 outputs, so that a vector holds one value of each.
 //
-// A tile is contiguous: quants of all blocks of 32 inputs, then scales, then minima. The drawing is
-// in docs/cpu.md. Owns its memory.
+// A tile is contiguous and tiles follow each other, so that a matrix is one stream:
+//
+//   | quants of block 0 | block 1 | ... | d of group 0 | group 1 | ... | m of group 0 | ... | to 64 |
+//
+//   block of kU4, 4 vectors of 64 bytes; vector j holds of output i (bytes 4i to 4i + 3)
+//     inputs 4j to 4j + 3 in the low nibbles, 16 + 4j to 16 + 4j + 3 in the high ones
+//   block of kU8, 8 vectors; vector j holds of output i its inputs 4j to 4j + 3
+//   d, m: a vector of 16 outputs, float16 or float32; m only where has_minima
+//   kBf16: a vector for each pair of inputs, output i's pair in bytes 4i to 4i + 3
+//   kF16, kF32: a vector of 16 outputs for each input
+//
+// Owns its memory, together with its neighbours (arena.h).
 #pragma once
 #include <memory>
 
