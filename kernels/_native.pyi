@@ -45,6 +45,48 @@ def linear_into(
     out: NDArray[np.float32],
     bias: NDArray[np.float32] | None = None,
 ) -> None: ...
+def rms_norm(context: Context, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+def add_rms_norm(
+    context: Context,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    sum: Tensor,
+) -> None: ...
+def gated(context: Context, gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None: ...
+def rope(
+    context: Context, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor
+) -> None: ...
+def add_bias(context: Context, y: Tensor, bias: Tensor) -> None: ...
+def scale(context: Context, y: Tensor, factor: float) -> None: ...
+def soft_cap(context: Context, y: Tensor, cap: float) -> None: ...
+def kv_block_bytes(type: str, kv_heads: int, block_size: int, head_dim: int) -> int: ...
+def write_kv(
+    context: Context,
+    kv: Tensor,
+    type: str,
+    block_size: int,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> None: ...
+def paged_attention(
+    context: Context,
+    q: Tensor,
+    kv: Tensor,
+    type: str,
+    kv_heads: int,
+    block_size: int,
+    block_table: Tensor,
+    starts: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    out: Tensor,
+) -> None: ...
 
 class Stream:
     def __init__(

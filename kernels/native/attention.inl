@@ -10,8 +10,8 @@
 //   acc[dim] = sum over keys, by fma from 0, of p * v
 // and over the tiles, in order, from M = -inf and L = A = 0:
 //   M' = max(M, m); A = fma(acc, 2^(m - M'), A * 2^(M - M')); L the same with l
-// then out = A / sum(L). A tile without a seen key is left out. kI8: the scale of k multiplies the
-// score, that of v the p of acc. What is in slots that are not seen never reaches a result.
+// then out = A * (1 / sum(L)). A tile without a seen key is left out. kI8: the scale of k multiplies
+// the score, that of v the p of acc. What is in slots that are not seen never reaches a result.
 
 static constexpr int kRowTile = kRegisters >= 32 ? 6 : 3;  // queries whose sums stay in registers,
 static constexpr int kVecTile = kRegisters >= 32 ? 4 : 2;  // times vectors of keys or of dims
@@ -208,20 +208,22 @@ static KeyTile unpack(KvType type, const KeyTile& from, Groups groups, int64_t h
 
 #define PDS_UNROLL _Pragma("GCC unroll 8")
 
-// s[r][16 * group + key] for V groups from `group`; q is [head_dim][R].
+// s[r][16 * group + key] for V groups from `group`; q is [R][head_dim].
 template <KvType type, int R, int V, bool kAhead>
 static __attribute__((noinline)) void scores(const float* q, int64_t head_dim, const KeyTile& tile,
                                              const KeyTile& next, int64_t group, float* s) {
   F sum[R][V];
   const uint8_t *key[V], *ahead[V];
+  const float* query[R];
   PDS_UNROLL for (int v = 0; v < V; ++v) {
     key[v] = tile.key[group + v];
     ahead[v] = next.key[group + v];
   }
   PDS_UNROLL for (int r = 0; r < R; ++r) {
+    query[r] = q + r * head_dim;
     PDS_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = zero();
   }
-  for (int64_t d = 0; d < head_dim; ++d, q += R) {
+  for (int64_t d = 0; d < head_dim; ++d) {
     F k[V];
     PDS_UNROLL for (int v = 0; v < V; ++v) {
       k[v] = load_kv<type>(key[v]);
@@ -232,7 +234,7 @@ static __attribute__((noinline)) void scores(const float* q, int64_t head_dim, c
       }
     }
     PDS_UNROLL for (int r = 0; r < R; ++r) {
-      F x = set1(q[r]);
+      F x = set1(query[r][d]);
       PDS_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = fma(x, k[v], sum[r][v]);
     }
   }
@@ -448,18 +450,16 @@ static Layout layout(const Attend& task) {
 
 static int64_t attend_scratch(const Attend& task) { return layout(task).end; }
 
-// Queries times the scale, each row tile [head_dim][rows of the tile].
-static void pack_queries(const Attend& task, float* to) {
-  int64_t rows = task.tokens * task.group, size = row_tile(rows), head_dim = task.kv.head_dim;
+// Queries times the scale, [rows][head_dim].
+static void scale_queries(const Attend& task, float* to) {
   // Weights are powers of two; with a cap, the factor log2 e comes after it.
-  float factor = task.soft_cap > 0 ? task.scale : task.scale * 1.44269504f;
-  for (int64_t row = 0; row < rows; row += size) {
-    int64_t count = rows - row < size ? rows - row : size;
-    for (int64_t r = 0; r < count; ++r) {
-      int64_t token = (row + r) / task.group, head = (row + r) % task.group;
-      const float* q = task.q + token * task.q_stride + head * head_dim;
-      for (int64_t d = 0; d < head_dim; ++d) to[row * head_dim + d * count + r] = q[d] * factor;
-    }
+  F factor = set1(task.soft_cap > 0 ? task.scale : task.scale * 1.44269504f);
+  int64_t size = task.group * task.kv.head_dim;  // of a token: its heads are adjacent
+  for (int64_t token = 0; token < task.tokens; ++token, to += size) {
+    const float* q = task.q + token * task.q_stride;
+    each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      store_some(to + i, mul(load_some(q + i, n), factor), n);
+    });
   }
 }
 
@@ -498,10 +498,10 @@ static void finish(const Attend& task, const float* running) {
   int64_t head_dim = task.kv.head_dim, padded = round_up(head_dim, kLanes);
   for (int64_t token = 0; token < task.tokens; ++token) {
     for (int64_t head = 0; head < task.group; ++head, running += padded + kLanes) {
-      F sum = set1(reduce_add(load(running + padded)));
+      F inverse = set1(1.0f / reduce_add(load(running + padded)));
       float* out = task.out + token * task.out_stride + head * head_dim;
       each_vector(head_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        store_some(out + i, div(load(running + i), sum), n);
+        store_some(out + i, mul(load(running + i), inverse), n);
       });
     }
   }
@@ -515,7 +515,7 @@ static void compute(const Attend& task, int64_t begin, int64_t end, float* state
   Layout at = layout(task);
   bool unpacking = unpacks(task);
   float* running = scratch + at.running;
-  pack_queries(task, scratch + at.q);
+  scale_queries(task, scratch + at.q);
   KeyTile next = locate(task, begin, needed(task, begin));
   for (int64_t index = begin; index < end; ++index) {
     Groups groups = needed(task, index);

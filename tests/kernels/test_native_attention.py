@@ -1,6 +1,7 @@
 """Native attention: the formula in float64, and the same bits however the work is cut."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -319,8 +320,8 @@ def test_what_does_not_fit_is_refused() -> None:
     cache = Cache(s, [40, 40])
     q = cache.queries(2)
 
-    def attend(**changes: object) -> None:
-        arguments: dict[str, object] = {
+    def attend(**changes: Any) -> None:
+        arguments: dict[str, Any] = {
             "context": ONE,
             "q": q,
             "kv": cache.kv,
@@ -338,7 +339,7 @@ def test_what_does_not_fit_is_refused() -> None:
         native.paged_attention(**(arguments | changes))
 
     attend()
-    for match, changes in {
+    bad: dict[str, dict[str, Any]] = {
         "type of keys": {"type": "f64"},
         "kv_block_bytes": {"type": "bf16"},
         "multiple of kv_heads": {"kv_heads": 2, "kv": torch.zeros(9, 2 * 2 * 32 * 64 * 4).byte()},
@@ -353,7 +354,8 @@ def test_what_does_not_fit_is_refused() -> None:
         "does not have": {"block_table": cache.table + 3},
         "one row a row": {"block_table": cache.table[:1]},
         "shape of q": {"out": torch.empty(1, 9, 64)},
-    }.items():
+    }
+    for match, changes in bad.items():
         with pytest.raises(ValueError, match=match):
             attend(**changes)
     with pytest.raises(ValueError, match="slot"):
