@@ -29,8 +29,9 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of keys and values (auto: bf16 with native kernels, else what is computed in)",
-        choices=("auto", "float32", "bf16", "float16"),
+        "dtype of keys and values (auto: bf16 with native kernels, else what is computed in; int8: "
+        "native kernels only)",
+        choices=("auto", "float32", "bf16", "float16", "int8"),
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)
     kv_tokens: int = option(0, "KV pool size in tokens; 0: from free memory", min=0)

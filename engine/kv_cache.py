@@ -25,7 +25,10 @@ class KvCache:
         self._layers: dict[int, tuple[Tensor, int]] = {}
         for number, group in enumerate(spec.groups):
             two, heads, head_dim = group.block_shape
-            shape = (len(group.layers), num_blocks + 1, two, heads, spec.block_size, head_dim)
+            block: tuple[int, ...] = (two, heads, spec.block_size, head_dim)
+            if group.dtype == "int8":
+                block = (group.block_bytes(spec.block_size),)
+            shape = (len(group.layers), num_blocks + 1, *block)
             data = _zeros(shape, getattr(torch, group.dtype), device)
             self.data.append(data)
             for i, layer in enumerate(group.layers):
@@ -34,7 +37,10 @@ class KvCache:
         self._bytes = [d.view(*d.shape[:2], -1).view(torch.uint8) for d in self.data]
 
     def layer(self, n: int) -> tuple[Tensor, int]:
-        """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index)."""
+        """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index).
+
+        int8 blocks are [blocks, bytes], their scales behind the values.
+        """
         return self._layers[n]
 
     def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ class LayerGroup:
     window: int  # tokens; 0 unless kind is "window"
     num_kv_heads: int  # of the whole model
     head_dim: int
-    dtype: str  # torch name: "float32", "bfloat16", "float16"
+    dtype: str  # torch name: "float32", "bfloat16", "float16", "int8"
     head_start: int  # head range held here: [head_start, head_end)
     head_end: int
     keys_by_dim: bool = False  # a block's keys lie [head_dim, block_size], as the kernels want them
@@ -31,9 +31,12 @@ class LayerGroup:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of one layer."""
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[self.dtype]
         two, heads, head_dim = self.block_shape
-        return two * heads * block_size * head_dim * itemsize
+        vectors = two * heads * block_size  # a key or a value of one token and head
+        if self.dtype == "int8":
+            return vectors * (head_dim + 4)  # behind all values their float32 scales
+        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return vectors * head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)

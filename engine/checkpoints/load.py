@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
 Progress = Callable[[str, float], None]
 
 
@@ -95,6 +96,9 @@ def wants_native(config: EngineConfig) -> bool:
     wanted = config.kernels == "native" or (
         config.kernels == "auto" and config.weights != "float32"
     )
+    if config.kv_dtype == "int8" and (obstacle or not wanted):
+        reason = obstacle or f"--kernels {config.kernels} --weights {config.weights}"
+        raise ValueError(f"--kv-dtype int8 needs the native kernels, which {reason} excludes")
     return wanted and not obstacle
 
 
@@ -119,7 +123,7 @@ def _load_weights(
     stored = config.weights == "quantized" or (native and config.weights == "auto")
     kv_dtype = torch.bfloat16 if native else dtype
     if config.kv_dtype != "auto":
-        kv_dtype = DTYPES[config.kv_dtype]
+        kv_dtype = KV_DTYPES[config.kv_dtype]
     kv_name = str(kv_dtype).removeprefix("torch.")
     cache = DigestCache()
     digest = cache.get(checkpoint.files)

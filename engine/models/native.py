@@ -95,7 +95,8 @@ class NativeDecoder:
     def _attach(self, kv: LayerKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
         blocks = [pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in pools]
-        self._stack.set_kv(blocks, self._kv_dtype, pools[0].shape[3])
+        block_size = blocks[0].shape[1] // self.kv_groups[0].block_bytes(1)
+        self._stack.set_kv(blocks, self._kv_dtype, block_size)
         self._kv = kv
 
     def _reserve_positions(self, num_positions: int) -> None:

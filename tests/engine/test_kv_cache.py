@@ -15,7 +15,8 @@ def cache(dtype: str = "float32") -> KvCache:
     )
     kv = KvCache(KvSpec(4, groups), 9)
     for data in kv.data:
-        data.copy_(torch.randn(data.shape, generator=torch.Generator().manual_seed(3)))
+        numbers = 9 * torch.randn(data.shape, generator=torch.Generator().manual_seed(3))
+        data.copy_(numbers)
     return kv
 
 
@@ -86,3 +87,15 @@ def test_nothing_to_move_is_fine() -> None:
     kv = cache()
     kv.read(0, range(3), [], memoryview(b""))
     kv.write(0, range(0), [1], memoryview(b""))
+
+
+def test_int8_blocks_carry_their_scales() -> None:
+    kv = cache("int8")
+    assert kv.spec.groups[0].block_bytes(4) == 2 * 2 * 4 * (6 + 4)
+    payload = bytearray(kv.num_bytes(0, range(3), [2]))
+    assert len(payload) == 3 * kv.spec.groups[0].block_bytes(4)
+    kv.read(0, range(3), [2], memoryview(payload))
+    other = KvCache(kv.spec, 9)
+    other.write(0, range(3), [5], memoryview(payload))
+    assert torch.equal(other.data[0][:, 5], kv.data[0][:, 2])
+    assert kv.data[0][:, 2].any()

@@ -64,8 +64,13 @@ class PoisonedKv:
             two, heads, size = group.block_shape
             shape = (num_blocks, two, heads, block_size, size)
             for n in group.layers:
-                dtype = getattr(torch, group.dtype)
-                pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
+                if group.dtype == "int8":  # all bits set: scales that are NaN
+                    pool = torch.full((num_blocks, group.block_bytes(block_size)), -1).to(
+                        torch.int8
+                    )
+                else:
+                    dtype = getattr(torch, group.dtype)
+                    pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
                 self._layers[n] = (pool, index)
 
     def layer(self, n: int) -> tuple[Tensor, int]:
@@ -74,7 +79,7 @@ class PoisonedKv:
     def poison(self, group: int, block: int) -> None:
         for pool, index in self._layers.values():
             if index == group:
-                pool[block] = float("nan")
+                pool[block] = -1 if pool.dtype == torch.int8 else float("nan")
 
 
 class PagedRunner:

@@ -205,6 +205,14 @@ def test_kernels_of_the_decoder(options: dict[str, Any], native: bool, tmp_path:
     assert decoder.kv_groups[0].dtype == ("bfloat16" if native else "float32")
 
 
+@pytest.mark.parametrize(
+    "options", [{"weights": "float32"}, {"kernels": "reference"}, {"block_size": 24}]
+)
+def test_int8_keys_without_the_native_kernels_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--kv-dtype int8 needs the native kernels"):
+        load(Path("nowhere"), kv_dtype="int8", **options)
+
+
 @pytest.mark.parametrize("options", [{"block_size": 24}, {"device": "cuda"}])
 def test_native_kernels_that_cannot_be_had_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"--kernels native contradicts --(block-size|device)"):

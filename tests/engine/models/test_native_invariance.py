@@ -28,10 +28,15 @@ LENGTH = 150  # more than two tiles of 64 keys, more than a window
 FORMATS = {"llama": "Q4_1", "qwen2": "Q8_0", "qwen3": "Q4_0", "mistral": "F16", "gemma3": "Q5_1"}
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, "llama-bf16", "gemma3-float32"])
+@pytest.fixture(
+    scope="module", params=[*ARCHITECTURES, "llama-bf16", "gemma3-float32", "qwen3-int8"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     """A tiny model of each architecture, in a format of its own."""
     arch, _, dtype = request.param.partition("-")
+    if dtype == "int8":  # the keys and values
+        path = write_tiny(tmp_path_factory.mktemp(request.param), arch)
+        return EngineConfig(model=str(path), kernels="native", kv_dtype="int8")
     folder = tmp_path_factory.mktemp(request.param)
     sizes = {} if dtype else SIZES  # awkward sizes where no blocks ask for multiples of 32
     own = {"query_pre_attn_scalar": 32} if arch == "gemma3" and not dtype else {}
