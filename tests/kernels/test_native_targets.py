@@ -21,7 +21,7 @@ CROSS = "aarch64-linux-gnu-g++"
 # No machine with AVX-512, none with AVX2: what is chosen there, and that nothing else leaks in.
 EMULATED = {"Haswell": "avx2 generic", "Nehalem": "generic"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def run(*words: str | Path, **environment: str) -> str:
@@ -69,8 +69,8 @@ def test_with_address_and_undefined_behaviour_sanitizers() -> None:
     run(program, UBSAN_OPTIONS="print_stacktrace=1")
 
 
-def test_pool_with_thread_sanitizer() -> None:
-    run(build("tsan", PDSERVE_SANITIZE="thread"), "pool")
+def test_with_thread_sanitizer() -> None:
+    run(build("tsan", PDSERVE_SANITIZE="thread"), "pool", "attention")
 
 
 @pytest.mark.parametrize("cpu", EMULATED)
