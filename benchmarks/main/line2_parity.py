@@ -22,7 +22,9 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.request import Request, SamplingParams
 
-CONFIG = EngineConfig(weights="float32", kv_dtype="float32", kv_tokens=65536, chunk_size=256)
+CONFIG = EngineConfig(
+    kernels="native", weights="float32", kv_dtype="float32", kv_tokens=65536, chunk_size=256
+)
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -57,7 +59,7 @@ def engine_modes(asked: dict[str, Request], expected: Tokens) -> Iterator[tuple[
 def preempted(everything: list[Request], together: int = 8) -> Tokens:
     """Runs requests of like length in a pool that holds their prompts and one block more for each,
     so that their growth preempts some of them; asserts that it did."""
-    size = 8  # tokens per block, so that 32 new tokens need four more
+    size = 16  # tokens per block, so that 32 new tokens need two more
     order = sorted(everything, key=lambda r: len(r.prompt_ids))
     tokens: dict[str, tuple[int, ...]] = {}
     preemptions = 0
@@ -74,7 +76,9 @@ def preempted(everything: list[Request], together: int = 8) -> Tokens:
 
 def service_modes(asked: dict[str, Request]) -> Iterator[tuple[str, Tokens]]:
     """The same requests through real processes, by the router's Generate."""
-    common = ["--weights", "float32", "--kv-dtype", "float32", "--chunk-size", "256"]
+    common = ["--kernels", "native", "--weights", "float32", "--kv-dtype", "float32"]
+    # Without the prefix cache a prompt that was asked before goes remote again, all of it.
+    common += ["--chunk-size", "256", "--no-prefix-cache"]
     remote = ["--prefill", "1", "--decode", "1", "--remote-prefill", "always"]
     for mode, options in {
         "one decode worker": ["--prefill", "0", "--decode", "1"],
