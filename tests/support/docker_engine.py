@@ -65,7 +65,7 @@ class DockerEngine:
     def make_base_image(self) -> None:
         """A Debian with Python under the name that the Dockerfile starts from."""
         root = self._folder / "rootfs"
-        packages = "python3,python3-venv,python3-pip,ca-certificates"
+        packages = "python3,python3-dev,python3-venv,python3-pip,ca-certificates"
         subprocess.run(
             ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root],
             check=True,
