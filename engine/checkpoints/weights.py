@@ -129,7 +129,8 @@ class WeightLoader:
             self._pending[name] = _Pending(raw if stays else raw.data, [])
             self._count(math.prod(raw.shape))
             return
-        out = torch.empty(raw.shape, dtype=self._dtype)
+        with torch.inference_mode(False):  # a caller's mode is not that of the threads that write
+            out = torch.empty(raw.shape, dtype=self._dtype)
         self.expanded_bytes += out.nbytes
         rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, out.numel()))
         pieces = [

@@ -185,6 +185,15 @@ def test_dtype_of_the_decoder(weights: str, dtype: torch.dtype, tmp_path: Path) 
     assert half.kv_groups[0].dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_a_model_loads_within_inference_mode(kernels: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    with torch.inference_mode():
+        loaded = load(gguf, weights="bf16", kernels=kernels)
+    assert loaded.card.weights_digest == load(gguf).card.weights_digest
+
+
 @pytest.mark.parametrize(
     ("options", "native"),
     [
