@@ -21,6 +21,10 @@ class EngineConfig:
         "native C++ kernels (cpu), or the torch reference (auto: native where it can)",
         choices=("auto", "native", "reference"),
     )
+    native_isa: str = option(
+        "",
+        "instruction set of the native kernels (avx512, avx2, generic); empty: the best",
+    )
     weights: str = option(
         "auto",
         "weights in memory: as stored, or expanded at load (auto: as stored with native kernels, "

@@ -60,7 +60,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         raise CheckpointError(f"{found.path}: {error}") from error
     progress("reading the tokenizer", 0.0)
     text = checkpoint.text_files()  # before the weights: what is wrong here is found at once
-    backend = CpuKernels() if native else select(config.device)
+    backend = CpuKernels(isa=config.native_isa) if native else select(config.device)
     decoder, digest = _load_weights(config, checkpoint, model, backend, progress)
     card = _card(config, found, checkpoint, text, model, digest)
     ops = CpuSampling(backend.context) if isinstance(backend, CpuKernels) else backend

@@ -222,6 +222,13 @@ def test_int8_keys_without_the_native_kernels_are_refused(options: dict[str, Any
         load(Path("nowhere"), kv_dtype="int8", **options)
 
 
+def test_an_instruction_set_by_name(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    assert load(folder, native_isa="generic").decoder.numerics.endswith("/generic")
+    with pytest.raises(ValueError, match=r"no kernels for 'sse9'; it has .*generic"):
+        load(folder, native_isa="sse9")
+
+
 @pytest.mark.parametrize("options", [{"block_size": 24}, {"device": "cuda"}])
 def test_native_kernels_that_cannot_be_had_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"--kernels native contradicts --(block-size|device)"):
