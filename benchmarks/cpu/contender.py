@@ -27,7 +27,7 @@ MODELS = {
 }
 
 
-def pdserve_command(model: Path | str, *options: str) -> list[str]:
+def engine_command(model: Path | str, *options: str) -> list[str]:
     """pdserve's Engine; `options` are fields of EngineConfig, as name=value."""
     script = str(HERE / "contend_pdserve.py")
     return [sys.executable, "-P", script, str(model), str(CORES), *options]
@@ -45,7 +45,7 @@ def command(name: str, cores: list[int]) -> list[str]:
         return [str(VLLM_PYTHON), str(HERE / "contend_vllm.py"), str(model), cpus]
     if name in (LLAMA, LLAMA_Q4_0, LLAMA_GEMMA):
         return llama_command(model)
-    return pdserve_command(model)
+    return engine_command(model)
 
 
 class Contender:

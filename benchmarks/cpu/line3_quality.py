@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from contender import Contender, llama_command, pdserve_command
+from contender import Contender, llama_command, engine_command
 from peers import PEERS, ROOT, told
 from quality import joined, mismatches, perplexity, windows
 from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf
@@ -59,8 +59,8 @@ def stored_types(path: Path) -> dict[str, int]:
 def agreement(name: str, path: Path) -> dict[str, Any]:
     """Native and llama.cpp against float32 on one file."""
     asked = text_windows(path)
-    exact = scores(f"{name} float32", pdserve_command(path, *REFERENCE), asked)
-    ours = scores(f"{name} native", pdserve_command(path, "kernels=native"), asked)
+    exact = scores(f"{name} float32", engine_command(path, *REFERENCE), asked)
+    ours = scores(f"{name} native", engine_command(path, "kernels=native"), asked)
     theirs = scores(f"{name} llama.cpp", llama_command(path), asked)
     positions = len(exact["top"])
     wrong = {who: mismatches(exact["top"], found["argmax"]) for who, found in
@@ -84,10 +84,10 @@ def path_quality(path: Path) -> dict[str, Any]:
     """Perplexity of one file on the native backend and by float32 of its dequantized weights."""
     asked = text_windows(path)
     exact = perplexity(
-        scores(f"{path.name} float32", pdserve_command(path, *REFERENCE), asked)["nll"]
+        scores(f"{path.name} float32", engine_command(path, *REFERENCE), asked)["nll"]
     )
     ours = perplexity(
-        scores(f"{path.name} native", pdserve_command(path, "kernels=native"), asked)["nll"]
+        scores(f"{path.name} native", engine_command(path, "kernels=native"), asked)["nll"]
     )
     off = ours / exact - 1
     types = stored_types(path) if path.is_file() else {"BF16": -1}

@@ -20,7 +20,7 @@ from pdserve.services.cli.sources import Settings
 TRANSPORTS = ("tcp", "shm")
 START_S = 120.0
 SETTLE_S = 10.0  # for a worker's last load report to reach the metrics
-SHORT = "What is the capital of France?"
+SHORT = "Name the capital of France."
 LONG_TOKENS = 600
 SENTENCE = "The quick brown fox jumps over the lazy dog near the old river bank. "
 QUESTION = " Which animal jumps over the dog?"

@@ -105,7 +105,7 @@ def test_rope_turns_pairs_by_their_angle(
 
 
 def test_select_gives_every_operation_or_names_the_devices() -> None:
-    operations = [name for name in vars(Ops) if not name.startswith("_")]
+    operations = [name for name in dir(Ops) if not name.startswith("_")]
     assert len(operations) >= 8
     for device in ("cpu", "cuda"):
         assert all(callable(getattr(select(device), name)) for name in operations)

@@ -11,7 +11,7 @@ import pytest
 from fleet import Fleet, wait_for
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 60  # about 600 tokens
-SHORT = "What is the capital of France?"
+SHORT = "Name the capital of France."
 
 
 def ask(fleet: Fleet, text: str, **options: Any) -> Any:
