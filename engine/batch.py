@@ -1,32 +1,40 @@
 """The flat batch of one step: decode rows first, then prefill chunks.
 
-Passed to every layer; layers read nothing else about the step.
+Passed to every layer; layers read nothing else about the step. The runner makes it of host arrays;
+a decoder that computes with torch moves it to its device.
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Ints = NDArray[np.int64]
+T = TypeVar("T")  # Ints, or Tensor of int64
+
 
 @dataclass(frozen=True, slots=True)
-class GroupTable:
+class GroupTable(Generic[T]):
     """Where one layer group's keys and values of this batch lie."""
 
-    block_table: Tensor  # [rows, max_blocks] int64; padded with 0, the null block
-    slots: Tensor  # [tokens] int64: block * block_size + offset, where each new token's KV goes
+    block_table: T  # [rows, max_blocks]; padded with 0, the null block
+    slots: T  # [tokens]: block * block_size + offset, where each new token's KV goes
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Generic[T]):
     """Rows are sequences; row r has tokens [starts[r], starts[r + 1]) of the flat batch."""
 
-    token_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64, absolute
+    token_ids: T  # [tokens]
+    positions: T  # [tokens], absolute
     starts: tuple[int, ...]  # rows + 1 offsets
     kv_lens: tuple[int, ...]  # per row: keys visible to its last token, this step's included
     num_decode_rows: int  # the first rows, with one token each
-    groups: tuple[GroupTable, ...]  # in the order of KvSpec.groups
-    logit_tokens: Tensor  # [outputs] int64: flat indices whose hidden states are wanted
+    groups: tuple[GroupTable[T], ...]  # in the order of KvSpec.groups
+    logit_tokens: T  # [outputs]: flat indices whose hidden states are wanted
     kv_only: bool = False  # no logits wanted: of the last layer only K and V are computed
 
     @property
@@ -36,3 +44,21 @@ class Batch:
     @property
     def num_rows(self) -> int:
         return len(self.starts) - 1
+
+
+def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
+    """The batch with its arrays as tensors on a device."""
+
+    def moved(array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Batch(
+        token_ids=moved(batch.token_ids),
+        positions=moved(batch.positions),
+        starts=batch.starts,
+        kv_lens=batch.kv_lens,
+        num_decode_rows=batch.num_decode_rows,
+        groups=tuple(GroupTable(moved(g.block_table), moved(g.slots)) for g in batch.groups),
+        logit_tokens=moved(batch.logit_tokens),
+        kv_only=batch.kv_only,
+    )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from pdserve.engine.batch import Batch, GroupTable
@@ -42,7 +43,7 @@ def build_engine(
     context_len = min(card.context_len, num_blocks * spec.block_size)
     kv = KvCache(spec, num_blocks, config.device)
     progress("warming up", 0.0)
-    chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len, config.device)
+    chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len)
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -63,7 +64,6 @@ def build_engine(
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
-        device=config.device,
     )
     log.info(
         "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
@@ -89,15 +89,15 @@ def _pool_blocks(config: EngineConfig, spec: KvSpec, context_len: int) -> int:
     return min(room, most)
 
 
-def measure_chunk(model: Model, kv: KvCache, context_len: int, device: str) -> int:
+def measure_chunk(model: Model, kv: KvCache, context_len: int) -> int:
     """The power of two from 64 to 2048 whose chunk takes nearest to 100 ms; warms the model up."""
     most = min(context_len, kv.num_blocks * kv.spec.block_size)
     best, distance = CHUNKS[0], math.inf
-    _chunk_seconds(model, kv, min(CHUNKS[0], most), device)  # the first pass allocates
+    _chunk_seconds(model, kv, min(CHUNKS[0], most))  # the first pass allocates
     for size in CHUNKS:
         if size > most:
             break
-        seconds = _chunk_seconds(model, kv, size, device)
+        seconds = _chunk_seconds(model, kv, size)
         if abs(math.log(seconds / CHUNK_S)) < distance:
             best, distance = size, abs(math.log(seconds / CHUNK_S))
         if seconds > CHUNK_S:
@@ -106,13 +106,13 @@ def measure_chunk(model: Model, kv: KvCache, context_len: int, device: str) -> i
 
 
 @torch.inference_mode()
-def _chunk_seconds(model: Model, kv: KvCache, size: int, device: str) -> float:
+def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
     """One chunk of `size` tokens from position 0, on blocks that nobody has yet."""
-    positions = torch.arange(size, device=device)
-    table = torch.arange(1, blocks_for(size, kv.spec.block_size) + 1, device=device)[None]
+    positions = np.arange(size)
+    table = np.arange(1, blocks_for(size, kv.spec.block_size) + 1)[None]
     group = GroupTable(table, positions + kv.spec.block_size)  # from block 1 on
     batch = Batch(
-        token_ids=torch.zeros_like(positions),
+        token_ids=np.zeros_like(positions),
         positions=positions,
         starts=(0, size),
         kv_lens=(size,),
@@ -121,5 +121,5 @@ def _chunk_seconds(model: Model, kv: KvCache, size: int, device: str) -> float:
         logit_tokens=positions[-1:],
     )
     started = time.perf_counter()
-    model.logits(model.forward(batch, kv)).cpu()
+    float(model.logits(model.forward(batch, kv))[0, 0])  # waits for a device
     return time.perf_counter() - started

@@ -55,7 +55,6 @@ class Engine:
         kv_identity: bytes = b"",
         numerics_id: str = "",
         prefix_cache: bool = True,
-        device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv = kv
@@ -69,7 +68,7 @@ class Engine:
         self._roster = Roster(tables, limits.max_running)
         self._scheduler = Scheduler(self._roster, limits)
         self._progress = Progress(self._roster, limits)
-        self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len, device)
+        self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
         self._head = model.logits
         self._meter = StepMeter()

@@ -8,27 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.batch import Batch, GroupTable, Ints
 from pdserve.engine.block_tables import blocks_for
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.plan import Plan, Row
 from pdserve.engine.sequence import Sequence
 
-Ints = NDArray[np.int64]
-
 
 class Model(Protocol):
     """What the engine needs of a decoder."""
 
-    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
         """Final hidden states [len(batch.logit_tokens), hidden]; the KV is written."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab] of n final hidden states."""
+    def logits(self, hidden: Any) -> Any:
+        """float32 [n, vocab] of n final hidden states, for the backend's sampling."""
 
 
 @dataclass(slots=True)
@@ -36,18 +31,15 @@ class Launched:
     """A step under way: its plan and the hidden states that it will have."""
 
     plan: Plan
-    hidden: Tensor | None  # [outputs, hidden] in the order of the rows; None without outputs
+    hidden: Any  # [outputs, hidden] in the order of the rows; None without outputs
 
 
 class ModelRunner:
     """Owns the slots' tables; the KvCache is the engine's."""
 
-    def __init__(
-        self, model: Model, kv: KvCache, num_slots: int, context_len: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model
         self._kv = kv
-        self._device = torch.device(device)
         self._block_size = kv.spec.block_size
         width = blocks_for(context_len, self._block_size)
         self._tables: list[Ints] = [
@@ -63,7 +55,7 @@ class ModelRunner:
         hidden = self._model.forward(batch, self._kv)
         return Launched(plan, None if batch.kv_only else hidden)
 
-    def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch:
+    def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch[Ints]:
         starts, kv_lens, slot_of = [0], list[int](), list[int]()
         ids, positions, outputs = list[int](), list[int](), list[int]()
         at = 0  # of the row's first token in the flat batch
@@ -90,19 +82,19 @@ class ModelRunner:
         width = blocks_for(max(kv_lens), self._block_size)
         groups = tuple(
             GroupTable(
-                self._tensor(table[slots, :width]),
-                self._tensor(table[token_slots, block] * self._block_size + offset),
+                table[slots, :width],
+                table[token_slots, block] * self._block_size + offset,
             )
             for table in self._tables
         )
         return Batch(
-            token_ids=self._tensor(np.array(ids)),
-            positions=self._tensor(position),
+            token_ids=np.array(ids),
+            positions=position,
             starts=tuple(starts),
             kv_lens=tuple(kv_lens),
             num_decode_rows=num_decode_rows,
             groups=groups,
-            logit_tokens=self._tensor(np.array(outputs, dtype=np.int64)),
+            logit_tokens=np.array(outputs, dtype=np.int64),
             kv_only=not outputs,
         )
 
@@ -116,6 +108,3 @@ class ModelRunner:
                 if not start:
                     line[len(blocks) :] = 0  # another sequence had the slot before
                 sequence.rewritten_from[group] = len(blocks)
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

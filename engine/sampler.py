@@ -8,9 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Outcome, Pick, Row
 from pdserve.engine.request import TokenLogprob
@@ -18,7 +15,8 @@ from pdserve.engine.sequence import Job
 from pdserve.kernels.ops import SamplingOps
 from pdserve.kernels.streams import StreamSettings
 
-Head = Callable[[Tensor], Tensor]  # hidden states [n, hidden] to float32 logits [n, vocab]
+# Hidden states and logits are arrays of the backend; here they are indexed and passed on.
+Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]
 
 SCORED_BYTES = 64 << 20  # of the logits that prompt scores need at a time
 NOTHING = Outcome()
@@ -32,7 +30,7 @@ class Sampler:
         self._limits = limits
         self._ops = ops
 
-    def sample(self, rows: Seq[Row], hidden: Tensor | None, head: Head) -> list[Outcome]:
+    def sample(self, rows: Seq[Row], hidden: Any, head: Head) -> list[Outcome]:
         """One outcome per row; `hidden` [outputs, hidden], the outputs of row after row.
 
         Only the tokens that choices sample from get their logits all at once.
@@ -49,7 +47,7 @@ class Sampler:
             if row.choices:
                 last.append(output - 1)
         if len(last) < output:
-            hidden = hidden[torch.tensor(last, dtype=torch.int64, device=hidden.device)]
+            hidden = hidden[last]
         picks = self._pick([row for row in rows if row.choices], head(hidden))
         outcomes: list[Outcome] = []
         taken = 0
@@ -59,7 +57,7 @@ class Sampler:
             taken = end
         return outcomes
 
-    def _pick(self, rows: list[Row], logits: Tensor) -> list[Pick]:
+    def _pick(self, rows: list[Row], logits: Any) -> list[Pick]:
         """One pick per choice of row after row; each row has a row of the logits."""
         outputs: list[int] = []
         streams: list[Any] = []
@@ -85,11 +83,11 @@ class Sampler:
                 picks[i] = Pick(tokens[i], found)
         return picks
 
-    def _logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenLogprob]:
+    def _logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenLogprob]:
         return [TokenLogprob(own, best) for own, best in self._ops.logprobs(logits, tokens, count)]
 
     def _prompt_scores(
-        self, row: Row, hidden: Tensor, output: int, head: Head
+        self, row: Row, hidden: Any, output: int, head: Head
     ) -> tuple[TokenLogprob, ...]:
         """Of prompt tokens start + 1 .. end, as far as the prompt goes; `output` is the row's."""
         job, sequence = row.sequence.job, row.sequence

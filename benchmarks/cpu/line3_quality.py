@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from contender import Contender, llama_command, engine_command
+from contender import Contender, engine_command, llama_command
 from peers import PEERS, ROOT, told
 from quality import joined, mismatches, perplexity, windows
 from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf

@@ -36,7 +36,7 @@ class Attention:
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def __call__(self, x: Tensor, batch: Batch, kv: Tensor, group: int) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch[Tensor], kv: Tensor, group: int) -> Tensor:
         """x [T, hidden] to [T, hidden]; kv is this layer's, `group` its index in batch.groups."""
         q = self.store(x, batch, kv, group)
         attended = self._ops.paged_attention(
@@ -52,7 +52,7 @@ class Attention:
         )
         return self._out(attended.flatten(1))
 
-    def store(self, x: Tensor, batch: Batch, kv: Tensor, group: int) -> Tensor:
+    def store(self, x: Tensor, batch: Batch[Tensor], kv: Tensor, group: int) -> Tensor:
         """Write the keys and values of x to the cache; returns the queries [T, H, D]."""
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         qkv = self._qkv(x).view(len(x), -1, self._config.head_dim)  # [T, H + 2K, D]

@@ -31,7 +31,7 @@ class Block:
         self._ffn = ffn
 
     def __call__(
-        self, delta: Tensor, residual: Tensor | None, batch: Batch, kv: Tensor, group: int
+        self, delta: Tensor, residual: Tensor | None, batch: Batch[Tensor], kv: Tensor, group: int
     ) -> tuple[Tensor, Tensor]:
         """delta, residual [T, hidden] (no residual at the first layer) to the next pair."""
         x, residual = self._enter(delta, residual, self._norms.attn_in)
@@ -40,7 +40,7 @@ class Block:
         return self._leave(self._ffn(x), self._norms.ffn_out), residual
 
     def store_kv(
-        self, delta: Tensor, residual: Tensor | None, batch: Batch, kv: Tensor, group: int
+        self, delta: Tensor, residual: Tensor | None, batch: Batch[Tensor], kv: Tensor, group: int
     ) -> None:
         """Only write this layer's keys and values: all that a last layer without logits does."""
         x, _ = self._enter(delta, residual, self._norms.attn_in)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints, on
 from pdserve.engine.identity import reference_numerics
 from pdserve.engine.kv_spec import LayerGroup
 from pdserve.engine.layers.block import Block
@@ -46,6 +46,7 @@ class Decoder:
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.dtype = dtype
+        self._device = device
         self.numerics = reference_numerics(device, dtype)
         self._ops = ops
         self._embedding: Weight = weights("model.embed_tokens.weight")
@@ -61,11 +62,12 @@ class Decoder:
         # Rounded as the other weights are, which is what models were trained with.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
-    def forward(self, batch: Batch, kv: LayerKv) -> Tensor:
+    def forward(self, host_batch: Batch[Ints], kv: LayerKv) -> Tensor:
         """Write the KV of batch's tokens; final hidden states [len(batch.logit_tokens), hidden].
 
         With `batch.kv_only` the last layer stops at its keys and values and there are none.
         """
+        batch = on(host_batch, self._device)
         for table in self._ropes.values():
             table.reserve(max(batch.kv_lens))
         delta = rows(self._embedding, batch.token_ids, self.dtype)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.checkpoints.source import RawTensor
 from pdserve.engine.kv_spec import LayerGroup
 from pdserve.engine.layers.rope import RopeTable
@@ -21,6 +21,7 @@ from pdserve.engine.models.decoder import LayerKv
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
+Floats = NDArray[np.float32]
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -65,31 +66,30 @@ class NativeDecoder:
         norm = norm_weight(config, weights("model.norm.weight"))
         head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
         self._stack.set_head(norm.numpy(), head)
-        self._logits = torch.empty(0, config.vocab_size)
+        self._logits = np.empty((0, config.vocab_size), np.float32)
 
-    def forward(self, batch: Batch, kv: LayerKv) -> Tensor:
+    def forward(self, batch: Batch[Ints], kv: LayerKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
-        hidden = self._stack.forward(
-            batch.token_ids.numpy(),
-            batch.positions.numpy(),
+        return self._stack.forward(
+            batch.token_ids,
+            batch.positions,
             batch.starts,
             batch.kv_lens,
-            [group.block_table.numpy() for group in batch.groups],
-            [group.slots.numpy() for group in batch.groups],
-            batch.logit_tokens.numpy(),
+            [group.block_table for group in batch.groups],
+            [group.slots for group in batch.groups],
+            batch.logit_tokens,
             batch.kv_only,
         )
-        return torch.from_numpy(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Floats) -> Floats:
         """As Decoder.logits; the memory is used again by the next call."""
         if len(hidden) > len(self._logits):
-            self._logits = torch.empty(len(hidden), self.config.vocab_size)
+            self._logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
         out = self._logits[: len(hidden)]
-        self._stack.logits(hidden.contiguous().numpy(), out.numpy())
+        self._stack.logits(hidden, out)
         return out
 
     def _attach(self, kv: LayerKv) -> None:
@@ -157,8 +157,6 @@ class NativeDecoder:
         return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
 
 
-def _joined(biases: Sequence[Weight]) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    joined: np.ndarray[tuple[int], np.dtype[np.float32]] = torch.cat(
-        [expand(bias, torch.float32) for bias in biases]
-    ).numpy()
+def _joined(biases: Sequence[Weight]) -> Floats:
+    joined: Floats = torch.cat([expand(bias, torch.float32) for bias in biases]).numpy()
     return joined

@@ -5,7 +5,7 @@ import torch
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import FakeDecoder, fake_spec, reference
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.request import (
@@ -487,7 +487,7 @@ class Poisoned(FakeDecoder):
 
     poison = 13
 
-    def forward(self, batch: Batch, kv: KvCache) -> torch.Tensor:
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> torch.Tensor:
         logits = super().forward(batch, kv)
         for output, token in enumerate(batch.logit_tokens.tolist()):
             row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)

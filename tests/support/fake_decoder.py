@@ -7,7 +7,7 @@ a wrong table, slot, copy or shared block gives wrong tokens; no weights, exact 
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints, on
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
 
@@ -31,7 +31,8 @@ class FakeDecoder:
         self.widest = 0  # decode rows of the widest step
         self.kv_only_steps = 0
 
-    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+    def forward(self, host_batch: Batch[Ints], kv: KvCache) -> Tensor:
+        batch = on(host_batch, "cpu")
         self.steps += 1
         self.widest = max(self.widest, batch.num_decode_rows)
         self.kv_only_steps += batch.kv_only

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.batch import Batch, GroupTable, Ints
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.models.spec import parse_config
@@ -100,7 +101,6 @@ class PagedRunner:
         self.mixed_steps = 0  # batches with decode rows and chunks
         self.freed_blocks = 0
         self._block_size = block_size
-        self._device = device
         self._tables: list[dict[str, list[int]]] = [{} for _ in decoder.kv_groups]
         self._free = [list(range(1, num_blocks)) for _ in decoder.kv_groups]
         for free in self._free:
@@ -117,11 +117,11 @@ class PagedRunner:
             positions += range(done, done + new)
             self.lens[name] = done + new
             starts.append(starts[-1] + new)
-        ids = torch.tensor([i for name in names for i in tokens[name]], device=self._device)
+        ids = np.array([i for name in names for i in tokens[name]])
         kv_lens = tuple(self.lens[name] for name in names)
         batch = Batch(
             token_ids=ids,
-            positions=torch.tensor(positions, device=self._device),
+            positions=np.array(positions),
             starts=tuple(starts),
             kv_lens=kv_lens,
             num_decode_rows=num_decode_rows,
@@ -129,11 +129,12 @@ class PagedRunner:
                 self._group_table(group, names, starts, positions)
                 for group in range(len(self._tables))
             ),
-            logit_tokens=torch.arange(0 if kv_only else len(ids), device=self._device),
+            logit_tokens=np.arange(0 if kv_only else len(ids)),
             kv_only=kv_only,
         )
         with torch.inference_mode():
-            logits = self.decoder.logits(self.decoder.forward(batch, self.kv)).clone()
+            logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+            logits = torch.as_tensor(logits).clone()
         self._free_behind_windows()
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(names)}
 
@@ -148,7 +149,7 @@ class PagedRunner:
 
     def _group_table(
         self, group: int, names: list[str], starts: list[int], positions: list[int]
-    ) -> GroupTable:
+    ) -> GroupTable[Ints]:
         size = self._block_size
         tables = [self._tables[group].setdefault(name, []) for name in names]
         slots = []
@@ -159,9 +160,7 @@ class PagedRunner:
                 slots.append(tables[row][position // size] * size + position % size)
         widest = max(map(len, tables))
         padded = [table + [0] * (widest - len(table)) for table in tables]
-        return GroupTable(
-            torch.tensor(padded, device=self._device), torch.tensor(slots, device=self._device)
-        )
+        return GroupTable(np.array(padded), np.array(slots))
 
     def _free_behind_windows(self) -> None:
         for group, spec in enumerate(self.decoder.kv_groups):
