@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from pdserve.engine import reservation as reservations
 from pdserve.engine.block_hash import cache_seed
 from pdserve.engine.block_tables import BlockTables
@@ -123,7 +121,6 @@ class Engine:
         events, plan.events = tuple(plan.events), []
         return Step(self._meter.step + 1, num_tokens=0, num_rows=0, events=events, wall_s=0.0)
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         """Starts the step. A model that raises fails the requests of this step only."""
         started_s = self._clock()
@@ -133,7 +130,6 @@ class Engine:
             log.exception("the forward pass failed")
             return Pending(plan, None, started_s, f"{type(error).__name__}: {error}")
 
-    @torch.inference_mode()
     def collect(self, pending: Pending) -> Step:
         """Waits for the step, samples, and says what has happened."""
         plan = pending.plan
@@ -187,8 +183,7 @@ class Engine:
             self._scheduler.hold_up(job.order)
             return None
         reservation, copies = made
-        with torch.inference_mode():
-            self.kv.copy(copies)
+        self.kv.copy(copies)
         self._roster.jobs[job.key] = job
         self._reservations[job.key] = reservation
         return reservation

@@ -62,6 +62,7 @@ class Decoder:
         # Rounded as the other weights are, which is what models were trained with.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
+    @torch.inference_mode()
     def forward(self, host_batch: Batch[Ints], kv: LayerKv) -> Tensor:
         """Write the KV of batch's tokens; final hidden states [len(batch.logit_tokens), hidden].
 
@@ -85,6 +86,7 @@ class Decoder:
         stream = (delta + residual).index_select(0, batch.logit_tokens)
         return self._ops.rms_norm(stream, self._norm, self.config.norm_eps)
 
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of what `forward` returned, or of some of it: all can be much."""
         logits = self._head(hidden).float()

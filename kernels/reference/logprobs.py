@@ -8,6 +8,7 @@ from torch import Tensor
 from pdserve.kernels.streams import TokenScores
 
 
+@torch.inference_mode()
 def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenScores]:
     """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row."""
     picked = torch.tensor(tokens, device=logits.device)

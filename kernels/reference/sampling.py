@@ -36,6 +36,7 @@ def stream(settings: StreamSettings, vocab: int) -> ReferenceStream:
     return ReferenceStream(settings, vocab)
 
 
+@torch.inference_mode()
 def sample(
     logits: Tensor,
     rows: Sequence[int],
