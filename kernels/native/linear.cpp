@@ -6,9 +6,8 @@ namespace pdserve {
 
 namespace {
 
-constexpr int64_t kPiecesPerThread = 4;   // more balance better, fewer read a row less often
 constexpr int64_t kEncodedTogether = 1 << 14;  // values; smaller pieces are not worth a helper
-constexpr int64_t kWideTiles = 4;         // a kernel's widest register tile
+constexpr int64_t kInt8Tiles = 2, kFloatTiles = 4;  // the widest register tiles
 
 int64_t num_int8(const Activations& x) { return x.needs & kInt8 ? x.rows * (x.cols / kBlock) : 0; }
 
@@ -22,6 +21,12 @@ Activations slice(Activations x, int64_t begin, int64_t count) {
 }
 
 }  // namespace
+
+int64_t total_tiles(const Matrix* const* matrices, int count) {
+  int64_t tiles = 0;
+  for (int i = 0; i < count; ++i) tiles += matrices[i]->tiles();
+  return tiles;
+}
 
 uint32_t encoding_of(const Matrix& m) {
   switch (m.layout) {
@@ -55,38 +60,44 @@ void run_encode(Pool& pool, const Kernels& kernels, const Activations& x) {
   });
 }
 
+void linear_here(const Kernels& kernels, const Matrix* const* matrices, int count,
+                 const Activations& x, int64_t begin, int64_t end, float* y, int64_t stride,
+                 const float* bias) {
+  for (int i = 0; i < count && end > 0; ++i) {  // begin and end are relative to matrix i
+    const Matrix& m = *matrices[i];
+    const int64_t first = std::max<int64_t>(0, begin), last = std::min(m.tiles(), end);
+    if (first < last) {
+      kernels.linear(m, x, y, stride, first, last);
+      if (bias) {
+        const int64_t from = first * kLanes, to = std::min(m.rows, last * kLanes);
+        for (int64_t r = 0; r < x.rows; ++r) {
+          kernels.add_bias(y + r * stride + from, bias + from, to - from);
+        }
+      }
+    }
+    begin -= m.tiles();
+    end -= m.tiles();
+    y += m.rows;
+    if (bias) bias += m.rows;
+  }
+}
+
 void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrices, int count,
                 const Activations& x, float* y, int64_t stride, const float* bias) {
-  int64_t tiles = 0;
-  for (int i = 0; i < count; ++i) tiles += matrices[i]->tiles();
+  const int64_t tiles = total_tiles(matrices, count);
   if (tiles == 0 || x.rows == 0) return;
-  const int64_t wanted = pool.threads() == 1 ? 1 : pool.threads() * kPiecesPerThread;
-  const int64_t step = round_up(ceil_div(tiles, wanted), kWideTiles);
+  // A stream of weights for each thread; more pieces would balance better, but every one begins
+  // without what is fetched ahead.
+  const int64_t wanted = pool.threads();
+  const int64_t step = round_up(ceil_div(tiles, wanted), x.needs & kInt8 ? kInt8Tiles : kFloatTiles);
   const int64_t ranges = ceil_div(tiles, step);
   // Few tiles and many threads: rows are divided as well.
   const int64_t cuts = std::clamp<int64_t>(wanted / ranges, 1, ceil_div(x.rows, 64));
   const int64_t row_step = ceil_div(x.rows, cuts);
   pool.run(ranges * ceil_div(x.rows, row_step), [&](int64_t piece, int) {
-    const int64_t row = piece / ranges * row_step;
-    const Activations rows = slice(x, row, std::min(row_step, x.rows - row));
-    int64_t begin = piece % ranges * step, end = begin + step, at = 0;
-    for (int i = 0; i < count && end > 0; ++i) {  // begin and end are relative to matrix i
-      const Matrix& m = *matrices[i];
-      const int64_t first = std::max<int64_t>(0, begin), last = std::min(m.tiles(), end);
-      if (first < last) {
-        float* out = y + row * stride + at;
-        kernels.linear(m, rows, out, stride, first, last);
-        if (bias) {
-          const int64_t from = first * kLanes, to = std::min(m.rows, last * kLanes);
-          for (int64_t r = 0; r < rows.rows; ++r) {
-            kernels.add_bias(out + r * stride + from, bias + at + from, to - from);
-          }
-        }
-      }
-      begin -= m.tiles();
-      end -= m.tiles();
-      at += m.rows;
-    }
+    const int64_t row = piece / ranges * row_step, begin = piece % ranges * step;
+    linear_here(kernels, matrices, count, slice(x, row, std::min(row_step, x.rows - row)), begin,
+                begin + step, y + row * stride, stride, bias);
   });
 }
 

@@ -17,6 +17,13 @@ void place(Activations& x, void* buffer);
 // Encodes all rows of x; x.needs names the encodings, `place` gave them memory.
 void run_encode(Pool& pool, const Kernels& kernels, const Activations& x);
 
+int64_t total_tiles(const Matrix* const* matrices, int count);
+
+// On this thread: outputs of the tiles [begin, end), counted through all matrices. See run_linear.
+void linear_here(const Kernels& kernels, const Matrix* const* matrices, int count,
+                 const Activations& x, int64_t begin, int64_t end, float* y, int64_t stride,
+                 const float* bias);
+
 // y[row * stride + o] = x times the matrices one below the other, plus bias [sum of rows] unless
 // null. The matrices have x.cols columns; x is encoded for each of them.
 void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrices, int count,

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kInline = 8192;  // values below which a job is not worth waking helpers for
 constexpr int64_t kRowsPerPiece = 4;
+// Rows that one thread takes through a part of a layer: fewer read the weights too often, more leave
+// its second cache.
+constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
 
 const float* data_or_null(const std::vector<float>& values) {
   return values.empty() ? nullptr : values.data();
@@ -25,63 +28,127 @@ int64_t Product::outputs() const {
 }
 
 template <class Body>
-void Stack::each_row(int64_t rows, int64_t cols, const Body& body) {
-  if (rows * cols <= kInline) {
-    for (int64_t row = 0; row < rows; ++row) body(row);
-    return;
-  }
-  pool_.run(ceil_div(rows, kRowsPerPiece), [&](int64_t piece, int) {
-    int64_t end = std::min(rows, (piece + 1) * kRowsPerPiece);
-    for (int64_t row = piece * kRowsPerPiece; row < end; ++row) body(row);
+void Stack::over_rows(const Body& body) {
+  const int64_t threads = pool_.threads();
+  if (rows_ < kFewestAlone * threads) return body(Rows{0, rows_, false});
+  const int64_t pieces = threads * ceil_div(rows_, threads * kMostAlone);
+  const int64_t size = ceil_div(rows_, pieces);
+  pool_.run(ceil_div(rows_, size), [&](int64_t piece, int) {
+    body(Rows{piece * size, std::min(size, rows_ - piece * size), true});
   });
 }
 
-Activations Stack::activations(const float* x, int64_t rows, const Product& product) {
+template <class Body>
+void Stack::each_row(const Rows& rows, int64_t cols, const Body& body) {
+  const int64_t end = rows.begin + rows.count;
+  if (rows.alone || rows.count * cols <= kInline) {
+    for (int64_t row = rows.begin; row < end; ++row) body(row);
+    return;
+  }
+  pool_.run(ceil_div(rows.count, kRowsPerPiece), [&](int64_t piece, int) {
+    const int64_t first = rows.begin + piece * kRowsPerPiece;
+    for (int64_t row = first; row < std::min(end, first + kRowsPerPiece); ++row) body(row);
+  });
+}
+
+// Before threads write to them: no buffer moves from here on.
+void Stack::reserve(int64_t tokens) {
+  for (const Layer& layer : layers) {
+    for (const Product* product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
+      Activations row = activations(nullptr, Rows{0, 1, true}, *product);
+      encoding_bytes_ = std::max(encoding_bytes_, round_up(encoding_bytes(row), kAlign));
+    }
+    qkv_.at_least(tokens * layer.qkv.outputs());
+  }
+  residual_.at_least(tokens * shape_.hidden);
+  normed_.at_least(tokens * shape_.hidden);
+  delta_.at_least(tokens * shape_.hidden);
+  attended_.at_least(tokens * shape_.heads * shape_.head_dim);
+  gate_up_.at_least(tokens * 2 * shape_.ffn);
+  gated_.at_least(tokens * shape_.ffn);
+  encodings_.at_least(tokens * encoding_bytes_);
+}
+
+// x: the first of `rows`.
+Activations Stack::activations(const float* x, const Rows& rows, const Product& product) {
   Activations a;
-  a.rows = rows;
+  a.rows = rows.count;
   a.cols = product.parts.front().cols;
   for (const Matrix& part : product.parts) a.needs |= encoding_of(part);
   a.f32 = x;
-  place(a, encodings_.at_least(encoding_bytes(a)));
+  place(a, encodings_.get() + rows.begin * encoding_bytes_);
   return a;
 }
 
-void Stack::multiply(const Product& product, const Activations& x, float* y) {
+void Stack::multiply(const Product& product, const Activations& x, const Rows& rows, float* y) {
   const Matrix* parts[kMaxParts];
-  for (size_t i = 0; i < product.parts.size(); ++i) parts[i] = &product.parts[i];
-  run_linear(pool_, kernels_, parts, static_cast<int>(product.parts.size()), x, y,
-             product.outputs(), data_or_null(product.bias));
+  const int count = static_cast<int>(product.parts.size());
+  for (int i = 0; i < count; ++i) parts[i] = &product.parts[i];
+  const float* bias = data_or_null(product.bias);
+  const int64_t outputs = product.outputs();
+  if (rows.alone) {
+    linear_here(kernels_, parts, count, x, 0, total_tiles(parts, count), y, outputs, bias);
+  } else {
+    run_linear(pool_, kernels_, parts, count, x, y, outputs, bias);
+  }
 }
 
 void Stack::embed(const StepBatch& batch) {
-  int64_t hidden = shape_.hidden;
-  float* delta = delta_.at_least(batch.tokens * hidden);
-  each_row(batch.tokens, hidden, [&](int64_t token) {
-    kernels_.matrix_row(embedding, batch.token_ids[token], delta + token * hidden);
-    if (shape_.embed_scale != 1) kernels_.scale(delta + token * hidden, shape_.embed_scale, hidden);
-  });
+  const int64_t hidden = shape_.hidden;
   rows_ = batch.tokens;
-  has_residual_ = false;
+  each_row(Rows{0, rows_, false}, hidden, [&](int64_t token) {
+    float* to = delta_.get() + token * hidden;
+    kernels_.matrix_row(embedding, batch.token_ids[token], to);
+    if (shape_.embed_scale != 1) kernels_.scale(to, shape_.embed_scale, hidden);
+  });
 }
 
-void Stack::enter(const Norm& before, const Norm& after, const Product& product, float* y) {
-  int64_t hidden = shape_.hidden;
-  float* delta = delta_.get();
-  float* residual = has_residual_ ? residual_.get() : residual_.at_least(rows_ * hidden);
-  float* normed = after.empty() ? residual : normed_.at_least(rows_ * hidden);
-  Activations x = activations(normed, rows_, product);
-  each_row(rows_, hidden, [&](int64_t row) {
-    float* d = delta + row * hidden;
-    float* r = residual + row * hidden;
-    if (!before.empty()) {
-      kernels_.rms_norm(d, nullptr, before.data(), shape_.eps, hidden, nullptr, d);
-    }
-    kernels_.rms_norm(d, has_residual_ ? r : nullptr, data_or_null(after), shape_.eps, hidden, r,
-                      after.empty() ? nullptr : normed + row * hidden);
-    kernels_.encode(x, row, row + 1);
+void Stack::join(const Norm& after, bool residual, const Norm& before, int64_t row,
+                 float* normed) {
+  const int64_t hidden = shape_.hidden;
+  float* d = delta_.get() + row * hidden;
+  float* r = residual_.get() + row * hidden;
+  if (!after.empty()) {
+    kernels_.rms_norm(d, nullptr, after.data(), shape_.eps, hidden, nullptr, d);
+  }
+  kernels_.rms_norm(d, residual ? r : nullptr, data_or_null(before), shape_.eps, hidden, r, normed);
+}
+
+void Stack::enter(const Norm& after, bool residual, const Norm& before, const Product& product,
+                  const Rows& rows, float* y) {
+  const int64_t hidden = shape_.hidden;
+  float* normed = before.empty() ? residual_.get() : normed_.get();
+  const Activations x = activations(normed + rows.begin * hidden, rows, product);
+  each_row(rows, hidden, [&](int64_t row) {
+    join(after, residual, before, row, before.empty() ? nullptr : normed + row * hidden);
+    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
   });
-  has_residual_ = true;
-  multiply(product, x, y);
+  multiply(product, x, rows, y + rows.begin * product.outputs());
+}
+
+void Stack::begin_layer(size_t n, const StepBatch& batch, const Rows& rows) {
+  static const Norm kNone;
+  const Layer& layer = layers[n];
+  const Norm& after = n ? layers[n - 1].ffn_out : kNone;
+  enter(after, n > 0, layer.attn_in, layer.qkv, rows, qkv_.get());
+  each_row(rows, layer.qkv.outputs(), [&](int64_t token) { store(layer, batch, token); });
+}
+
+void Stack::end_layer(const Layer& layer, const Rows& rows) {
+  const int64_t width = shape_.heads * shape_.head_dim, ffn = shape_.ffn;
+  Activations x = activations(attended_.get() + rows.begin * width, rows, layer.out);
+  each_row(rows, width, [&](int64_t row) {
+    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
+  });
+  multiply(layer.out, x, rows, delta_.get() + rows.begin * shape_.hidden);
+  enter(layer.attn_out, true, layer.ffn_in, layer.gate_up, rows, gate_up_.get());
+  x = activations(gated_.get() + rows.begin * ffn, rows, layer.down);
+  each_row(rows, ffn, [&](int64_t row) {
+    const float* gate = gate_up_.get() + row * 2 * ffn;
+    kernels_.gated(gate, gate + ffn, shape_.activation, ffn, gated_.get() + row * ffn);
+    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
+  });
+  multiply(layer.down, x, rows, delta_.get() + rows.begin * shape_.hidden);
 }
 
 void Stack::store(const Layer& layer, const StepBatch& batch, int64_t token) {
@@ -119,7 +186,7 @@ AttentionBatch Stack::attention_of(const Layer& layer, const StepBatch& batch) {
   task.scale = shape_.attn_scale;
   task.window = layer.window;
   task.soft_cap = shape_.attn_soft_cap;
-  task.out = attended_.at_least(batch.tokens * width);
+  task.out = attended_.get();
   task.out_stride = width;
   return task;
 }
@@ -149,58 +216,36 @@ void Stack::keep_outputs(const StepBatch& batch) {
 }
 
 void Stack::forward(const StepBatch& batch, float* hidden) {
+  reserve(batch.tokens);
   embed(batch);
-  static const Norm kNone;
-  const Norm* before = &kNone;  // of the part that made delta
   plan_attention(batch);
-  for (const Layer& layer : layers) {
-    bool last = &layer == &layers.back();
-    int64_t qkv_width = layer.qkv.outputs();
-    enter(*before, layer.attn_in, layer.qkv, qkv_.at_least(rows_ * qkv_width));
-    each_row(rows_, qkv_width, [&](int64_t token) { store(layer, batch, token); });
-    if (last && batch.num_outputs == 0) return;
+  for (size_t n = 0; n < layers.size(); ++n) {
+    const Layer& layer = layers[n];
+    over_rows([&](const Rows& rows) {
+      if (n) end_layer(layers[n - 1], rows);
+      begin_layer(n, batch, rows);
+    });
+    if (n + 1 == layers.size() && batch.num_outputs == 0) return;
     attentions_[layer.group].run(pool_, kernels_, attention_of(layer, batch));
-    if (last) keep_outputs(batch);
-    int64_t width = shape_.heads * shape_.head_dim;
-    Activations x = activations(attended_.get(), rows_, layer.out);
-    each_row(rows_, width, [&](int64_t row) { kernels_.encode(x, row, row + 1); });
-    multiply(layer.out, x, delta_.at_least(rows_ * shape_.hidden));
-
-    float* gate_up = gate_up_.at_least(rows_ * 2 * shape_.ffn);
-    enter(layer.attn_out, layer.ffn_in, layer.gate_up, gate_up);
-    feed_forward(layer);
-    before = &layer.ffn_out;
   }
-  each_row(rows_, shape_.hidden, [&](int64_t row) {
-    int64_t at = row * shape_.hidden;
-    float* d = delta_.get() + at;
-    if (!before->empty()) {
-      kernels_.rms_norm(d, nullptr, before->data(), shape_.eps, shape_.hidden, nullptr, d);
-    }
-    kernels_.rms_norm(d, residual_.get() + at, norm.data(), shape_.eps, shape_.hidden, nullptr,
-                      hidden + at);
+  keep_outputs(batch);
+  over_rows([&](const Rows& rows) {
+    end_layer(layers.back(), rows);
+    each_row(rows, shape_.hidden, [&](int64_t row) {
+      join(layers.back().ffn_out, true, norm, row, hidden + row * shape_.hidden);
+    });
   });
-}
-
-void Stack::feed_forward(const Layer& layer) {
-  int64_t ffn = shape_.ffn;
-  float* gated = gated_.at_least(rows_ * ffn);
-  Activations x = activations(gated, rows_, layer.down);
-  each_row(rows_, ffn, [&](int64_t row) {
-    const float* gate = gate_up_.get() + row * 2 * ffn;
-    kernels_.gated(gate, gate + ffn, shape_.activation, ffn, gated + row * ffn);
-    kernels_.encode(x, row, row + 1);
-  });
-  multiply(layer.down, x, delta_.at_least(rows_ * shape_.hidden));
 }
 
 void Stack::logits(const float* hidden, int64_t rows, float* logits) {
-  Activations x = activations(hidden, rows, head);
-  each_row(rows, shape_.hidden, [&](int64_t row) { kernels_.encode(x, row, row + 1); });
-  multiply(head, x, logits);
+  const Rows all{0, rows, false};
+  Activations x = activations(hidden, all, head);
+  place(x, encodings_.at_least(encoding_bytes(x)));
+  each_row(all, shape_.hidden, [&](int64_t row) { kernels_.encode(x, row, row + 1); });
+  multiply(head, x, all, logits);
   if (shape_.logit_soft_cap == 0) return;
   int64_t vocab = head.outputs();
-  each_row(rows, vocab, [&](int64_t row) {
+  each_row(all, vocab, [&](int64_t row) {
     kernels_.soft_cap(logits + row * vocab, shape_.logit_soft_cap, vocab);
   });
 }

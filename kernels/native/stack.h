@@ -93,27 +93,41 @@ class Stack {
   void logits(const float* hidden, int64_t rows, float* logits);
 
  private:
+  // Rows of the stream that go through a part of a layer together: all of them, each operation
+  // spread over the threads, or some of many, which stay in one thread's cache from part to part.
+  struct Rows {
+    int64_t begin, count;
+    bool alone;  // on this thread only
+  };
+  template <class Body>
+  void over_rows(const Body& body);
+  template <class Body>
+  void each_row(const Rows& rows, int64_t cols, const Body& body);
+
+  void reserve(int64_t tokens);
   void embed(const StepBatch& batch);
-  AttentionBatch attention_of(const Layer& layer, const StepBatch& batch);
+  // A layer up to its keys and values; what comes after its attention.
+  void begin_layer(size_t n, const StepBatch& batch, const Rows& rows);
+  void end_layer(const Layer& layer, const Rows& rows);
   void store(const Layer& layer, const StepBatch& batch, int64_t token);
   void plan_attention(const StepBatch& batch);
+  AttentionBatch attention_of(const Layer& layer, const StepBatch& batch);
   void keep_outputs(const StepBatch& batch);
-  void feed_forward(const Layer& layer);
-  // From one part to the next: the norm after the last part, the stream, the norm before the next
-  // one, and its product into y.
-  void enter(const Norm& before, const Norm& after, const Product& product, float* y);
-  Activations activations(const float* x, int64_t rows, const Product& product);
-  void multiply(const Product& product, const Activations& x, float* y);
-  template <class Body>
-  void each_row(int64_t rows, int64_t cols, const Body& body);
+  // Joins what the last part made to the stream, with its norm; `residual`: the stream is more.
+  void join(const Norm& after, bool residual, const Norm& before, int64_t row, float* normed);
+  // From one part to the next: joins, the norm before the next one, and its product into y.
+  void enter(const Norm& after, bool residual, const Norm& before, const Product& product,
+             const Rows& rows, float* y);
+  Activations activations(const float* x, const Rows& rows, const Product& product);
+  void multiply(const Product& product, const Activations& x, const Rows& rows, float* y);
 
   Pool& pool_;
   const Kernels& kernels_;
   Shape shape_;
   int64_t rows_ = 0;           // of the stream now: all tokens, or the outputs' only
-  bool has_residual_ = false;  // the stream is delta + residual, or delta alone
   Buffer<float> delta_, residual_, normed_, qkv_, attended_, gate_up_, gated_;
   Buffer<uint8_t> encodings_;
+  int64_t encoding_bytes_ = 0;  // of a row, whatever product it enters
   std::vector<Attention> attentions_;  // a plan for each group
 };
 
