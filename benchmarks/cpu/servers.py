@@ -4,6 +4,8 @@ All servers stay up and idle while another one is measured; none of them uses a 
 """
 
 import asyncio
+import functools
+import random
 import socket
 import subprocess
 import sys
@@ -16,10 +18,10 @@ import httpx
 from client import Wave, closed_loop
 from fleet import Fleet
 from machine import CORES
-from peers import LLAMA_BIN, told
+from peers import LLAMA_BIN, ROOT, told
+from prompts import reference_tokenizer
 from ratios import judged
 from table import SERVER_BOUNDS
-from token_ids import prompt_ids
 from weights import q4_0_gguf, shipped_gguf
 
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
@@ -81,9 +83,24 @@ def model_name(url: str) -> str:
     return str(listed["data"][0]["id"])
 
 
+@functools.cache
+def text_slices() -> list[tuple[int, ...]]:
+    """Slices of this repository's prose, each from another offset, in a fixed random order.
+
+    Text, since llama-server ends a stream with an error when what random ids lead to is not.
+    """
+    texts = [(ROOT / name).read_text() for name in ("benchmarks/text/prose.txt", "LICENSE")]
+    ids = reference_tokenizer().encode("\n\n".join(texts))
+    slices = [tuple(ids[at : at + PROMPT]) for at in range(len(ids) - PROMPT)]
+    random.Random(0).shuffle(slices)
+    return slices
+
+
 def wave(url: str, number: int) -> Wave:
     """Run `number`: prompts that no server has seen."""
-    prompts = [prompt_ids(PROMPT, 10**6 + number * REQUESTS + i, VOCAB) for i in range(REQUESTS)]
+    prompts = text_slices()[number * REQUESTS : (number + 1) * REQUESTS]
+    if len(prompts) < REQUESTS:
+        raise ValueError(f"the text is too short for run {number}")
     return asyncio.run(closed_loop(url, model_name(url), prompts, NEW, WORKERS))
 
 
