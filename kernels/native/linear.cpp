@@ -31,6 +31,7 @@ int64_t total_tiles(const Matrix* const* matrices, int count) {
 uint32_t encoding_of(const Matrix& m) {
   switch (m.layout) {
     case Layout::kU4:
+    case Layout::kU5:
     case Layout::kU8:
       return kInt8;
     case Layout::kBf16:

@@ -7,7 +7,7 @@
 static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2;  // with one tile
 static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
 static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
-static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: 4-bit weights are expanded first
+static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: packed weights are expanded first
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
 // Outputs of one register tile.
@@ -52,22 +52,24 @@ PDS_INLINE void store_sums(const Target& to, const F (&acc)[kRows][kTiles]) {
   }
 }
 
-// --- weights of 4 and 8 bits
+// --- weights of 4, 5 and 8 bits
 
-enum class Quants { kNibbles, kSmall, kBytes };  // kSmall: a byte each, but 0 to 15
+enum class Quants { kNibbles, kFives, kSmall, kBytes };  // kSmall: a byte each, but 0 to 31
 
-template <Quants kQuants_, bool kWide_, bool kMinima_, int kGroup_ = 32>
+template <Quants kQuants_, bool kWide_, bool kMinima_, int kShift_ = 0, int kGroup_ = 32>
 struct Kind {
   static constexpr Quants kQuants = kQuants_;
   static constexpr bool kWide = kWide_;      // scales and minima are float32
-  static constexpr bool kMinima = kMinima_;  // else an offset of 8 (4 bits) or 128
+  static constexpr bool kMinima = kMinima_;  // else there is an offset,
+  static constexpr int kShift = kShift_;     // 2 to the power of this
   static constexpr int kGroup = kGroup_;
-  static constexpr int kShift = kQuants == Quants::kBytes ? 7 : 3;  // offset as a power of two
-  static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256 : 512;
+  static constexpr bool kPacked = kQuants == Quants::kNibbles || kQuants == Quants::kFives;
+  static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256
+                                     : kQuants == Quants::kFives ? 320 : 512;
   static constexpr int kScaleBytes = 32 / kGroup * (kWide ? 64 : 32);
   // How far ahead of one row's product memory is fetched: as measured on Zen 4, within the first
-  // cache for nibbles, whose arithmetic is slower, and within the second for bytes.
-  static constexpr int64_t kAhead = kQuants == Quants::kNibbles ? 16384 : 65536;
+  // cache for packed ones, whose arithmetic is slower, and within the second for bytes.
+  static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
   static constexpr int kStreamBytes = kBlockBytes + (kMinima ? 2 : 1) * kScaleBytes;
 };
 
@@ -122,8 +124,8 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
 template <class K, int kRows, int kTiles>
 static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, const Target& to) {
   constexpr int kHalves = 32 / K::kGroup;
-  constexpr int kLoads = (K::kQuants == Quants::kNibbles ? 4 : 8) / kHalves;
-  static_assert(kHalves == 1 || K::kQuants != Quants::kNibbles, "a nibble vector spans the block");
+  constexpr int kLoads = (K::kPacked ? 4 : 8) / kHalves;
+  static_assert(kHalves == 1 || !K::kPacked, "a vector of nibbles spans the block");
   F acc[kRows][kTiles];
   load_sums(to, acc);
   for (int64_t b = 0; b < w.blocks; ++b) {
@@ -157,15 +159,23 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
           sum[r][t] = K::kMinima ? set1_i(0) : shift_left(set1_i(minus), K::kShift);
         }
       }
+      B fifths[kTiles];
+      if constexpr (K::kQuants == Quants::kFives) {
+        for (int t = 0; t < kTiles; ++t) fifths[t] = load_b(q + t * w.next + 256);
+      }
 #pragma GCC unroll 8
       for (int j = half * kLoads; j < (half + 1) * kLoads; ++j) {
         B low[kTiles], high[kTiles];
 #pragma GCC unroll 8
         for (int t = 0; t < kTiles; ++t) {
           low[t] = load_b(q + t * w.next + 64 * j);
-          if constexpr (K::kQuants == Quants::kNibbles) {
+          if constexpr (K::kPacked) {
             high[t] = high_nibbles(low[t]);
             low[t] = low_nibbles(low[t]);
+          }
+          if constexpr (K::kQuants == Quants::kFives) {
+            low[t] = with_fifth(low[t], fifths[t], j);
+            high[t] = with_fifth(high[t], fifths[t], j + 4);
           }
         }
 #pragma GCC unroll 8
@@ -175,7 +185,7 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
           for (int t = 0; t < kTiles; ++t) {
             sum[r][t] = dot_quants<K::kQuants>(sum[r][t], low[t], in);
           }
-          if constexpr (K::kQuants == Quants::kNibbles) {
+          if constexpr (K::kPacked) {
 #pragma GCC unroll 8
             for (int t = 0; t < kTiles; ++t) {
               sum[r][t] = dot_quants<K::kQuants>(sum[r][t], high[t], in + 16);
@@ -212,21 +222,28 @@ static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows
   }
 }
 
-// Nibbles as bytes, and float scales, of the blocks of `from` in one tile.
+// Packed quants as bytes, and float scales, of the blocks of `from` in one tile.
 template <class K>
 static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
   for (int64_t b = 0; b < from.blocks; ++b) {
+    const uint8_t* block = from.q + K::kBlockBytes * b;
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      B both = load_b(from.q + 256 * b + 64 * j);
-      store_b(q + 512 * b + 64 * j, low_nibbles(both));
-      store_b(q + 512 * b + 64 * j + 256, high_nibbles(both));
+      B both = load_b(block + 64 * j), low = low_nibbles(both), high = high_nibbles(both);
+      if constexpr (K::kQuants == Quants::kFives) {
+        B fifths = load_b(block + 256);
+        low = with_fifth(low, fifths, j);
+        high = with_fifth(high, fifths, j + 4);
+      }
+      store_b(q + 512 * b + 64 * j, low);
+      store_b(q + 512 * b + 64 * j + 256, high);
     }
     store(d + 16 * b, load_scales<K::kWide>(from.d, b));
     if constexpr (K::kMinima) store(m + 16 * b, load_scales<K::kWide>(from.m, b));
   }
 }
 
-// 4-bit weights against many rows: expanded a panel at a time, once for all of them.
+// 4- and 5-bit weights against many rows: expanded a panel at a time, once for all of them.
 template <class K, int kTiles>
 static void expanded_product(const Panel& all, const Activations& x, Target to) {
   struct alignas(64) Expanded {
@@ -240,15 +257,15 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
     const int64_t blocks = all.blocks - b < step ? all.blocks - b : step;
     for (int t = 0; t < kTiles; ++t) {
       const int64_t skip = t * all.next;
-      Panel from = {all.q + skip + b * 256, all.d + skip + b * K::kScaleBytes,
+      Panel from = {all.q + skip + b * K::kBlockBytes, all.d + skip + b * K::kScaleBytes,
                     all.m + skip + b * K::kScaleBytes, 0, blocks, nullptr};
       expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
     }
     Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m,
                    sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles};
     to.resume = b > 0;
-    int8_all<Kind<Quants::kSmall, true, K::kMinima>, kManyRows, kTiles>(panel, x.int8 + b,
-                                                                         all.blocks, x.rows, to);
+    int8_all<Kind<Quants::kSmall, true, K::kMinima, K::kShift>, kManyRows, kTiles>(
+        panel, x.int8 + b, all.blocks, x.rows, to);
   }
 }
 
@@ -256,17 +273,16 @@ template <class K>
 static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
                         int64_t begin, int64_t end) {
   const int64_t blocks = m.cols / 32;
-  constexpr bool kNibbles = K::kQuants == Quants::kNibbles;
   for (int64_t tile = begin; tile < end;) {
     const uint8_t* at = m.data.get() + tile * m.tile_bytes;
     Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks,
                at + kManyTiles * m.tile_bytes};
     Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
     const bool pair = end - tile >= kManyTiles;
-    if (x.rows <= (kNibbles ? kDirectRows : kFewRows)) {
+    if (x.rows <= (K::kPacked ? kDirectRows : kFewRows)) {
       int8_all<K, kFewRows, 1>(w, x.int8, blocks, x.rows, to);
       ++tile;
-    } else if constexpr (kNibbles) {
+    } else if constexpr (K::kPacked) {
       if (pair) {
         expanded_product<K, kManyTiles>(w, x, to);
       } else {
@@ -368,30 +384,31 @@ static void float_linear(const Matrix& m, const Activations& x, float* y, int64_
   }
 }
 
+// Groups of 32; kShift: of the offset where there are no minima.
+template <Quants kQuants, int kShift>
+static void quants_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
+                          int64_t begin, int64_t end) {
+  auto* run = &int8_linear<Kind<kQuants, false, false, kShift>>;
+  if (m.has_minima) {
+    run = m.wide_scales ? &int8_linear<Kind<kQuants, true, true>>
+                        : &int8_linear<Kind<kQuants, false, true>>;
+  }
+  run(m, x, y, stride, begin, end);
+}
+
 static void linear(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
                    int64_t end) {
-  const bool nibbles = m.layout == Layout::kU4;
   switch (m.layout) {
     case Layout::kF32: return float_linear<Layout::kF32>(m, x, y, stride, begin, end);
     case Layout::kF16: return float_linear<Layout::kF16>(m, x, y, stride, begin, end);
     case Layout::kBf16: return float_linear<Layout::kBf16>(m, x, y, stride, begin, end);
-    case Layout::kU4:
+    case Layout::kU4: return quants_linear<Quants::kNibbles, 3>(m, x, y, stride, begin, end);
+    case Layout::kU5: return quants_linear<Quants::kFives, 4>(m, x, y, stride, begin, end);
     case Layout::kU8: break;
   }
-  constexpr Quants kNibbles = Quants::kNibbles, kBytes = Quants::kBytes;
-  auto* run = &int8_linear<Kind<kNibbles, false, false>>;
-  if (m.group == 16) {
-    run = m.has_minima ? &int8_linear<Kind<kBytes, true, true, 16>>
-                       : &int8_linear<Kind<kBytes, true, false, 16>>;
-  } else if (m.wide_scales) {
-    run = nibbles ? &int8_linear<Kind<kNibbles, true, true>>
-                  : &int8_linear<Kind<kBytes, true, true>>;
-  } else if (m.has_minima) {
-    run = nibbles ? &int8_linear<Kind<kNibbles, false, true>>
-                  : &int8_linear<Kind<kBytes, false, true>>;
-  } else if (!nibbles) {
-    run = &int8_linear<Kind<kBytes, false, false>>;
-  }
+  if (m.group == 32) return quants_linear<Quants::kBytes, 7>(m, x, y, stride, begin, end);
+  auto* run = m.has_minima ? &int8_linear<Kind<Quants::kBytes, true, true, 0, 16>>
+                           : &int8_linear<Kind<Quants::kBytes, true, false, 7, 16>>;
   run(m, x, y, stride, begin, end);
 }
 
@@ -417,7 +434,7 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     }
     return;
   }
-  const bool nibbles = m.layout == Layout::kU4;
+  const int bits = quant_bits(m.layout);
   float d = 0, least = 0;
   for (int64_t i = 0; i < m.cols; ++i) {
     if (i % m.group == 0) {
@@ -432,10 +449,12 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     }
     const int64_t b = i / 32, j = i % 32 / 4;
     int q;
-    if (nibbles) {
-      q = tile[256 * b + 64 * (j % 4) + 4 * lane + i % 4] >> (j < 4 ? 0 : 4) & 15;
+    const uint8_t* block = tile + 64 * bits * b + 4 * lane + i % 4;  // this output's bytes
+    if (bits < 8) {
+      q = block[64 * (j % 4)] >> (j < 4 ? 0 : 4) & 15;
+      if (bits == 5) q |= (block[256] >> j & 1) << 4;
     } else {
-      q = tile[512 * b + 64 * j + 4 * lane + i % 4];
+      q = block[64 * j];
     }
     const float scaled = (float)(q - m.offset) * d;  // rounded once, as the format means it
     out[i] = m.has_minima ? scaled + least : scaled;

@@ -17,13 +17,13 @@ constexpr StoredFormat kFormats[] = {
     {"BF16", 1, 2, Layout::kBf16, 1, false, false},
     {"Q4_0", 32, 18, Layout::kU4, 32, false, false},
     {"Q4_1", 32, 20, Layout::kU4, 32, false, true},
-    {"Q5_0", 32, 22, Layout::kU8, 32, false, false},
-    {"Q5_1", 32, 24, Layout::kU8, 32, false, true},
+    {"Q5_0", 32, 22, Layout::kU5, 32, false, false},
+    {"Q5_1", 32, 24, Layout::kU5, 32, false, true},
     {"Q8_0", 32, 34, Layout::kU8, 32, false, false},
     {"Q2_K", 256, 84, Layout::kU8, 16, true, true},
     {"Q3_K", 256, 110, Layout::kU8, 16, true, false},
     {"Q4_K", 256, 144, Layout::kU4, 32, true, true},
-    {"Q5_K", 256, 176, Layout::kU8, 32, true, true},
+    {"Q5_K", 256, 176, Layout::kU5, 32, true, true},
     {"Q6_K", 256, 210, Layout::kU8, 16, true, false},
 };
 
@@ -120,9 +120,6 @@ void read_block(const StoredFormat& format, const uint8_t* row, int64_t b, Block
       break;
     case '5' * 2:
       read_q5(block, format.has_minima ? 8 : 6, out);
-      if (!format.has_minima) {
-        for (uint32_t& q : out.q) q = biased(q, 16);
-      }
       break;
     case '8' * 2:
       for (int j = 0; j < 8; ++j) out.q[j] = word(block + 2 + 4 * j) ^ kSigns;
@@ -182,16 +179,25 @@ void read_block(const StoredFormat& format, const uint8_t* row, int64_t b, Block
   }
 }
 
+// Eight words of 0 to 31 a byte as kU5 has them, of one row: four of nibbles and one of fifth bits.
+void split_fifths(uint32_t (&q)[8]) {
+  uint32_t fifths = 0;
+  for (int k = 0; k < 8; ++k) fifths |= (q[k] >> 4 & 0x01010101u) << k;
+  for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
+  q[4] = fifths;
+}
+
 // 16 rows of one block format; rows[i] is null where a row is padding, and the tile is zeros.
 void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* const* rows,
                  uint8_t* tile) {
-  const int words = m.layout == Layout::kU4 ? 4 : 8, groups = 32 / m.group;
+  const int words = quant_bits(m.layout), groups = 32 / m.group;
   auto* q = reinterpret_cast<uint32_t*>(tile);
   uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at;
   Block block;
   for (int64_t b = 0; b < m.cols / 32; ++b) {
     for (int64_t i = 0; i < kLanes && rows[i]; ++i) {
       read_block(format, rows[i], b, block);
+      if (m.layout == Layout::kU5) split_fifths(block.q);
       for (int j = 0; j < words; ++j) q[(b * words + j) * kLanes + i] = block.q[j];
       for (int h = 0; h < groups; ++h) {
         const int64_t at = (b * groups + h) * kLanes + i;
@@ -221,6 +227,7 @@ void pack_tile(const StoredFormat& format, const Matrix& m, const uint8_t* const
                uint8_t* tile) {
   switch (m.layout) {
     case Layout::kU4:
+    case Layout::kU5:
     case Layout::kU8:
       return pack_blocks(format, m, rows, tile);
     case Layout::kF32:
@@ -248,9 +255,10 @@ Matrix lay_out(const StoredFormat& format, int64_t rows, int64_t cols) {
   int64_t quants = 0, scales = 0;
   switch (format.layout) {
     case Layout::kU4:
+    case Layout::kU5:
     case Layout::kU8:
-      m.offset = format.has_minima ? 0 : format.layout == Layout::kU4 ? 8 : 128;
-      quants = cols * kLanes / (format.layout == Layout::kU4 ? 2 : 1);
+      m.offset = format.has_minima ? 0 : 1 << (quant_bits(format.layout) - 1);
+      quants = cols * kLanes * quant_bits(format.layout) / 8;
       scales = cols / format.group * kLanes * (format.wide_scales ? 4 : 2);
       break;
     case Layout::kBf16:

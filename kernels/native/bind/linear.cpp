@@ -33,9 +33,10 @@ std::string layout_name(const Matrix& m) {
     case Layout::kF16: return "f16";
     case Layout::kF32: return "f32";
     case Layout::kU4:
+    case Layout::kU5:
     case Layout::kU8: break;
   }
-  return std::string(m.layout == Layout::kU4 ? "u4" : "u8") + " group " + std::to_string(m.group) +
+  return "u" + std::to_string(pdserve::quant_bits(m.layout)) + " group " + std::to_string(m.group) +
          (m.wide_scales ? " f32" : " f16") + (m.has_minima ? " scales and minima" : " scales");
 }
 

@@ -158,6 +158,13 @@ PDS_INLINE B low_nibbles(B x) {
 PDS_INLINE B high_nibbles(B x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
+PDS_INLINE __m256i with_fifth(__m256i nibbles, __m256i fifths, int k) {
+  __m256i there = k < 4 ? _mm256_slli_epi16(fifths, 4 - k) : _mm256_srli_epi16(fifths, k - 4);
+  return _mm256_or_si256(nibbles, _mm256_and_si256(there, _mm256_set1_epi8(16)));
+}
+PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
+  return {with_fifth(nibbles.a, fifths.a, k), with_fifth(nibbles.b, fifths.b, k)};
+}
 // maddubs would saturate the sum of two large products, so even and odd bytes are widened apart.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   int32_t four;

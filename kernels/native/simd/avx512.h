@@ -92,6 +92,11 @@ PDS_INLINE B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(1
 PDS_INLINE B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
+PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
+  __m512i there = k < 4 ? _mm512_slli_epi16(fifths.v, 4 - k) : _mm512_srli_epi16(fifths.v, k - 4);
+  // nibbles | (there & 16)
+  return {_mm512_ternarylogic_epi32(nibbles.v, there, _mm512_set1_epi8(16), 0xF8)};
+}
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);

@@ -224,6 +224,10 @@ PDS_INLINE B load_b(const uint8_t* p) {
 PDS_INLINE void store_b(uint8_t* p, B a) { __builtin_memcpy(p, &a, 64); }
 PDS_INLINE B low_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] & 15; return a; }
 PDS_INLINE B high_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] >> 4; return a; }
+PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
+  PDS_QUARTERS nibbles.v[i] = nibbles.v[i] | ((fifths.v[i] >> k & 1) << 4);
+  return nibbles;
+}
 // A product of bytes fits 16 bits; the sum of two may not, so pairs are added in 32.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   const Short8 even = {x[0], x[2], x[0], x[2], x[0], x[2], x[0], x[2]};

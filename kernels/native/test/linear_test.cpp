@@ -18,13 +18,14 @@ struct Shape {
 
 const Shape kShapes[] = {
     {Layout::kU4, 32, false, false}, {Layout::kU4, 32, false, true}, {Layout::kU4, 32, true, true},
+    {Layout::kU5, 32, false, false}, {Layout::kU5, 32, false, true}, {Layout::kU5, 32, true, true},
     {Layout::kU8, 32, false, false}, {Layout::kU8, 32, false, true}, {Layout::kU8, 32, true, true},
     {Layout::kU8, 16, true, false},  {Layout::kU8, 16, true, true},
     {Layout::kBf16, 32, false, false}, {Layout::kF16, 32, false, false},
     {Layout::kF32, 32, false, false},
 };
 
-bool quantized(const Matrix& m) { return m.layout == Layout::kU4 || m.layout == Layout::kU8; }
+bool quantized(const Matrix& m) { return quant_bits(m.layout) > 0; }
 
 void set_float(uint8_t* at, float value) { std::memcpy(at, &value, 4); }
 void set_half(uint8_t* at, uint16_t value) { std::memcpy(at, &value, 2); }
@@ -38,10 +39,9 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
   m.group = shape.group;
   m.wide_scales = shape.wide;
   m.has_minima = shape.minima;
-  m.offset = shape.minima ? 0 : shape.layout == Layout::kU4 ? 8 : 128;
+  m.offset = shape.minima || !quantized(m) ? 0 : 1 << (quant_bits(shape.layout) - 1);
   int64_t inputs = shape.layout == Layout::kBf16 ? round_up(cols, 2) : cols;
-  int bits = shape.layout == Layout::kU4 ? 4 : shape.layout == Layout::kU8 ? 8
-             : shape.layout == Layout::kF32 ? 32 : 16;
+  int bits = quantized(m) ? quant_bits(shape.layout) : shape.layout == Layout::kF32 ? 32 : 16;
   int64_t quants = inputs * kLanes * bits / 8;
   int scale_bytes = shape.wide ? 4 : 2;
   int64_t scales = quantized(m) ? cols / shape.group * kLanes * scale_bytes : 0;
@@ -53,7 +53,7 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
   for (int64_t tile = 0; tile < m.tiles(); ++tile) {
     uint8_t* at = m.data.get() + tile * m.tile_bytes;
     for (int64_t i = 0; i < quants * 8 / bits; ++i) {
-      if (m.layout == Layout::kU4 || m.layout == Layout::kU8) {
+      if (quantized(m)) {
         if (i < quants) at[i] = static_cast<uint8_t>(random.bits());
       } else if (m.layout == Layout::kF32) {
         set_float(at + 4 * i, random.uniform());
@@ -195,7 +195,7 @@ void check_poison(const Shape& shape, float poison) {
 void test_linear() {
   Random random(3);
   for (const Shape& shape : kShapes) {
-    const bool blocks = shape.layout == Layout::kU4 || shape.layout == Layout::kU8;
+    const bool blocks = quant_bits(shape.layout) > 0;
     for (int64_t rows : {1, 2, 3, 5, 8, 13, 33}) {
       check_matrix(random, shape, rows, 1 + random.below(70), 32 * (1 + random.below(4)));
       if (!blocks) check_matrix(random, shape, rows, 1 + random.below(70), 1 + random.below(70));

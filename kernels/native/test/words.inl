@@ -85,10 +85,16 @@ int run_words(const Operands& o, Result* results) {
   s.put("select", select(less(a, b), b, c), Equal::kBits);
   s.put("select_i", select(less(a, b), i, j));
 
+  uint8_t small[64];
+  for (int k = 0; k < 64; ++k) small[k] = o.w[k] & 127;
+  B sevens = load_b(small);
   s.put("low_nibbles", low_nibbles(w));
   s.put("high_nibbles", high_nibbles(w));
+  s.put("with_fifth_0", with_fifth(low_nibbles(w), w, 0));
+  s.put("with_fifth_3", with_fifth(high_nibbles(w), w, 3));
+  s.put("with_fifth_7", with_fifth(low_nibbles(w), w, 7));
   s.put("dot", dot(set1_i(o.shift - 7), w, o.x));
-  s.put("dot_small", dot_small(set1_i(o.shift - 7), low_nibbles(w), o.x));
+  s.put("dot_small", dot_small(set1_i(o.shift - 7), sevens, o.x));
   s.put("dot_bf16", dot_bf16(c, w, o.pair), Equal::kNearly);
 
   s.put_one("reduce_add", reduce_add(c));

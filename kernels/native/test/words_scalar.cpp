@@ -154,13 +154,22 @@ int run_words(const Operands& o, Result* results) {
   for (int k = 0; k < 64; ++k) low[k] = o.w[k] & 15;
   auto* high = reinterpret_cast<uint8_t*>(s.next("high_nibbles")->lane);
   for (int k = 0; k < 64; ++k) high[k] = o.w[k] >> 4;
+  auto fifth = [&](const char* word, int shift, int bit) {
+    auto* out = reinterpret_cast<uint8_t*>(s.next(word)->lane);
+    for (int k = 0; k < 64; ++k) {
+      out[k] = static_cast<uint8_t>((o.w[k] >> shift & 15) | (o.w[k] >> bit & 1) << 4);
+    }
+  };
+  fifth("with_fifth_0", 0, 0);
+  fifth("with_fifth_3", 4, 3);
+  fifth("with_fifth_7", 0, 7);
   auto dot = [&](int l, int mask) {
     int sum = o.shift - 7;
     for (int k = 0; k < 4; ++k) sum += (o.w[4 * l + k] & mask) * o.x[k];
     return sum;
   };
   s.put("dot", [&](int l) { return dot(l, 255); });
-  s.put("dot_small", [&](int l) { return dot(l, 15); });
+  s.put("dot_small", [&](int l) { return dot(l, 127); });
   s.put("dot_bf16", [&](int l) {
     uint16_t pair[2];
     std::memcpy(pair, o.w + 4 * l, 4);
