@@ -30,6 +30,7 @@ class Wave:
 
     answers: tuple[Answer, ...]
     wall_s: float
+    failed: int = 0  # streams that broke and were asked again
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,16 +93,33 @@ async def ask(host: str, port: int, request: bytes) -> Answer:
 
 
 async def closed_loop(
-    url: str, model: str, prompts: Sequence[Sequence[int]], new: int, workers: int
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    workers: int,
+    may_fail: int = 0,
 ) -> Wave:
-    """Asks every prompt once; raises RuntimeError if a length is not as asked."""
+    """Gets an answer to every prompt; raises RuntimeError if a length is not as asked.
+
+    As many as `may_fail` streams may break and are asked again, on the server's time.
+    """
     host, _, port = url.removeprefix("http://").partition(":")
     waiting = [request_bytes(host, model, ids, new) for ids in reversed(prompts)]
     answers: list[Answer] = []
 
+    broken: list[RuntimeError] = []
+
     async def work() -> None:
         while waiting:
-            answers.append(await ask(host, int(port), waiting.pop()))
+            request = waiting.pop()
+            try:
+                answers.append(await ask(host, int(port), request))
+            except RuntimeError as error:
+                broken.append(error)
+                if len(broken) > may_fail:
+                    raise
+                waiting.append(request)
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -111,4 +129,4 @@ async def closed_loop(
     lengths = {(a.prompt_tokens, a.completion_tokens) for a in answers}
     if lengths != {(len(prompts[0]), new)}:
         raise RuntimeError(f"lengths {lengths}, not {(len(prompts[0]), new)}")
-    return Wave(tuple(answers), wall_s)
+    return Wave(tuple(answers), wall_s, len(broken))

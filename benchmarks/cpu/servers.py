@@ -26,6 +26,9 @@ from weights import q4_0_gguf, shipped_gguf
 
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
 VOCAB = 49152  # of SmolLM2
+# Of a run: llama-server ends a stream in a few hundred with an error ("does not match the expected
+# Content-only format"). Ours may not fail at all.
+LLAMA_MAY_FAIL = 4
 MIXED, SPLIT = "pdserve up --prefill 0", "pdserve up, split"
 LLAMA, LLAMA_Q4_0 = "llama-server", "llama-server q4_0"
 
@@ -85,10 +88,7 @@ def model_name(url: str) -> str:
 
 @functools.cache
 def text_slices() -> list[tuple[int, ...]]:
-    """Slices of this repository's prose, each from another offset, in a fixed random order.
-
-    Text, since llama-server ends a stream with an error when what random ids lead to is not.
-    """
+    """Slices of this repository's prose, each from another offset, in a fixed random order."""
     texts = [(ROOT / name).read_text() for name in ("benchmarks/text/prose.txt", "LICENSE")]
     ids = reference_tokenizer().encode("\n\n".join(texts))
     slices = [tuple(ids[at : at + PROMPT]) for at in range(len(ids) - PROMPT)]
@@ -96,12 +96,12 @@ def text_slices() -> list[tuple[int, ...]]:
     return slices
 
 
-def wave(url: str, number: int) -> Wave:
+def wave(url: str, number: int, may_fail: int = 0) -> Wave:
     """Run `number`: prompts that no server has seen."""
     prompts = text_slices()[number * REQUESTS : (number + 1) * REQUESTS]
     if len(prompts) < REQUESTS:
         raise ValueError(f"the text is too short for run {number}")
-    return asyncio.run(closed_loop(url, model_name(url), prompts, NEW, WORKERS))
+    return asyncio.run(closed_loop(url, model_name(url), prompts, NEW, WORKERS, may_fail))
 
 
 def remote_wave(fleet: Fleet, number: int) -> Wave:
@@ -125,16 +125,19 @@ def serve_rows(pairs: int, logs: Path) -> dict[str, dict[str, object]]:
         )
         ways: dict[str, Callable[[int], Wave]] = {
             MIXED: lambda n: wave(mixed.url, n),
-            LLAMA: lambda n: wave(llama.url, n),
+            LLAMA: lambda n: wave(llama.url, n, LLAMA_MAY_FAIL),
             SPLIT: lambda n: remote_wave(split, n),
-            LLAMA_Q4_0: lambda n: wave(q4_0.url, n),
+            LLAMA_Q4_0: lambda n: wave(q4_0.url, n, LLAMA_MAY_FAIL),
         }
         speeds: dict[str, list[float]] = {name: [] for name in ways}
         firsts: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(pairs + 1):
             for name, run in ways.items():
                 done = run(number)
-                told(f"{name}: {done.tokens_per_s:.1f} tok/s, TTFT p50 {done.first_p50_s:.3f} s")
+                told(
+                    f"{name}: {done.tokens_per_s:.1f} tok/s, TTFT p50 {done.first_p50_s:.3f} s"
+                    f", {done.failed} failed"
+                )
                 if number:  # the first round warms up
                     speeds[name].append(done.tokens_per_s)
                     firsts[name].append(done.first_p50_s)

@@ -37,13 +37,13 @@ class Server:
         await writer.wait_closed()
 
 
-def run(server: Server, requests: int, workers: int) -> Wave:
+def run(server: Server, requests: int, workers: int, may_fail: int = 0) -> Wave:
     async def both() -> Wave:
         listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
         async with listener:
             port = listener.sockets[0].getsockname()[1]
             prompts = [(i, 2, 3) for i in range(requests)]
-            return await closed_loop(f"http://127.0.0.1:{port}", "m", prompts, 4, workers)
+            return await closed_loop(f"http://127.0.0.1:{port}", "m", prompts, 4, workers, may_fail)
 
     return asyncio.run(both())
 
@@ -76,6 +76,13 @@ def test_a_broken_stream_is_an_error(answer: bytes) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run(Server(lambda body: answer), 1, 1)
     assert "not a whole stream" in str(caught.value.exceptions[0])
+
+
+def test_as_many_streams_as_allowed_are_asked_again() -> None:
+    answers = [b"data: {}\n\n", stream(3, 4), b"", *[stream(3, 4)] * 3]
+    server = Server(lambda body: answers.pop(0))
+    wave = run(server, requests=4, workers=1, may_fail=2)
+    assert (server.count, wave.failed, len(wave.answers)) == (6, 2, 4)
 
 
 def test_usage_is_found_behind_events_without_it() -> None:
