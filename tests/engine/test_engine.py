@@ -1,20 +1,15 @@
 """The engine through its public methods, over a decoder that reads every key by block table."""
 
 import pytest
-import torch
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import FakeDecoder, fake_spec, reference
+from fake_decoder import fake_spec, reference
 
-from pdserve.engine.batch import Batch, Ints
-from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
-from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.request import (
     ChoiceState,
     Computed,
     Finished,
     FinishReason,
     NewTokens,
-    RequestFailed,
     Scheduled,
 )
 
@@ -201,107 +196,6 @@ def test_choices_are_preempted_together_and_go_on() -> None:
     assert_at_rest(engine)
 
 
-def test_stop_ids_end_a_choice_and_min_tokens_masks_them() -> None:
-    free = expected(list(range(10)), 8)
-    stop = free[2]
-    (ids,) = tokens(run(fake_engine(), ask("a", range(10), stop_token_ids=(stop,)))).values()
-    assert ids == free[: free.index(stop) + 1]
-    events = run(fake_engine(), ask("a", range(10), stop_token_ids=(stop,), min_tokens=6))
-    (ids,) = tokens(events).values()
-    assert stop not in ids[:6]
-    assert len(ids) >= 6
-
-
-def test_eos_ends_unless_ignored() -> None:
-    free = expected(list(range(10)), 8)
-    engine = fake_engine(eos_ids=frozenset({free[0]}))
-    events = run(engine, ask("a", range(10)), ask("b", range(10), ignore_eos=True))
-    assert tokens(events) == {("a", 0): free[:1], ("b", 0): free}
-    assert of(events, NewTokens, "a")[0].finish is FinishReason.STOP
-
-
-def test_max_tokens_defaults_to_what_is_left_of_the_context() -> None:
-    engine = fake_engine(context_len=24)
-    events = run(engine, ask("a", range(10), max_tokens=None))
-    assert len(tokens(events)["a", 0]) == 14
-    assert of(events, NewTokens)[-1].finish is FinishReason.LENGTH
-    small = fake_engine(num_blocks=4, context_len=200)
-    assert len(tokens(run(small, ask("a", range(10), max_tokens=None)))["a", 0]) == 7
-
-
-def test_what_never_fits_is_refused_and_what_fits_later_waits() -> None:
-    engine = fake_engine(num_blocks=6, context_len=40)
-    with pytest.raises(ContextLengthExceeded) as too_long:
-        engine.submit(ask("a", range(10), max_tokens=31))
-    assert too_long.value.param == "max_tokens"
-    with pytest.raises(ContextLengthExceeded):
-        engine.submit(ask("a", range(25), max_tokens=1))  # the pool holds 24, the context 40
-    with pytest.raises(ContextLengthExceeded):
-        engine.submit(ask("a", range(8), n=4, max_tokens=6))
-    assert not engine.has_work
-    events = run(engine, *(ask(k, range(12), max_tokens=13) for k in "abc"))
-    assert len(of(events, Finished)) == 3
-    assert_at_rest(engine)
-
-
-def test_choices_without_max_tokens_share_a_pool_as_large_as_the_context() -> None:
-    engine = fake_engine(num_blocks=6, context_len=24)
-    found = tokens(run(engine, ask("a", range(10), n=2, max_tokens=None, ignore_eos=True)))
-    assert [len(ids) for ids in found.values()] == [7, 7]
-    assert_at_rest(engine)
-
-
-@pytest.mark.parametrize(
-    ("param", "fields"),
-    [
-        ("temperature", {"temperature": float("nan")}),
-        ("temperature", {"temperature": -1.0}),
-        ("top_p", {"top_p": 0.0}),
-        ("top_k", {"top_k": -1}),
-        ("min_p", {"min_p": 1.5}),
-        ("repetition_penalty", {"repetition_penalty": 0.0}),
-        ("presence_penalty", {"presence_penalty": float("inf")}),
-        ("frequency_penalty", {"frequency_penalty": float("nan")}),
-        ("logit_bias", {"logit_bias": {64: 1.0}}),
-        ("logit_bias", {"logit_bias": {1: float("nan")}}),
-        ("stop_token_ids", {"stop_token_ids": (-1,)}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("min_tokens", {"min_tokens": 9}),
-        ("logprobs", {"logprobs": 21}),
-        ("prompt_logprobs", {"prompt_logprobs": 21}),
-        ("prompt_logprobs", {"prompt_logprobs": -1}),
-        ("n", {"n": 0}),
-        ("n", {"n": 9}),
-        ("n", {"n": 2, "choices": (ChoiceState(),)}),
-        ("seed", {"seed": 1 << 64}),
-    ],
-)
-def test_bad_parameters_are_named(param: str, fields: dict[str, object]) -> None:
-    engine = fake_engine()
-    with pytest.raises(InvalidRequest) as refused:
-        engine.submit(ask("a", range(5), **fields))  # type: ignore[arg-type]
-    assert refused.value.param == param
-    assert not engine.has_work
-
-
-@pytest.mark.parametrize("prompt", [[], [64], [-1]])
-def test_bad_prompts_are_refused(prompt: list[int]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        fake_engine().submit(ask("a", prompt))
-    assert refused.value.param == "prompt"
-
-
-def test_the_queue_is_bounded_and_keys_are_unique() -> None:
-    engine = fake_engine(max_waiting=2)
-    engine.submit(ask("a", range(5)))
-    with pytest.raises(InvalidRequest):
-        engine.submit(ask("a", range(5)))
-    engine.submit(ask("b", range(5)))
-    with pytest.raises(QueueFull):
-        engine.submit(ask("c", range(5)))
-    assert len(of(run(engine), Finished)) == 2
-
-
 def test_short_prompts_overtake_and_long_ones_still_come() -> None:
     now = [0.0]
     engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
@@ -385,18 +279,6 @@ def test_a_prefill_only_request_is_never_preempted() -> None:
     assert_at_rest(engine)
 
 
-def test_a_choice_aborted_early_leaves_its_place_to_others() -> None:
-    engine = fake_engine(max_running=4)
-    engine.submit(ask("a", range(60), n=3))
-    engine.step()
-    engine.abort("a", [1])
-    engine.submit(ask("b", range(5), n=2))
-    engine.step()
-    assert engine.stats().running == 2
-    run(engine)
-    assert_at_rest(engine)
-
-
 def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
     engine = fake_engine(max_running=1)
     run(engine, ask("long", range(50)))
@@ -417,127 +299,6 @@ def test_a_window_gives_its_blocks_back_on_the_way() -> None:
     assert full >= 20
     assert window <= 3
     run(engine)
-    assert_at_rest(engine)
-
-
-def test_abort_in_every_state() -> None:
-    engine = fake_engine(num_blocks=30, max_running=4)
-    assert not engine.abort("nobody")
-    engine.submit(ask("queued", range(10)))
-    assert engine.abort("queued")
-    engine.submit(ask("chunked", range(40)))
-    step = engine.step()
-    assert step is not None
-    assert of(step.events, Finished, "queued")
-    assert of(step.events, Computed, "chunked")
-    engine.abort("chunked")
-    engine.submit(ask("decoding", range(4)))
-    for _ in range(3):
-        engine.step()
-    assert engine.stats().running == 1
-    engine.abort("decoding")
-    run(engine, ask("held", range(9), prefill_only=True))
-    engine.abort("held")
-    engine.submit(ask("prefilling", range(40), prefill_only=True))
-    engine.step()
-    engine.abort("prefilling")
-    assert_at_rest(engine)
-    assert run(engine) == []
-
-
-def test_abort_of_single_choices() -> None:
-    engine = fake_engine(num_blocks=60)
-    options = {"n": 3, "seed": 4, "temperature": 1.0}
-    whole = tokens(run(fake_engine(), ask("a", range(33), **options)))
-    engine.submit(ask("a", range(33), **options))
-    engine.step()
-    engine.abort("a", [1])  # while the prompt is computed
-    events = list(run(engine, max_steps=2000))
-    got = tokens(events)
-    assert got["a", 0] == whole["a", 0]
-    assert got["a", 2] == whole["a", 2]
-    assert got["a", 1] == []
-    engine.submit(ask("b", range(33), **options))
-    for _ in range(5):
-        engine.step()
-    engine.abort("b", [0, 7])
-    engine.abort("b", [0])
-    rest = run(engine)
-    ended = [(e.choice, e.finish) for e in of(rest, NewTokens, "b") if e.finish]
-    assert ended[0] == (0, FinishReason.ABORTED)
-    assert sorted(c for c, _ in ended) == [0, 1, 2]
-    engine.submit(ask("c", range(5), n=2))
-    engine.abort("c", [0])
-    engine.abort("c", [1])
-    last = run(engine)
-    assert [e.finish for e in of(last, NewTokens)] == [FinishReason.ABORTED] * 2
-    assert len(of(last, Finished)) == 1
-    assert_at_rest(engine)
-
-
-def test_a_start_with_every_choice_ended_ends_at_once() -> None:
-    engine = fake_engine()
-    done = (ChoiceState((3, 4), FinishReason.STOP), ChoiceState(tuple(range(8))))
-    events = run(engine, ask("a", range(5), n=2, choices=done))
-    assert events == [NewTokens("a", 1, 8, (), (), FinishReason.LENGTH), Finished("a", 0)]
-
-
-class Poisoned(FakeDecoder):
-    """NaN logits for the rows whose first token is `poison`; raises when it is 14."""
-
-    poison = 13
-
-    def forward(self, batch: Batch[Ints], kv: KvCache) -> torch.Tensor:
-        logits = super().forward(batch, kv)
-        for output, token in enumerate(batch.logit_tokens.tolist()):
-            row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)
-            first = int(kv.layer(0)[0][batch.groups[0].block_table[row, 0], 0, 0, 0, 0])
-            if first == self.poison:
-                logits[output, 5] = float("nan")
-            if first == 14:
-                raise RuntimeError("no luck")
-        return logits
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}])
-def test_nan_fails_that_request_only(options: dict[str, float]) -> None:
-    engine = fake_engine(model=Poisoned(fake_spec()))
-    events = run(engine, ask("bad", [13, 1], **options), ask("good", [12, 1], max_tokens=4))
-    (failed,) = of(events, RequestFailed)
-    assert failed.key == "bad"
-    assert "finite" in failed.message
-    assert not of(events, NewTokens, "bad")
-    assert tokens(events)["good", 0] == expected([12, 1], 4)
-    assert_at_rest(engine)
-
-
-@WINDOWS
-def test_kv_that_led_to_nan_is_not_found_again(window: int) -> None:
-    model = Poisoned(fake_spec(window=window))
-    engine = fake_engine(model=model, window=window)
-    prompt = [13, *range(20)]
-    assert of(run(engine, ask("bad", prompt)), RequestFailed)
-    assert engine.take_prefix_events() == ([], [])
-    model.poison = 15
-    after = run(engine, ask("good", prompt))
-    assert of(after, Finished)[0].cached_tokens == 0
-    assert tokens(after)["good", 0] == expected(prompt, window=window)
-    model.poison = 13
-    assert of(run(engine, ask("bad", prompt)), RequestFailed)
-    added, removed = engine.take_prefix_events()
-    assert not removed
-    assert len(added) == 2  # behind the prompt, of "good"
-    assert_at_rest(engine)
-
-
-def test_a_model_that_raises_fails_the_step_and_the_rest_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = fake_engine(model=Poisoned(fake_spec()), max_running=1)
-    events = run(engine, ask("bad", [14, 1]), ask("good", [12, 1], max_tokens=4))
-    assert [e.key for e in of(events, RequestFailed)] == ["bad"]
-    assert "no luck" in caplog.text
-    assert tokens(events)["good", 0] == expected([12, 1], 4)
     assert_at_rest(engine)
 
 

@@ -8,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+from engine_kit import ask, fake_engine, run, tokens
+
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.promise import Promises
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.request import Finished, NewTokens, Request, Step, prefix_ids
@@ -162,3 +166,30 @@ class Pair:
 def fresh(request: Request) -> Request:
     """The same request as another attempt."""
     return replace(request, key=os.urandom(16).hex())
+
+
+MakePair = Callable[..., Pair]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(i * 7 + seed * 13 + i * i) % 60 for i in range(length)]
+
+
+def request(length: int, seed: int = 0, **params: Any) -> Request:
+    return fresh(ask("", prompt(length, seed), **params))
+
+
+def local(asked: Request, **engine: Any) -> dict[int, list[int]]:
+    """What one engine alone answers."""
+    found = tokens(run(fake_engine(**engine), asked))
+    return {choice: ids for (_, choice), ids in found.items()}
+
+
+def promise_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there had been room when it was admitted."""
+
+    def offer(promises: Promises, blocks: int, available: int, running: int) -> bool:
+        promises.blocks += blocks
+        return True
+
+    monkeypatch.setattr(Promises, "offer", offer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import fake_engine
+from engine_kit import ask, fake_engine, run, tokens
 
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.config import EngineConfig
@@ -219,3 +219,12 @@ async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> 
 
 def engine_maker(**options: Any) -> Callable[[], Engine]:
     return lambda: fake_engine(**({"num_blocks": 256} | options))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(i * 7 + seed * 13 + i * i) % 60 for i in range(length)]
+
+
+def expected(ids: list[int], **params: Any) -> dict[int, list[int]]:
+    answer = tokens(run(fake_engine(), ask("x", ids, **params)))
+    return {choice: found for (_, choice), found in answer.items()}

@@ -1,17 +1,15 @@
-"""The decode service over real gRPC: local and remote prompts, cancel, deadlines, sessions."""
+"""The decode service over real gRPC: local and remote prompts, choices, drain, metrics, health."""
 
 import asyncio
 import hashlib
 import socket
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from engine_kit import ask, fake_engine, run, tokens
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import (
@@ -19,9 +17,8 @@ from worker_kit import (
     SECRET,
     Pair,
     SessionClient,
-    build_with,
-    engine_maker,
-    worker_pair,
+    expected,
+    prompt,
 )
 
 from pdserve.engine.transport.registry import transports
@@ -32,7 +29,6 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub
 from pdserve.services.decode.served import Served
 from pdserve.services.host.channel import open_channel
 
-Test = Callable[[Pair], Awaitable[None]]
 STEP_S = 0.1  # of a slow model
 
 
@@ -52,38 +48,6 @@ class Gate:
 
     def logits(self, hidden: Any) -> Any:
         return self._inner.logits(hidden)
-
-
-@pytest.fixture
-def with_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    def run_test(
-        test: Test,
-        transport: str = "tcp",
-        engine: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
-        build_with(monkeypatch, engine_maker(**(engine or {})))
-
-        async def main() -> None:
-            async with worker_pair(tmp_path, transport, **settings) as pair:
-                await test(pair)
-
-        before = threading.active_count()
-        asyncio.run(main())
-        names = [t.name for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
-        assert not names, (before, names)
-        assert not list(tmp_path.iterdir())
-
-    return run_test
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(i * 7 + seed * 13 + i * i) % 60 for i in range(length)]
-
-
-def expected(ids: list[int], **params: Any) -> dict[int, list[int]]:
-    answer = tokens(run(fake_engine(), ask("x", ids, **params)))
-    return {choice: found for (_, choice), found in answer.items()}
 
 
 def test_a_local_prompt(with_pair: Callable[..., None]) -> None:
@@ -260,109 +224,6 @@ def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
         assert pair.decode_role.core.num_stale == 2, "the busy ones were not known any more"
 
     with_pair(test, engine={"num_blocks": 64})
-
-
-@pytest.mark.parametrize("remote", [True, False])
-def test_cancel_frees_within_a_step(with_pair: Callable[..., None], remote: bool) -> None:
-    async def test(pair: Pair) -> None:
-        params = {"max_tokens": 150}
-        if remote:
-            attempt = await pair.hand_off(prompt(50), params=params)
-        else:
-            attempt = pair.admit(prompt(50), remote=False, params=params)
-        await pair.decode.wait("tokens", attempt)
-        pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
-        await pair.at_rest()
-        assert pair.decode_role.core.num_served == 0
-        assert "finished" not in pair.decode.kinds(attempt)
-        assert sum(map(len, pair.decode.tokens(attempt).values())) < 150
-
-    with_pair(test)
-
-
-def test_cancel_of_a_single_choice(with_pair: Callable[..., None]) -> None:
-    async def test(pair: Pair) -> None:
-        params = {"n": 2, "temperature": 1.0, "max_tokens": 100}
-        attempt = pair.admit(prompt(50), remote=False, params=params)
-        await pair.decode.wait("tokens", attempt)
-        cancel = wire.CancelAttempt(attempt=attempt, choices=[0])
-        pair.decode.send(wire.DecodeCommand(cancel=cancel))
-        await pair.decode.wait("finished", attempt)
-        found = pair.decode.tokens(attempt)
-        assert len(found[0]) < 100 == len(found[1])
-        assert any(
-            m.finish == pb.ABORTED and m.choice == 0 for k, m in pair.decode.events if k == "tokens"
-        )
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_a_deadline_ends_it(with_pair: Callable[..., None]) -> None:
-    async def test(pair: Pair) -> None:
-        remote = pair.admit(prompt(50), remaining_ms=200)  # prefill never comes
-        failed = await pair.decode.wait("failed", remote)
-        assert failed.failure.code == pb.DEADLINE_EXCEEDED
-        assert pair.decode.kinds(remote) == ["admitted", "failed"]
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_the_queue_timeout_counts_only_while_it_waits(with_pair: Callable[..., None]) -> None:
-    async def test(pair: Pair) -> None:
-        waits = pair.admit(prompt(50), queue_remaining_ms=150)  # prefill never comes
-        failed = await pair.decode.wait("failed", waits)
-        assert failed.failure.code == pb.QUEUE_TIMEOUT
-        runs = await pair.hand_off(prompt(50), queue_remaining_ms=2000)
-        await pair.decode.wait("finished", runs)
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
-    async def test(pair: Pair) -> None:
-        attempt = pair.admit(prompt(60))
-        admitted = await pair.decode.wait("admitted", attempt)
-        pair.start_prefill(attempt, prompt(30), admitted.ticket)  # not the ids it was promised for
-        lost = await pair.decode.wait("handoff_lost", attempt)
-        assert lost.reason == "claim of 30 tokens, not 59"
-        failed = await pair.prefill.wait("failed", attempt)
-        assert failed.failure.code == pb.UNAVAILABLE
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_a_lost_session_ends_its_attempts_after_a_grace(
-    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.services.decode.core.SESSION_GRACE_S", 0.2)
-
-    async def test(pair: Pair) -> None:
-        attempt = pair.admit(prompt(50))  # a promise
-        await pair.decode.wait("admitted", attempt)
-        await pair.decode.close()
-        assert pair.decode_role.core.num_served == 1
-        await asyncio.sleep(0.4)
-        assert pair.decode_role.core.num_served == 0
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_resume_is_gone_and_unknown_cancels_are_counted(with_pair: Callable[..., None]) -> None:
-    async def test(pair: Pair) -> None:
-        pair.decode.send(wire.DecodeCommand(resume=wire.Resume(attempt=b"x" * 16, epoch=9)))
-        await pair.decode.wait("gone", b"x" * 16)
-        cancel = wire.CancelAttempt(attempt=b"y" * 16)
-        pair.decode.send(wire.DecodeCommand(cancel=cancel))
-        attempt = pair.admit(prompt(9), remote=False)
-        await pair.decode.wait("finished", attempt)
-        assert pair.decode_role.core.num_stale == 1
-
-    with_pair(test)
 
 
 def test_many_requests_share_messages(with_pair: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Requests through a real router to fake workers: placing, retries, failover, cancel."""
+"""Requests through a real router to fake workers: placing, queueing, cancel, sessions."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,10 @@ from pdserve.protos import worker_pb2 as wire
 
 pytestmark = pytest.mark.anyio
 
+
 LONG = list(range(600))
+
+
 SHORT = list(range(20))
 
 
@@ -107,147 +110,6 @@ async def test_queued_requests_begin_in_order(make_cluster: Any) -> None:
     for name in names:
         assert isinstance(await gateway.end(name), pb.Finished)
     assert [a.start.request for a in decode.of("admit")] == names
-
-
-async def test_failed_prefill_moves_on_then_stays_local(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    prefills = [await cluster.prefill() for _ in range(3)]
-    for prefill in prefills:
-        prefill.fail = 10
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG)
-    finished = await gateway.end("r")
-    assert not finished.remote
-    assert gateway.ids("r") == expected(LONG, 8)
-    assert sorted(len(p.ids) for p in prefills) == [0, 1, 1]
-    attempts = [admit.attempt for admit in decode.of("admit")]
-    assert len(set(attempts)) == 3
-    assert [c[0] for c in decode.cancelled] == attempts[:2]
-    assert len(gateway.of("r", "placed")) == 3
-    assert cluster.router.core.view().retries == 2
-
-
-async def test_prefill_worker_dies_during_transfer(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    prefill = await cluster.prefill()
-    prefill.hang = True
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG)
-    await prefill.until(lambda: bool(prefill.ids))
-    assert decode.arrived
-    await prefill.kill()
-    finished = await gateway.end("r")
-    assert not finished.remote
-    assert gateway.ids("r") == expected(LONG, 8)
-    assert len(decode.cancelled) == 1
-
-
-async def test_handoff_lost_is_tried_again(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    first = await cluster.prefill()
-    first.hang = True
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG)
-    await first.until(lambda: bool(first.ids))
-    second = await cluster.prefill()
-    attempt = next(iter(first.ids))
-    lost = wire.HandoffLost(attempt=attempt, reason="no progress")
-    decode.tasks.pop(attempt).cancel()
-    decode.put(wire.DecodeEvent(handoff_lost=lost))
-    assert (await gateway.end("r")).remote
-    assert gateway.ids("r") == expected(LONG, 8)
-    assert len(second.ids) == 1
-    assert first.cancelled == [(attempt, ())]
-    assert not decode.cancelled
-
-
-@pytest.mark.parametrize("n", [1, 3])
-async def test_decode_worker_dies_mid_stream(make_cluster: Any, expected: Any, n: int) -> None:
-    cluster = await make_cluster()
-    dying = await cluster.decode()
-    dying.hold_at = 5
-    gateway = await cluster.gateway()
-    await gateway.start("r", SHORT, max_tokens=12, n=n)
-    await gateway.until(lambda: all(len(gateway.ids("r", c)) == 5 for c in range(n)))
-    survivor = await cluster.decode()
-    await dying.kill()
-    assert isinstance(await gateway.end("r"), pb.Finished)
-    for choice in range(n):
-        assert gateway.ids("r", choice) == expected(SHORT, 12, choice)
-    (admit,) = survivor.of("admit")
-    assert [len(c.generated_ids) for c in admit.start.choices] == [5] * n
-    assert admit.start.strikes == 1
-    placed = gateway.of("r", "placed")
-    assert [p.placement.decode_boot for p in placed] == [dying.boot, survivor.boot]
-
-
-async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    dying = await cluster.decode()
-    dying.hold_at = 5
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG, max_tokens=12)
-    await gateway.until(lambda: len(gateway.ids("r")) == 5)
-    await cluster.decode()
-    prefill = await cluster.prefill()
-    await dying.kill()
-    assert (await gateway.end("r")).remote
-    ids = expected(LONG, 12)
-    assert gateway.ids("r") == ids
-    assert list(prefill.ids.values()) == [[*LONG, *ids[:4]]]
-
-
-async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    gateway = await cluster.gateway()
-    victims = []
-    for strike in (1, 2):
-        victims.append(await cluster.decode(hold_at=2 * strike))
-        if strike == 1:
-            await gateway.start("r", SHORT)
-        await gateway.until(lambda: len(gateway.ids("r")) == 2 * len(victims))
-        await victims[-1].kill()
-    third = await cluster.decode()
-    assert (await gateway.end("r")).failure.code == pb.STRUCK_TWICE
-    assert victims[1].of("admit")[0].start.strikes == 1
-    assert gateway.ids("r") == expected(SHORT, 4)
-    assert not third.of("admit")
-
-
-async def test_dead_worker_that_has_not_begun_is_no_strike(make_cluster: Any) -> None:
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    prefill = await cluster.prefill()
-    prefill.hang = True
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG)
-    await prefill.until(lambda: bool(prefill.ids))
-    prefill.hang = False
-    other = await cluster.decode()
-    prefill.decodes.append(other)
-    await decode.kill()
-    assert isinstance(await gateway.end("r"), pb.Finished)
-    (admit,) = other.of("admit")
-    assert admit.start.strikes == 0
-    assert len(prefill.cancelled) == 1
-
-
-async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: Any) -> None:
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    decode.hold_at = 3
-    gateway = await cluster.gateway()
-    await gateway.start("r", SHORT)
-    await gateway.until(lambda: len(gateway.ids("r")) == 3)
-    decode.released.set()
-    decode.outboxes[-1].close()
-    assert isinstance(await gateway.end("r"), pb.Finished)
-    assert gateway.ids("r") == expected(SHORT, 8)
-    assert len(decode.outboxes) == 2
-    assert [a.start.strikes for a in decode.of("admit")] == [0, 0]
 
 
 async def test_cancel_reaches_both_sides(make_cluster: Any) -> None:

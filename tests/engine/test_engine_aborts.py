@@ -1,0 +1,156 @@
+"""Requests that end before their time: aborted, or failed by the model."""
+
+import pytest
+import torch
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fake_decoder import FakeDecoder, fake_spec, reference
+
+from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.request import (
+    ChoiceState,
+    Computed,
+    Finished,
+    FinishReason,
+    NewTokens,
+    RequestFailed,
+)
+
+WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
+
+
+def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
+    return reference(prompt, fake_spec(4, window), count)
+
+
+def test_a_choice_aborted_early_leaves_its_place_to_others() -> None:
+    engine = fake_engine(max_running=4)
+    engine.submit(ask("a", range(60), n=3))
+    engine.step()
+    engine.abort("a", [1])
+    engine.submit(ask("b", range(5), n=2))
+    engine.step()
+    assert engine.stats().running == 2
+    run(engine)
+    assert_at_rest(engine)
+
+
+def test_abort_in_every_state() -> None:
+    engine = fake_engine(num_blocks=30, max_running=4)
+    assert not engine.abort("nobody")
+    engine.submit(ask("queued", range(10)))
+    assert engine.abort("queued")
+    engine.submit(ask("chunked", range(40)))
+    step = engine.step()
+    assert step is not None
+    assert of(step.events, Finished, "queued")
+    assert of(step.events, Computed, "chunked")
+    engine.abort("chunked")
+    engine.submit(ask("decoding", range(4)))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().running == 1
+    engine.abort("decoding")
+    run(engine, ask("held", range(9), prefill_only=True))
+    engine.abort("held")
+    engine.submit(ask("prefilling", range(40), prefill_only=True))
+    engine.step()
+    engine.abort("prefilling")
+    assert_at_rest(engine)
+    assert run(engine) == []
+
+
+def test_abort_of_single_choices() -> None:
+    engine = fake_engine(num_blocks=60)
+    options = {"n": 3, "seed": 4, "temperature": 1.0}
+    whole = tokens(run(fake_engine(), ask("a", range(33), **options)))
+    engine.submit(ask("a", range(33), **options))
+    engine.step()
+    engine.abort("a", [1])  # while the prompt is computed
+    events = list(run(engine, max_steps=2000))
+    got = tokens(events)
+    assert got["a", 0] == whole["a", 0]
+    assert got["a", 2] == whole["a", 2]
+    assert got["a", 1] == []
+    engine.submit(ask("b", range(33), **options))
+    for _ in range(5):
+        engine.step()
+    engine.abort("b", [0, 7])
+    engine.abort("b", [0])
+    rest = run(engine)
+    ended = [(e.choice, e.finish) for e in of(rest, NewTokens, "b") if e.finish]
+    assert ended[0] == (0, FinishReason.ABORTED)
+    assert sorted(c for c, _ in ended) == [0, 1, 2]
+    engine.submit(ask("c", range(5), n=2))
+    engine.abort("c", [0])
+    engine.abort("c", [1])
+    last = run(engine)
+    assert [e.finish for e in of(last, NewTokens)] == [FinishReason.ABORTED] * 2
+    assert len(of(last, Finished)) == 1
+    assert_at_rest(engine)
+
+
+def test_a_start_with_every_choice_ended_ends_at_once() -> None:
+    engine = fake_engine()
+    done = (ChoiceState((3, 4), FinishReason.STOP), ChoiceState(tuple(range(8))))
+    events = run(engine, ask("a", range(5), n=2, choices=done))
+    assert events == [NewTokens("a", 1, 8, (), (), FinishReason.LENGTH), Finished("a", 0)]
+
+
+class Poisoned(FakeDecoder):
+    """NaN logits for the rows whose first token is `poison`; raises when it is 14."""
+
+    poison = 13
+
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        for output, token in enumerate(batch.logit_tokens.tolist()):
+            row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)
+            first = int(kv.layer(0)[0][batch.groups[0].block_table[row, 0], 0, 0, 0, 0])
+            if first == self.poison:
+                logits[output, 5] = float("nan")
+            if first == 14:
+                raise RuntimeError("no luck")
+        return logits
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}])
+def test_nan_fails_that_request_only(options: dict[str, float]) -> None:
+    engine = fake_engine(model=Poisoned(fake_spec()))
+    events = run(engine, ask("bad", [13, 1], **options), ask("good", [12, 1], max_tokens=4))
+    (failed,) = of(events, RequestFailed)
+    assert failed.key == "bad"
+    assert "finite" in failed.message
+    assert not of(events, NewTokens, "bad")
+    assert tokens(events)["good", 0] == expected([12, 1], 4)
+    assert_at_rest(engine)
+
+
+@WINDOWS
+def test_kv_that_led_to_nan_is_not_found_again(window: int) -> None:
+    model = Poisoned(fake_spec(window=window))
+    engine = fake_engine(model=model, window=window)
+    prompt = [13, *range(20)]
+    assert of(run(engine, ask("bad", prompt)), RequestFailed)
+    assert engine.take_prefix_events() == ([], [])
+    model.poison = 15
+    after = run(engine, ask("good", prompt))
+    assert of(after, Finished)[0].cached_tokens == 0
+    assert tokens(after)["good", 0] == expected(prompt, window=window)
+    model.poison = 13
+    assert of(run(engine, ask("bad", prompt)), RequestFailed)
+    added, removed = engine.take_prefix_events()
+    assert not removed
+    assert len(added) == 2  # behind the prompt, of "good"
+    assert_at_rest(engine)
+
+
+def test_a_model_that_raises_fails_the_step_and_the_rest_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = fake_engine(model=Poisoned(fake_spec()), max_running=1)
+    events = run(engine, ask("bad", [14, 1]), ask("good", [12, 1], max_tokens=4))
+    assert [e.key for e in of(events, RequestFailed)] == ["bad"]
+    assert "no luck" in caplog.text
+    assert tokens(events)["good", 0] == expected([12, 1], 4)
+    assert_at_rest(engine)

@@ -1,0 +1,40 @@
+"""Pairs of a Sender and a Receiver that must leave nothing behind."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import assert_at_rest, fake_engine
+from handoff_pair import MakePair, Pair
+
+from pdserve.engine.transport.registry import transports
+
+TRANSPORTS = list(transports())
+
+
+@pytest.fixture
+def make_pair(tmp_path: Path) -> Iterator[MakePair]:
+    made: list[Pair] = []
+
+    def make(transport: str = "tcp", decode: dict[str, Any] | None = None, **engine: Any) -> Pair:
+        engine = {"num_blocks": 256} | engine
+        prefill = fake_engine(**engine)
+        pair = Pair(prefill, fake_engine(**(engine | (decode or {}))), transport, tmp_path)
+        made.append(pair)
+        return pair
+
+    yield make
+    before = threading.active_count()
+    for pair in made:
+        pair.close()
+        assert_at_rest(pair.prefill)
+        assert_at_rest(pair.decode)
+    assert threading.active_count() < before or not made
+    assert not list(tmp_path.iterdir()), "a socket was left"
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> Pair:
+    return make_pair(request.param)

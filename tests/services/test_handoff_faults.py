@@ -1,0 +1,288 @@
+"""Hand-offs cancelled, late, corrupt or cut off: each ends once and gives its blocks back."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import fake_engine
+from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
+
+from pdserve.engine.handoff.frames import FrameHeader
+from pdserve.engine.handoff.keys import Domain, TagKey
+from pdserve.engine.handoff.receiver import MAX_STRANGERS, Receiver
+from pdserve.engine.request import Computed
+from pdserve.engine.transport.link import Link
+from pdserve.engine.transport.registry import transports
+
+TRANSPORTS = list(transports())
+
+
+def test_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
+    asked = request(50)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    assert pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
+    pair.start(asked, ticket)
+    pair.wait(lambda: ticket.attempt in pair.sent)
+    assert pair.sent[ticket.attempt].reason == "gone at decode"
+    assert pair.lost == {ticket.attempt: "cancel"}
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("chunk", [1, 5, 12])
+def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
+    asked, hits = request(200), []
+
+    def hook(step: Any) -> None:
+        chunks = sum(isinstance(e, Computed) for e in step.events)
+        hits.extend([step.index] * chunks)
+        if chunks and len(hits) == chunk:
+            if side == "prefill":
+                pair.sender.cancel(attempt, "cancel")
+            else:
+                pair.decode_thread.post(lambda _: pair.receiver.cancel(attempt, "cancel"))
+
+    pair.prefill_hook = hook
+    attempt = bytes.fromhex(asked.key)
+    pair.hand_off(asked)
+    pair.wait(lambda: attempt in pair.sent and (attempt in pair.lost or attempt in pair.received))
+    assert len(hits) >= chunk
+    if side == "prefill":
+        assert pair.sent[attempt].reason == "cancel"
+        assert pair.lost[attempt] == "peer: cancel"
+    elif attempt in pair.lost:
+        assert pair.lost[attempt] == "cancel"
+        assert pair.sent[attempt].reason in ("peer: cancel", "gone at decode")
+    if attempt in pair.received:
+        pair.answer(asked)
+    pair.assert_clean()
+
+
+def test_prefill_killed_between_the_first_and_the_last_frame(pair: Pair) -> None:
+    asked = request(200)
+    killed: list[int] = []
+
+    def hook(step: Any) -> None:
+        for link in list(pair.receiver._links):
+            frames = sum(f.frames for f in pair.receiver.figures.values())
+            if not killed and frames >= 1:
+                killed.append(frames)
+                link._wire.interrupt()
+
+    pair.prefill_hook = hook
+    slow_frames(pair)
+    attempt = pair.hand_off(asked)
+    pair.wait(lambda: attempt in pair.lost)
+    assert 1 <= killed[0] < 13, "between the first and the last frame"
+    assert pair.lost[attempt].startswith("connection: ")
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sent[attempt].reason.startswith("connection: ")
+    pair.assert_clean()
+    again = fresh(asked)
+    pair.hand_off(again)
+    assert pair.answer(again) == local(asked), "a new attempt on a new connection"
+
+
+def slow_frames(pair: Pair) -> None:
+    """Prefill takes a chunk only when decode has written the frames of the one before."""
+    inner, step_s = pair.prefill_hook, 0.02
+
+    def hook(step: Any) -> None:
+        threading.Event().wait(step_s)
+        inner(step)
+
+    pair.prefill_hook = hook
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Flip a bit of the payload of the first `times` frames before decode checks them."""
+    hits: list[int] = []
+    original = Receiver.payload
+
+    def payload(receiver: Receiver, link: Link, header: FrameHeader, data: memoryview) -> None:
+        if len(hits) < times:
+            hits.append(header.sequence)
+            data[0] ^= 1
+        original(receiver, link, header, data)
+
+    monkeypatch.setattr(Receiver, "payload", payload)
+    return hits
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_corrupt_frame_is_sent_again(
+    transport: str, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits = corrupt(monkeypatch, 2)  # even if it is twice the same frame
+    pair = make_pair(transport)
+    asked = request(200)
+    attempt = pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    assert len(hits) == 2
+    assert pair.receiver.counters["corrupt_frames"] == 2
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sender.counters["resent"] == 2
+    assert pair.sent[attempt].num_bytes > pair.received[attempt].num_bytes
+    pair.assert_clean()
+
+
+def test_a_frame_refused_three_times_fails_the_attempt(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrupt(monkeypatch, 1000)
+    pair = make_pair()
+    attempt = pair.hand_off(request(200))
+    pair.wait(lambda: attempt in pair.sent and attempt in pair.lost)
+    assert pair.sent[attempt].reason == "a frame was refused 3 times"
+    assert not pair.received
+    pair.assert_clean()
+
+
+def test_a_frame_header_signed_with_another_key_is_refused(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, forged = TagKey.tag, TagKey(bytes(32))
+    hits: list[int] = []
+
+    def tag(key: TagKey, domain: Domain, sequence: int, data: Any) -> bytes:
+        if domain is Domain.HEADER and threading.current_thread().name.endswith("-write"):
+            hits.append(sequence)
+            return real(forged, domain, sequence, data)
+        return real(key, domain, sequence, data)
+
+    monkeypatch.setattr(TagKey, "tag", tag)
+    pair = make_pair()
+    attempt = pair.hand_off(request(50))
+    pair.wait(lambda: attempt in pair.sent and attempt in pair.lost)
+    assert hits
+    assert pair.lost[attempt] == "connection: frame header with a bad tag"
+    assert pair.receiver.counters["refused"] == 1
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"decode_identity": b"other weights"}, "KV identity"),
+        ({"block_size": 8}, "block size 8 here, 4 there"),
+        ({"window": 10}, "2 layer groups here, 1 there"),
+    ],
+)
+def test_other_models_are_refused_and_named(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    identity = {k: change[k] for k in change if k == "decode_identity"}
+    geometry = {k: change[k] for k in change if k != "decode_identity"}
+    pair = Pair(fake_engine(), fake_engine(**geometry), "tcp", tmp_path, **identity)
+    asked = request(50)
+    attempt = pair.hand_off(asked)
+    pair.wait(lambda: attempt in pair.sent)
+    assert named in pair.sent[attempt].reason
+    pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
+    pair.assert_clean()
+    pair.close()
+
+
+def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    asked = request(60)
+    promise_anything(monkeypatch)
+    ticket = pair.admit(asked, pair.receiver._clock() + 0.3)
+    assert ticket is not None
+    pair.start(asked, ticket)
+    pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
+    assert pair.lost[ticket.attempt] == "deadline"
+    assert pair.sent[ticket.attempt].reason == "peer: deadline"
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.assert_clean()
+
+
+def test_a_silent_peer_ends_the_attempt(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.engine.handoff.machine.SILENCE_S", 0.3)
+    pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    promise_anything(monkeypatch)
+    pair.sender._stop_ticker()  # prefill lives, but says nothing while its claim waits
+    attempt = pair.hand_off(request(60))
+    pair.wait(lambda: attempt in pair.lost)
+    assert pair.lost[attempt] == "peer silent"
+    pair.wait(lambda: attempt in pair.sent)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.assert_clean()
+
+
+def test_frames_that_wait_when_their_attempt_ends_change_no_block(pair: Pair) -> None:
+    asked = request(200)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    before = [data.clone() for data in pair.decode.kv.data]
+    pair.start(asked, ticket)
+
+    def hold_then_cancel(receiver: Receiver) -> int:
+        """On decode's engine thread, with verified frames waiting for it."""
+        while not receiver._by_attempt[ticket.attempt].state.holds:
+            receiver.poll(0.0)  # no time for a frame
+        end = time.monotonic() + 10
+        while not receiver._parcels and time.monotonic() < end:
+            time.sleep(0.005)
+        receiver.cancel(ticket.attempt, "cancel")
+        return len(receiver._parcels)
+
+    waiting = pair.at_decode(hold_then_cancel)
+    assert waiting > 0
+    pair.wait(lambda: ticket.attempt in pair.sent)
+    pair.wait(lambda: pair.receiver.counters["late_frames"] >= waiting)
+    for old, new in zip(before, pair.decode.kv.data, strict=True):
+        assert old.equal(new)
+    pair.assert_clean()
+
+
+def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
+    pair = make_pair()
+    host, port = pair.addresses["tcp"].rsplit(":", 1)
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 4)]
+    pair.wait(lambda: pair.receiver.counters["strangers_refused"] == 4)
+    assert not any(link._private for link in pair.receiver._links)
+    asked = request(50)
+    attempt = pair.hand_off(asked)
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sent[attempt].reason.startswith("cannot reach decode")
+    for one in strangers:
+        one.close()
+    pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
+    again = fresh(asked)
+    pair.wait(lambda: not any(link.open for link in list(pair.receiver._links)))
+    pair.hand_off(again)
+    assert pair.answer(again) == local(asked), "their places are free again"
+    pair.assert_clean()
+
+
+def test_nobody_at_the_address(make_pair: MakePair) -> None:
+    pair = make_pair()
+    asked = request(50)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    pair.addresses["tcp"] = "127.0.0.1:9"
+    pair.start(asked, ticket)
+    pair.wait(lambda: ticket.attempt in pair.sent)
+    assert pair.sent[ticket.attempt].reason.startswith("cannot reach decode: tcp: 127.0.0.1:9")
+    pair.at_decode(lambda r: r.cancel(ticket.attempt, "the router heard of it"))
+    pair.assert_clean()
+
+
+def test_ids_of_another_length_are_refused(make_pair: MakePair) -> None:
+    pair = make_pair()
+    asked = request(50)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    pair.start(asked, ticket, prompt(30))
+    pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
+    assert pair.lost[ticket.attempt] == "claim of 30 tokens, not 49"
+    pair.assert_clean()

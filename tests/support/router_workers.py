@@ -1,0 +1,241 @@
+"""Workers that only talk: real gRPC and the real Membership, tokens from a formula."""
+
+import asyncio
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
+from pdserve.protos.worker_pb2_grpc import (
+    DecodeServicer,
+    PrefillServicer,
+    add_DecodeServicer_to_server,
+    add_PrefillServicer_to_server,
+)
+from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.join import Membership
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.server import GrpcHost
+
+SECRET = "cluster secret of the tests"
+
+
+TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
+
+
+def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
+    """What any worker of the tests generates: a function of the request alone."""
+    return (sum(prompt) * 31 + seed * 17 + choice * 7 + position * 13) % 50_000
+
+
+def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
+    return pb.ModelCard(
+        name=model,
+        kv_identity=identity,
+        tokenizer_digest=hashlib.sha256(TOKENIZER).hexdigest(),
+        kv_spec=pb.KvSpec(block_size=16),
+    )
+
+
+class FakeWorker(ABC):
+    """What both roles share. `events` counts what arrived; `wait(name)` waits for a first one."""
+
+    role: fleet_pb2.Role
+
+    def __init__(self, model: str = "tiny", identity: bytes = b"identity") -> None:
+        self.boot = os.urandom(16)
+        self.card = card(model, identity)
+        self.outboxes: list[Outbox[Any]] = []
+        self.received: list[Any] = []
+        self.cancelled: list[tuple[bytes, tuple[int, ...]]] = []
+        self.changed = asyncio.Condition()
+        self.tasks: dict[bytes, asyncio.Task[None]] = {}
+        self.membership: Membership | None = None
+        self.address = ""
+
+    async def start(self, router: str, port: int = 0) -> None:
+        self.host = GrpcHost(f"127.0.0.1:{port}", SECRET)
+        self.register()
+        add_BlobsServicer_to_server(FakeBlobs(), self.host.server)
+        self.address = f"127.0.0.1:{await self.host.start()}"
+        hello = fleet_pb2.WorkerHello(
+            role=self.role,
+            boot=self.boot,
+            address=self.address,
+            card=self.card,
+            transports=["tcp"],
+            wire_version=1,
+        )
+        self.membership = Membership(hello, [router], SECRET)
+        self.membership.start()
+
+    @abstractmethod
+    def register(self) -> None:
+        """Add the role's servicer."""
+
+    async def note(self, command: Any) -> None:
+        async with self.changed:
+            self.received.append(command)
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]
+
+    async def cancel(self, cancel: wire.CancelAttempt) -> None:
+        self.cancelled.append((cancel.attempt, tuple(cancel.choices)))
+        if not cancel.choices and cancel.attempt in self.tasks:
+            self.tasks.pop(cancel.attempt).cancel()
+
+    def put(self, event: Any) -> None:
+        self.outboxes[-1].put(event)
+
+    async def kill(self) -> None:
+        """Die as SIGKILL does: sockets close, nothing is said."""
+        for task in self.tasks.values():
+            task.cancel()
+        await self.host.stop(0)
+        if self.membership is not None:
+            await asyncio.to_thread(self.membership.close)
+            self.membership = None
+
+    async def session(self, commands: Any) -> AsyncIterator[Any]:
+        outbox: Outbox[Any] = Outbox()
+        self.outboxes.append(outbox)
+        reader = asyncio.create_task(self._read(commands))
+        try:
+            async for batch in outbox:
+                yield batch
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, commands: Any) -> None:
+        self.collector = IdsCollector()
+        async for command in commands:
+            kind = command.WhichOneof("command")
+            if kind == "ids_part":
+                self.collector.add(command.ids_part)
+            elif kind == "cancel":
+                await self.cancel(command.cancel)
+            elif kind in ("admit", "start"):
+                message = getattr(command, kind)
+                self.tasks[message.attempt] = asyncio.create_task(self.run(message))
+            await self.note(command)
+
+    @abstractmethod
+    async def run(self, message: Any) -> None:
+        """Answer one Admit or PrefillStart."""
+
+
+class FakeBlobs(BlobsServicer):
+    async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
+        for at in range(0, len(TOKENIZER), 100_000):
+            yield pb.BlobChunk(data=TOKENIZER[at : at + 100_000])
+
+
+class FakeDecode(FakeWorker, DecodeServicer):
+    """Generates max_tokens per choice, one event per token."""
+
+    role = fleet_pb2.DECODE
+
+    def __init__(self, *args: Any, hold_at: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.busy = 0  # answer Busy this many times
+        self.hold_at = hold_at  # stop before this position until released
+        self.released = asyncio.Event()
+        self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
+        self.prompts: dict[bytes, list[int]] = {}
+
+    def register(self) -> None:
+        add_DecodeServicer_to_server(self, self.host.server)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for batch in self.session(request_iterator):
+            yield wire.DecodeMessage(events=batch)
+
+    async def run(self, message: wire.Admit) -> None:
+        start, attempt = message.start, message.attempt
+        prompt = self.collector.take(start.request, start.prompt_ids)
+        self.prompts[attempt] = prompt
+        if self.busy:
+            self.busy -= 1
+            self.put(wire.DecodeEvent(busy=wire.Busy(attempt=attempt)))
+            return
+        admitted = wire.Admitted(attempt=attempt, promised_tokens=len(prompt))
+        if message.prefill_boot:
+            self.arrived[attempt] = asyncio.Event()
+            admitted.ticket.id = attempt
+            admitted.ticket.data_address = self.address
+        self.put(wire.DecodeEvent(admitted=admitted))
+        if message.prefill_boot:
+            await self.arrived[attempt].wait()
+        choices = list(start.choices) or [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        total = start.params.max_tokens
+        first = min(len(c.generated_ids) for c in choices)
+        for position in range(first, total):
+            if self.hold_at == position:
+                await self.released.wait()
+            for index, choice in enumerate(choices):
+                if choice.finish or position < len(choice.generated_ids):
+                    continue
+                tokens = pb.Tokens(
+                    request=start.request,
+                    attempt=attempt,
+                    epoch=start.epoch,
+                    choice=index,
+                    position=position,
+                    ids=[token(prompt, start.seed, index, position)],
+                    finish=pb.LENGTH if position == total - 1 else pb.FINISH_REASON_UNSPECIFIED,
+                )
+                self.put(wire.DecodeEvent(tokens=tokens))
+        remote = bool(message.prefill_boot)
+        finished = pb.Finished(request=start.request, attempt=attempt, remote=remote)
+        self.put(wire.DecodeEvent(finished=finished))
+        self.tasks.pop(attempt, None)
+
+
+class FakePrefill(FakeWorker, PrefillServicer):
+    """Tells the decode worker of the ticket that the KV is there."""
+
+    role = fleet_pb2.PREFILL
+
+    def __init__(self, decodes: list[FakeDecode], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decodes = decodes
+        self.fail = 0  # fail this many prompts
+        self.hang = False  # accept, then do nothing
+        self.ids: dict[bytes, list[int]] = {}
+
+    def register(self) -> None:
+        add_PrefillServicer_to_server(self, self.host.server)
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for batch in self.session(request_iterator):
+            yield wire.PrefillMessage(events=batch)
+
+    async def run(self, message: wire.PrefillStart) -> None:
+        attempt = message.attempt
+        self.ids[attempt] = self.collector.take(attempt.hex(), message.ids)
+        self.put(wire.PrefillEvent(accepted=wire.PrefillAccepted(attempt=attempt)))
+        if self.fail:
+            self.fail -= 1
+            failure = pb.Failure(code=pb.INTERNAL, message="told to fail")
+            self.put(wire.PrefillEvent(failed=wire.PrefillFailed(attempt=attempt, failure=failure)))
+            return
+        if self.hang:
+            return
+        for decode in self.decodes:
+            if decode.address == message.ticket.data_address:
+                decode.arrived[attempt].set()
+        self.put(wire.PrefillEvent(done=wire.PrefillDone(attempt=attempt, transport="tcp")))
