@@ -84,6 +84,12 @@ class NativeDecoder:
             batch.kv_only,
         )
 
+    @property
+    def shares(self) -> int:
+        """In how many shares the threads took the rows of the last step through all layers; 0:
+        they shared every operation."""
+        return self._stack.shares
+
     def logits(self, hidden: Floats) -> Floats:
         """As Decoder.logits; the memory is used again by the next call."""
         if len(hidden) > len(self._logits):

@@ -51,6 +51,7 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
   threads_ = threads;
   pieces_.clear();
   splits_.clear();
+  row_costs_.assign(static_cast<size_t>(batch.rows), 0);
   int64_t group = batch.heads / batch.kv.kv_heads;
   int64_t chunk = std::max<int64_t>(1, kChunkQueries / group);
   int64_t total = 0, states = 0, scratch = 0;
@@ -66,6 +67,7 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
         // A tile costs its unpacking even if there is one query only.
         piece.cost = (piece.end - piece.begin) * (piece.tokens * group + 2);
         total += piece.cost;
+        row_costs_[static_cast<size_t>(row)] += piece.cost;
         scratch = std::max(scratch, kernels.attend_scratch(work));
         pieces_.push_back(piece);
       }
@@ -111,16 +113,33 @@ void Attention::piece(const Kernels& kernels, const AttentionBatch& batch, int64
     next = locate(batch, pieces_[static_cast<size_t>(index + threads_)]);
     work.next = &next;
   }
-  float* scratch = scratch_.get() + worker * scratch_floats_;
-  if (piece.split < 0) return kernels.attend(work, scratch);
+  if (piece.split < 0) return kernels.attend(work, scratch(worker));
   const Split& split = splits_[static_cast<size_t>(piece.split)];
   float* states = states_.get() + split.states_at;
-  kernels.attend_tiles(work, piece.begin, piece.end,
-                       states + (piece.begin - split.first_tile) * tile_floats(work), scratch);
+  float* own = states + (piece.begin - split.first_tile) * tile_floats(work);
+  kernels.attend_tiles(work, piece.begin, piece.end, own, scratch(worker));
   std::atomic<int64_t>& done = done_[static_cast<size_t>(piece.split)];
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < split.parts) return;
   done.store(0, std::memory_order_relaxed);
-  kernels.attend_merge(work, states, scratch);
+  kernels.attend_merge(work, states, scratch(worker));
+}
+
+void Attention::run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin,
+                         int64_t end, int worker) {
+  const int64_t heads = batch.kv.kv_heads;
+  const auto at = [&](int64_t n) {
+    return locate(batch, Piece{n / heads, n % heads, 0, 1, -1, 0, 0, 0});
+  };
+  Attend work = at(begin * heads);
+  for (int64_t n = begin * heads + 1; n <= end * heads; ++n) {
+    Attend next = work;
+    if (n < end * heads) {
+      next = at(n);
+      work.next = &next;
+    }
+    kernels.attend(work, scratch(worker));
+    work = next;
+  }
 }
 
 }  // namespace pdserve

@@ -43,10 +43,13 @@ class Attention {
     pool.run(pieces(), [&](int64_t index, int worker) { piece(kernels, batch, index, worker); });
   }
 
-  // The same for a caller that has pieces of its own to run beside these: all of them once, in any
-  // order, on any workers below the planned number of threads.
-  int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
-  void piece(const Kernels& kernels, const AttentionBatch& batch, int64_t index, int worker);
+  // The same for a thread that takes rows through a layer by itself: all of the rows
+  // [begin, end), of one token each, as one of the planned number of workers.
+  void run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin, int64_t end,
+                int worker);
+
+  // Of a planned row, in the unit of a tile of keys for one query head.
+  int64_t cost(int64_t row) const { return row_costs_[static_cast<size_t>(row)]; }
 
  private:
   struct Piece {
@@ -58,15 +61,18 @@ class Attention {
   struct Split {  // queries whose tiles are computed by several pieces; the last one merges
     int64_t first_tile, parts, states_at;
   };
+  int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
+  void piece(const Kernels& kernels, const AttentionBatch& batch, int64_t index, int worker);
+  float* scratch(int worker) { return scratch_.get() + worker * scratch_floats_; }
   static Attend shape(const AttentionBatch& batch, const Piece& piece);
   static Attend locate(const AttentionBatch& batch, const Piece& piece);
 
   using Floats = std::unique_ptr<float[], decltype(&std::free)>;
 
-
   int threads_ = 1;
   std::vector<Piece> pieces_;  // the longest first
   std::vector<Split> splits_;
+  std::vector<int64_t> row_costs_;
   std::unique_ptr<std::atomic<int64_t>[]> done_;  // parts of each split; 0 between runs
   size_t done_size_ = 0;
   Floats scratch_{nullptr, &std::free};  // scratch_floats_ a worker

@@ -7,7 +7,7 @@
 static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2;  // with one tile
 static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
 static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
-static constexpr int64_t kDirectRows = 2 * kFewRows;  // more: packed weights are expanded first
+static constexpr int64_t kSingleRows = 2 * kFewRows;  // more: kManyTiles at once
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
 // Outputs of one register tile.
@@ -71,6 +71,10 @@ struct Kind {
   // cache for packed ones, whose arithmetic is slower, and within the second for bytes.
   static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
   static constexpr int kStreamBytes = kBlockBytes + (kMinima ? 2 : 1) * kScaleBytes;
+  // Of many rows' product each register tile fetches so much of the next panel, a block.
+  static constexpr int kFetch = kQuants == Quants::kBytes ? 256 : kPacked ? 192 : 128;
+  // More rows: packed weights are expanded first, once for all of them.
+  static constexpr int64_t kDirectRows = kQuants == Quants::kNibbles ? 64 : 32;
 };
 
 // Weights of adjacent tiles: those of the first, and the distance to the same of the next.
@@ -80,7 +84,7 @@ struct Panel {
   const uint8_t* m;
   int64_t next;
   int64_t blocks;
-  const uint8_t* ahead;  // what is needed later and may be fetched now, 128 bytes a block
+  const uint8_t* ahead;  // what is needed later and may be fetched now
 };
 
 template <bool kWide>
@@ -136,8 +140,9 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
 #pragma GCC unroll 16
       for (int at = 0; at < K::kStreamBytes; at += 64) __builtin_prefetch(ahead + at);
     } else {
-      __builtin_prefetch(w.ahead + b * 128, 0, 2);
-      __builtin_prefetch(w.ahead + b * 128 + 64, 0, 2);
+      const uint8_t* ahead = w.ahead + b * K::kFetch;
+#pragma GCC unroll 4
+      for (int at = 0; at < K::kFetch; at += 64) __builtin_prefetch(ahead + at, 0, 2);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
@@ -218,7 +223,7 @@ static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows
     Target part = to;
     part.y += r * to.stride;
     int8_rows<K, kRows, kTiles>(w, x + r * x_stride, x_stride, left < kRows ? left : kRows, part);
-    w.ahead += 128 * w.blocks;
+    w.ahead += K::kFetch * w.blocks;
   }
 }
 
@@ -279,24 +284,20 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
                at + kManyTiles * m.tile_bytes};
     Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
     const bool pair = end - tile >= kManyTiles;
-    if (x.rows <= (K::kPacked ? kDirectRows : kFewRows)) {
+    if (x.rows <= kSingleRows || !pair) {
       int8_all<K, kFewRows, 1>(w, x.int8, blocks, x.rows, to);
       ++tile;
-    } else if constexpr (K::kPacked) {
-      if (pair) {
-        expanded_product<K, kManyTiles>(w, x, to);
-      } else {
-        expanded_product<K, 1>(w, x, to);
-      }
-      tile += pair ? kManyTiles : 1;
-    } else {
-      if (pair) {
-        int8_all<K, kManyRows, kManyTiles>(w, x.int8, blocks, x.rows, to);
-      } else {
-        int8_all<K, kFewRows, 1>(w, x.int8, blocks, x.rows, to);
-      }
-      tile += pair ? kManyTiles : 1;
+      continue;
     }
+    if constexpr (K::kPacked) {
+      if (x.rows > K::kDirectRows) {
+        expanded_product<K, kManyTiles>(w, x, to);
+        tile += kManyTiles;
+        continue;
+      }
+    }
+    int8_all<K, kManyRows, kManyTiles>(w, x.int8, blocks, x.rows, to);
+    tile += kManyTiles;
   }
 }
 

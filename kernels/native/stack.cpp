@@ -14,6 +14,9 @@ constexpr int64_t kRowsPerPiece = 4;
 // Rows that one thread takes through a part of a layer: fewer read the weights too often, more leave
 // its second cache.
 constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
+// Rows of decode that a thread takes through all layers: fewer read the weights too often.
+constexpr int64_t kFewestShare = 16;
+constexpr double kUneven = 1.1;  // how much dearer than the mean a share may be
 
 const float* data_or_null(const std::vector<float>& values) {
   return values.empty() ? nullptr : values.data();
@@ -126,8 +129,9 @@ void Stack::enter(const Norm& after, bool residual, const Norm& before, const Pr
   multiply(product, x, rows, y + rows.begin * product.outputs());
 }
 
-void Stack::begin_layer(size_t n, const StepBatch& batch, const Rows& rows) {
+void Stack::until_attention(size_t n, const StepBatch& batch, const Rows& rows) {
   static const Norm kNone;
+  if (n) end_layer(layers[n - 1], rows);
   const Layer& layer = layers[n];
   const Norm& after = n ? layers[n - 1].ffn_out : kNone;
   enter(after, n > 0, layer.attn_in, layer.qkv, rows, qkv_.get());
@@ -149,6 +153,14 @@ void Stack::end_layer(const Layer& layer, const Rows& rows) {
     kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
   });
   multiply(layer.down, x, rows, delta_.get() + rows.begin * shape_.hidden);
+}
+
+void Stack::all_layers(const StepBatch& batch, const Rows& rows, int worker) {
+  for (size_t n = 0; n < layers.size(); ++n) {
+    until_attention(n, batch, rows);
+    attentions_[layers[n].group].run_rows(kernels_, attention_of(layers[n], batch), rows.begin,
+                                          rows.begin + rows.count, worker);
+  }
 }
 
 void Stack::store(const Layer& layer, const StepBatch& batch, int64_t token) {
@@ -201,6 +213,35 @@ void Stack::plan_attention(const StepBatch& batch) {
   }
 }
 
+// Where the rows of decode are cut, so that each thread can take a share through all layers without
+// waiting for others or reading what they wrote: the first row of each, and the end. Empty if there
+// are too few, or if the contexts are too unlike.
+std::vector<int64_t> Stack::cut(const StepBatch& batch) {
+  const int64_t threads = pool_.threads();
+  if (threads < 2 || batch.rows < kFewestShare * threads) return {};
+  if (batch.tokens != batch.rows || batch.num_outputs == 0) return {};
+  int64_t products = 0;
+  std::vector<int64_t> tiles(batch.rows);
+  for (const Layer& layer : layers) {
+    for (const Product* product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
+      products += product->outputs() * product->parts.front().cols;
+    }
+    for (int64_t row = 0; row < batch.rows; ++row) tiles[row] += attentions_[layer.group].cost(row);
+  }
+  // A tile of keys for one head takes about three times as long as that many products.
+  const int64_t tile = 3 * 2 * kKeyTile * shape_.head_dim;
+  std::vector<int64_t> until{0};  // the cost of all rows before
+  for (int64_t count : tiles) until.push_back(until.back() + products + tile * count);
+  std::vector<int64_t> cuts{0};
+  const double mean = static_cast<double>(until.back()) / static_cast<double>(threads);
+  for (int64_t n = 1; n <= threads; ++n) {
+    auto next = std::upper_bound(until.begin(), until.end(), static_cast<int64_t>(mean * n));
+    cuts.push_back(n < threads ? next - until.begin() - 1 : batch.rows);
+    if (until[cuts[n]] - until[cuts[n - 1]] > mean * kUneven) return {};
+  }
+  return cuts;
+}
+
 void Stack::keep_outputs(const StepBatch& batch) {
   int64_t width = shape_.heads * shape_.head_dim, hidden = shape_.hidden;
   float* attended = qkv_.at_least(batch.num_outputs * width);
@@ -219,14 +260,19 @@ void Stack::forward(const StepBatch& batch, float* hidden) {
   reserve(batch.tokens);
   embed(batch);
   plan_attention(batch);
-  for (size_t n = 0; n < layers.size(); ++n) {
-    const Layer& layer = layers[n];
-    over_rows([&](const Rows& rows) {
-      if (n) end_layer(layers[n - 1], rows);
-      begin_layer(n, batch, rows);
+  const std::vector<int64_t> cuts = cut(batch);
+  shares_ = cuts.empty() ? 0 : static_cast<int64_t>(cuts.size()) - 1;
+  if (shares_) {
+    pool_.run(shares_, [&](int64_t n, int worker) {
+      all_layers(batch, Rows{cuts[n], cuts[n + 1] - cuts[n], true}, worker);
     });
-    if (n + 1 == layers.size() && batch.num_outputs == 0) return;
-    attentions_[layer.group].run(pool_, kernels_, attention_of(layer, batch));
+  } else {
+    for (size_t n = 0; n < layers.size(); ++n) {
+      over_rows([&](const Rows& rows) { until_attention(n, batch, rows); });
+      if (n + 1 == layers.size() && batch.num_outputs == 0) return;
+      const Layer& layer = layers[n];
+      attentions_[layer.group].run(pool_, kernels_, attention_of(layer, batch));
+    }
   }
   keep_outputs(batch);
   over_rows([&](const Rows& rows) {

@@ -89,6 +89,9 @@ class Stack {
 
   // Writes the tokens' keys and values and hidden [num_outputs, hidden], after the last norm.
   void forward(const StepBatch& batch, float* hidden);
+  // In how many shares the threads took the rows of the last step through all layers; 0: they shared
+  // every operation.
+  int64_t shares() const { return shares_; }
   // logits [rows, vocabulary] of such hidden states.
   void logits(const float* hidden, int64_t rows, float* logits);
 
@@ -106,9 +109,12 @@ class Stack {
 
   void reserve(int64_t tokens);
   void embed(const StepBatch& batch);
-  // A layer up to its keys and values; what comes after its attention.
-  void begin_layer(size_t n, const StepBatch& batch, const Rows& rows);
+  // What comes after a layer's attention; that, and the next layer n up to its keys and values.
   void end_layer(const Layer& layer, const Rows& rows);
+  void until_attention(size_t n, const StepBatch& batch, const Rows& rows);
+  // Rows of one token each, up to the last layer's attention.
+  void all_layers(const StepBatch& batch, const Rows& rows, int worker);
+  std::vector<int64_t> cut(const StepBatch& batch);
   void store(const Layer& layer, const StepBatch& batch, int64_t token);
   void plan_attention(const StepBatch& batch);
   AttentionBatch attention_of(const Layer& layer, const StepBatch& batch);
@@ -127,6 +133,7 @@ class Stack {
   int64_t rows_ = 0;           // of the stream now: all tokens, or the outputs' only
   Buffer<float> delta_, residual_, normed_, qkv_, attended_, gate_up_, gated_;
   Buffer<uint8_t> encodings_;
+  int64_t shares_ = 0;
   int64_t encoding_bytes_ = 0;  // of a row, whatever product it enters
   std::vector<Attention> attentions_;  // a plan for each group
 };

@@ -121,6 +121,23 @@ def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> 
     assert torch.equal(torch.cat(logits), one_by_one)
 
 
+@pytest.mark.parametrize("longest", [1, 100, 8000])
+def test_invariant_under_shares(model: EngineConfig, one_by_one: Tensor, longest: int) -> None:
+    """Threads take rows of like contexts through all layers by themselves, others together."""
+    runner = PagedRunner(decoder_of(model, threads=2), num_blocks=700)
+    sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}
+    sequences["long"] = text(1, longest + LENGTH)
+    begin = dict.fromkeys(sequences, 1) | {"long": longest}
+    runner.step({name: ids[: begin[name]] for name, ids in sequences.items()})
+    shares = set()
+    for n in range(40):
+        step = {name: ids[begin[name] + n :][:1] for name, ids in sequences.items()}
+        assert torch.equal(runner.step(step)["x"], one_by_one[1 + n : 2 + n])
+        shares.add(runner.decoder.shares)
+    unlike = longest == 8000 and len(runner.decoder.kv_groups) == 1  # windows make rows alike
+    assert shares == ({0} if unlike else {2})
+
+
 def test_every_instruction_set_of_the_machine_agrees(
     model: EngineConfig, one_by_one: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
