@@ -47,6 +47,7 @@ PURE = (
     "engine/block_tables.py",
     "engine/block_pool.py",
     "engine/block_hash.py",
+    "engine/handoff/lease.py",
     "engine/handoff/machine.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
