@@ -30,7 +30,7 @@ class Wave:
 
     answers: tuple[Answer, ...]
     wall_s: float
-    failed: int = 0  # streams that broke and were asked again
+    failed: int = 0  # streams that broke
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,28 +98,27 @@ async def closed_loop(
     prompts: Sequence[Sequence[int]],
     new: int,
     workers: int,
-    may_fail: int = 0,
+    spares: Sequence[Sequence[int]] = (),
 ) -> Wave:
     """Gets an answer to every prompt; raises RuntimeError if a length is not as asked.
 
-    As many as `may_fail` streams may break and are asked again, on the server's time.
+    The prompt of a stream that breaks is replaced by one of `spares`, on the server's time.
     """
     host, _, port = url.removeprefix("http://").partition(":")
     waiting = [request_bytes(host, model, ids, new) for ids in reversed(prompts)]
     answers: list[Answer] = []
-
-    broken: list[RuntimeError] = []
+    broken = 0
 
     async def work() -> None:
+        nonlocal broken
         while waiting:
-            request = waiting.pop()
             try:
-                answers.append(await ask(host, int(port), request))
-            except RuntimeError as error:
-                broken.append(error)
-                if len(broken) > may_fail:
+                answers.append(await ask(host, int(port), waiting.pop()))
+            except RuntimeError:
+                if broken == len(spares):
                     raise
-                waiting.append(request)
+                waiting.append(request_bytes(host, model, spares[broken], new))
+                broken += 1
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -129,4 +128,4 @@ async def closed_loop(
     lengths = {(a.prompt_tokens, a.completion_tokens) for a in answers}
     if lengths != {(len(prompts[0]), new)}:
         raise RuntimeError(f"lengths {lengths}, not {(len(prompts[0]), new)}")
-    return Wave(tuple(answers), wall_s, len(broken))
+    return Wave(tuple(answers), wall_s, broken)

@@ -37,13 +37,14 @@ class Server:
         await writer.wait_closed()
 
 
-def run(server: Server, requests: int, workers: int, may_fail: int = 0) -> Wave:
+def run(server: Server, requests: int, workers: int, num_spares: int = 0) -> Wave:
     async def both() -> Wave:
         listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
         async with listener:
             port = listener.sockets[0].getsockname()[1]
             prompts = [(i, 2, 3) for i in range(requests)]
-            return await closed_loop(f"http://127.0.0.1:{port}", "m", prompts, 4, workers, may_fail)
+            spares = [(i, 7, 3) for i in range(num_spares)]
+            return await closed_loop(f"http://127.0.0.1:{port}", "m", prompts, 4, workers, spares)
 
     return asyncio.run(both())
 
@@ -78,11 +79,16 @@ def test_a_broken_stream_is_an_error(answer: bytes) -> None:
     assert "not a whole stream" in str(caught.value.exceptions[0])
 
 
-def test_as_many_streams_as_allowed_are_asked_again() -> None:
-    answers = [b"data: {}\n\n", stream(3, 4), b"", *[stream(3, 4)] * 3]
-    server = Server(lambda body: answers.pop(0))
-    wave = run(server, requests=4, workers=1, may_fail=2)
-    assert (server.count, wave.failed, len(wave.answers)) == (6, 2, 4)
+def test_the_prompt_of_a_broken_stream_is_replaced_by_a_spare_one() -> None:
+    seen = []
+
+    def answer(body: dict[str, object]) -> bytes:
+        seen.append(body["prompt"])
+        return b"data: {}\n\n" if body["prompt"] in ([1, 2, 3], [0, 7, 3]) else stream(3, 4)
+
+    wave = run(Server(answer), requests=3, workers=1, num_spares=2)
+    assert seen == [[0, 2, 3], [1, 2, 3], [0, 7, 3], [1, 7, 3], [2, 2, 3]]
+    assert (wave.failed, len(wave.answers)) == (2, 3)
 
 
 def test_usage_is_found_behind_events_without_it() -> None:
