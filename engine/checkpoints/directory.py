@@ -58,6 +58,9 @@ class DirectoryCheckpoint:
             raise unknown_tensor(name, self._owner)
         return self._readers[self._owner[name]].tensor(name)
 
+    def release(self, name: str) -> None:
+        self._readers[self._owner[name]].release(name)
+
     def text_files(self) -> TextFiles:
         return directory_text_files(self._path, self._config)
 

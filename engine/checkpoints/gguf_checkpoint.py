@@ -95,6 +95,10 @@ class GgufCheckpoint:
             return RawTensor(raw.data - self._mapping.norm_offset, raw.format, raw.shape)
         return raw
 
+    def release(self, name: str) -> None:
+        file, info = self._tensors[name]
+        file.release(info.start, _raw(file, info, name).data.nbytes)
+
     def text_files(self) -> TextFiles:
         with _well_formed(self._paths[0]):
             return gguf_text_files(self._metadata)

@@ -135,6 +135,7 @@ def _load_weights(
         device,
         threads,
         hashed=digest is None,
+        copied=native,  # packed
         progress=lambda fraction: progress("loading weights", fraction),
     ) as weights:
         decoder: Decoder | NativeDecoder

@@ -39,3 +39,9 @@ class MappedFile:
             aligned = bytearray(self.map[start : start + count * dtype.itemsize])
             return torch.frombuffer(aligned, dtype=dtype).view(shape)
         return torch.frombuffer(self.map, dtype=dtype, count=count, offset=start).view(shape)
+
+    def release(self, start: int, count: int) -> None:
+        """Give the memory of `count` bytes back; they come from the file again when next read."""
+        begin = start - start % mmap.PAGESIZE
+        if count and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)

@@ -70,6 +70,10 @@ class SafetensorsReader:
             raise self._fail(f"tensor {name} is {kind}; supported: {', '.join(NATIVE)}")
         return RawTensor(self.file.tensor(NATIVE[kind], shape, start), kind, shape)
 
+    def release(self, name: str) -> None:
+        """See Checkpoint.release."""
+        self.file.release(self._tensors[name][2], self.tensor(name).data.nbytes)
+
     def _fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}")
 

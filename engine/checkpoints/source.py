@@ -66,6 +66,10 @@ class Checkpoint(Protocol):
         Raises CheckpointError, with the names at hand, if there is none of that name.
         """
 
+    def release(self, name: str) -> None:
+        """Give the memory of a tensor back that the caller has done with for now; what is read of
+        it later comes from the file again."""
+
     def text_files(self) -> TextFiles:
         """Tokenizer, template and defaults; may take seconds for a large vocabulary."""
 

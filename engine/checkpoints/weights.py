@@ -68,15 +68,20 @@ class WeightLoader:
         device: torch.device,
         threads: int,
         hashed: bool,
+        copied: bool,
         progress: Callable[[float], None],
     ) -> None:
         """Loads in the order of `shapes`. `dtype` None leaves matrices as they are stored; vectors
-        always stay so. `progress` gets a growing fraction, from one loading thread at a time.
+        always stay so. `copied`: the caller has copied what it was given when it asks for the next,
+        so that the file's pages need not stay in memory. `progress` gets a growing fraction, from
+        one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._hashed = hashed
+        self._copied = copied
+        self._given = ""  # the last name
         self._progress = progress
         self._ahead = deque(shapes)
         self._pending: dict[str, _Pending] = {}
@@ -98,9 +103,12 @@ class WeightLoader:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._release(self._given)
 
     def __call__(self, name: str) -> Tensor | RawTensor:
         """The tensor on the device. Raises what its loading raised."""
+        self._release(self._given)
+        self._given = name
         if name not in self._pending:
             self._ahead.remove(name)
             self._start(name)
@@ -124,6 +132,7 @@ class WeightLoader:
         raw = self._checkpoint.tensor(name)
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
+            self._leaves[name].add_done_callback(lambda _: self._release(name))
         stays = self._dtype is None or len(raw.shape) < 2
         if stays or self._dtype == NATIVE.get(raw.format):
             self._pending[name] = _Pending(raw if stays else raw.data, [])
@@ -144,6 +153,10 @@ class WeightLoader:
         shape = (end - start, *raw.shape[1:])
         unpack_into(RawTensor(raw.data[start:end], raw.format, shape), out[start:end])
         self._count(math.prod(shape))
+
+    def _release(self, name: str) -> None:
+        if self._copied and name:
+            self._checkpoint.release(name)
 
     def _count(self, values: int) -> None:
         with self._lock:

@@ -55,7 +55,7 @@ def loaded_tensors(
     checkpoint = open_checkpoint(path)
     shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
     with WeightLoader(
-        checkpoint, shapes, dtype, torch.device("cpu"), threads, False, lambda fraction: None
+        checkpoint, shapes, dtype, torch.device("cpu"), threads, False, True, lambda fraction: None
     ) as weights:
         # In another order than they are loaded in.
         return {name: expand(weights(name), torch.float32) for name in sorted(shapes, reverse=True)}
@@ -362,7 +362,9 @@ def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> Non
 
     def load_all() -> None:
         cpu = torch.device("cpu")
-        with WeightLoader(checkpoint, shapes, torch.float32, cpu, 2, True, broken) as weights:
+        with WeightLoader(
+            checkpoint, shapes, torch.float32, cpu, 2, True, False, broken
+        ) as weights:
             for name in shapes:
                 weights(name)
 

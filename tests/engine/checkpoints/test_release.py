@@ -1,0 +1,51 @@
+"""A loaded model does not keep its file's pages in memory beside the packed copy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import write_tiny
+from write_gguf import write_gguf
+
+from pdserve.engine.checkpoints.load import open_checkpoint
+from pdserve.engine.checkpoints.weights import WeightLoader
+
+
+def resident_bytes(file: Path) -> int:
+    """Of all mappings of the file in this process."""
+    found, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            found = line.endswith(str(file))
+        elif found and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_pages_of_what_was_copied_are_given_back(
+    tmp_path: Path, kind: str, copied: bool, hashed: bool
+) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", hidden_size=384, intermediate_size=1024)
+    file = folder / "model.safetensors"
+    path = folder
+    if kind == "gguf":
+        path = file = write_gguf(folder, tmp_path / "m.gguf", "F16")
+    checkpoint = open_checkpoint(path)
+    shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
+    sums = {}
+    with WeightLoader(
+        checkpoint, shapes, None, torch.device("cpu"), 2, hashed, copied, lambda fraction: None
+    ) as weights:
+        for name in shapes:
+            given = weights(name)
+            assert not isinstance(given, torch.Tensor)
+            sums[name] = given.data.view(torch.uint8).sum(dtype=torch.int64)
+        if hashed:
+            assert weights.digest()
+    left = resident_bytes(file) / file.stat().st_size
+    assert left < 0.1 if copied else left > 0.9
+    for name, before in sums.items():  # and come from the file again
+        assert checkpoint.tensor(name).data.view(torch.uint8).sum(dtype=torch.int64) == before
