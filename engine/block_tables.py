@@ -38,6 +38,7 @@ class BlockTables:
         self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
         self._has_windows = any(self.windows)
         self.pools = [BlockPool(num_blocks) for _ in spec.groups]
+        self._all = (0,) * len(spec.groups)  # blocks from the first on, in every group
 
     def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
         """Chain hashes of the full blocks of `ids`; none without a cache."""
@@ -159,17 +160,25 @@ class BlockTables:
     def advance(self, sequence: Sequence, num_computed: int) -> None:
         """KV up to `num_computed` is there: full blocks enter the cache, windows move on."""
         sequence.num_computed = num_computed
+        if (sequence.num_published + 1) * self.block_size <= num_computed:
+            self.publish(sequence, num_computed, self._all)
+        if self._has_windows:
+            self._trim(sequence)
+
+    def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
+        """Full blocks of the first `num_tokens` tokens enter the cache, of group g from
+        `first_blocks[g]` on: nobody has filled earlier ones that are not in it already."""
         size = self.block_size
-        while self.caching and (sequence.num_published + 1) * size <= num_computed:
+        while self.caching and (sequence.num_published + 1) * size <= num_tokens:
             block = sequence.num_published
             ids = sequence.ids[block * size : (block + 1) * size]
             sequence.parent_hash = next_hash(sequence.parent_hash, ids)
-            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-                if table[block] != NULL_BLOCK:
+            for pool, table, first in zip(
+                self.pools, sequence.block_tables, first_blocks, strict=True
+            ):
+                if table[block] != NULL_BLOCK and block >= first:
                     pool.register(table[block], sequence.parent_hash)
             sequence.num_published += 1
-        if self._has_windows:
-            self._trim(sequence)
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""

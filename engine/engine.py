@@ -188,6 +188,14 @@ class Engine:
         self._reservations[job.key] = reservation
         return reservation
 
+    def verified(self, reservation: Reservation, num_tokens: int) -> int:
+        """KV of the first `num_tokens` tokens is in its blocks: full ones become a cached prefix.
+
+        Returns the tokens cached so far; they stay cached when the reservation is released.
+        Raises ValueError if it is not open, or if it has fewer tokens.
+        """
+        return reservations.verified(self._roster, reservation, num_tokens)
+
     def commit(self, reservation: Reservation) -> None:
         """KV of reservation.num_tokens tokens is in its blocks: the request joins the batch."""
         reservations.commit(self._roster, reservation)

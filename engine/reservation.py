@@ -1,7 +1,8 @@
 """Blocks on the decode side for KV that a prefill worker computes. Pure.
 
 The blocks belong to the reservation from reserve() until commit(), which makes them the request's,
-or release(), which frees them; each at most once. An abort of the request ends it as well.
+or release(), which frees them; each at most once. An abort of the request ends it as well. What was
+verified meanwhile can be found in the prefix cache, and stays there when the blocks are freed.
 """
 
 from enum import Enum
@@ -58,6 +59,28 @@ def reserve(roster: Roster, job: Job) -> tuple[Reservation, list[BlockCopy]] | N
     tables = roster.tables
     reservation = Reservation(job, len(sequence.ids) - 1, tables.block_size, tables.windows)
     return reservation, copies
+
+
+def verified(roster: Roster, reservation: Reservation, num_tokens: int) -> int:
+    """KV of the first `num_tokens` tokens is there: full blocks become an ordinary cached prefix.
+
+    Returns the tokens of the prefix that are cached so far. The blocks stay reserved; when the
+    reservation ends without a commit they are left behind to be found and evicted. With window
+    groups nothing is cached as long as the next token would lack a block that was not asked for.
+    """
+    _expect_open(reservation)
+    if num_tokens > reservation.num_tokens:
+        raise ValueError(f"{num_tokens} tokens verified of {reservation.num_tokens}")
+    tables, sequence = roster.tables, reservation.job.sequences[0]
+    size = tables.block_size
+    full = num_tokens // size * size
+    hit = blocks_for(reservation.cached_tokens, size)
+    for window, first in zip(tables.windows, reservation.first_block, strict=True):
+        if window and first > max(hit, tables.first_seen(full, window)):
+            break
+    else:
+        tables.publish(sequence, full, reservation.first_block)
+    return sequence.num_published * size
 
 
 def commit(roster: Roster, reservation: Reservation) -> None:

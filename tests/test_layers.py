@@ -49,6 +49,7 @@ PURE = (
     "engine/block_hash.py",
     "engine/handoff/lease.py",
     "engine/handoff/machine.py",
+    "engine/handoff/pace.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
 )

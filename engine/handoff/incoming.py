@@ -7,6 +7,8 @@ from pdserve.engine.handoff.endpoint import Attempt
 from pdserve.engine.handoff.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Bitmap
 from pdserve.engine.handoff.machine import Handoff
+from pdserve.engine.handoff.pace import Pace, granted
+from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
 
 
@@ -58,7 +60,35 @@ class Incoming(Attempt):
         self.cancelled: set[int] = set()  # choices, before it joins the batch
         self.reservation: ReservationLike | None = None
         self.bitmap: Bitmap | None = None
+        self.num_verified = 0  # leading blocks that are there in all layers
+        self.pace: Pace | None = None  # once granted
         self.acks: list[int] = []
         self.num_bytes = 0
         self.prefill_cached = 0
         self.times = times
+
+    def grant(self, reservation: ReservationLike, spec: KvSpec, now: float) -> None:
+        """It has its blocks."""
+        self.reservation = reservation
+        self.bitmap = Bitmap(spec, reservation.num_tokens, reservation.first_block)
+        self.num_verified = self.bitmap.num_leading
+        self.times.granted = now
+        self.pace = granted(now)
+
+    def newly_verified(self, block_size: int, now: float) -> int:
+        """Frames have been written: leading tokens that are there in all layers, 0 if no more are
+        than the last time."""
+        if self.bitmap is None or self.pace is None:
+            return 0
+        blocks = self.bitmap.num_leading
+        more = blocks > self.num_verified
+        self.pace = self.pace.arrived(now, chunk=more)
+        self.num_verified = blocks
+        return min(self.num_tokens, blocks * block_size) if more else 0
+
+    def is_slow(self, now: float) -> bool:
+        """Its prefill has fallen behind its own pace. To be asked several times a second."""
+        if self.pace is None:
+            return False
+        self.pace = self.pace.look(now)
+        return self.pace.slow(now)

@@ -8,6 +8,8 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
@@ -128,6 +130,16 @@ class Bitmap:
     @property
     def complete(self) -> bool:
         return self._missing == 0
+
+    @property
+    def num_leading(self) -> int:
+        """Leading blocks that every layer of every group has, as far as they were asked for."""
+        lead = self._end
+        for layers, first in zip(self._have, self._first, strict=True):
+            have = (1 << first) - 1
+            have |= reduce(and_, layers)
+            lead = min(lead, (~have & (have + 1)).bit_length() - 1)  # the lowest bit that is 0
+        return lead
 
     def piece(self, header: FrameHeader) -> Piece:
         """What a frame with a good tag covers. Raises FrameError if it does not fit here."""

@@ -21,7 +21,7 @@ from pdserve.engine.handoff.endpoint import Endpoint
 from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import Incoming, Received, ReceiveTimes
 from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys
-from pdserve.engine.handoff.layout import Bitmap, decode_spec, spec_difference, spec_digest
+from pdserve.engine.handoff.layout import decode_spec, spec_difference, spec_digest
 from pdserve.engine.handoff.machine import (
     Action,
     Claimed,
@@ -46,6 +46,7 @@ class ReceivingEngine(Protocol):
     """The part of Engine that a Receiver uses."""
 
     def reserve(self, request: Request) -> Any: ...
+    def verified(self, reservation: Any, num_tokens: int) -> int: ...
     def commit(self, reservation: Any) -> None: ...
     def release(self, reservation: Any) -> None: ...
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
@@ -70,7 +71,8 @@ class _Parcel:
 
 
 class Receiver(Endpoint[Incoming]):
-    """`on_received(Received)` and `on_lost(attempt, reason)` are called on the engine thread."""
+    """`on_received(Received)`, `on_lost(attempt, reason)` and `on_verified(attempt, tokens cached
+    so far, tokens cached before it)` are called on the engine thread."""
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class Receiver(Endpoint[Incoming]):
         identity: bytes,
         on_received: Callable[[Received], None],
         on_lost: Callable[[bytes, str], None],
+        on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, before: None,
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
@@ -94,6 +97,7 @@ class Receiver(Endpoint[Incoming]):
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
+        self._on_verified = on_verified
         self._claims: deque[Incoming] = deque()
         self._parcels: deque[_Parcel] = deque()
         self._to_ack: set[Incoming] = set()
@@ -187,6 +191,7 @@ class Receiver(Endpoint[Incoming]):
             parcel = self._parcels.popleft()
             self._safely(parcel.attempt, partial(self._write, parcel))
         for incoming in self._to_ack:
+            self._safely(incoming, self._keep)
             self._acknowledge(incoming)
         self._to_ack.clear()
         return bool(self._parcels)
@@ -206,9 +211,7 @@ class Receiver(Endpoint[Incoming]):
                     continue
                 if reservation is None:
                     return
-                head.reservation = reservation
-                head.times.granted = self._clock()
-                head.bitmap = Bitmap(self._kv.spec, reservation.num_tokens, reservation.first_block)
+                head.grant(reservation, self._kv.spec, self._clock())
             self._claims.popleft()
             if head.bitmap is not None:
                 self._advance(head, Reserved())
@@ -245,6 +248,8 @@ class Receiver(Endpoint[Incoming]):
             assert incoming.reservation is not None
             piece = incoming.bitmap.piece(header)
             if not incoming.bitmap.has(piece):
+                if piece.blocks.start < incoming.num_verified:
+                    raise FrameError("it overlaps blocks that are cached already")
                 table = incoming.reservation.blocks[piece.group]
                 blocks = [table[block] for block in piece.blocks]
                 self._kv.write(piece.group, piece.layers, blocks, parcel.payload)
@@ -266,6 +271,22 @@ class Receiver(Endpoint[Incoming]):
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
             self._acknowledge(incoming)
             self._advance(incoming, Filled())
+
+    def _keep(self, incoming: Incoming) -> None:
+        """Blocks that are verified in all layers are a cached prefix at once, which outlives the
+        attempt: whoever goes on with the prompt begins there."""
+        if not incoming.state.holds:
+            return
+        tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
+        if tokens and incoming.reservation is not None:
+            kept = self._engine.verified(incoming.reservation, tokens)
+            self._on_verified(incoming.ticket.attempt, kept, incoming.reservation.cached_tokens)
+
+    def _check(self, attempt: Incoming) -> None:
+        super()._check(attempt)
+        slow = attempt.state.holds and attempt.is_slow(self._clock())
+        if slow and not self._parcels:  # else it is decode that is slow
+            self._advance(attempt, Ended("prefill slow"))
 
     def _acknowledge(self, incoming: Incoming) -> None:
         for at in range(0, len(incoming.acks), control.MAX_SEQUENCES):

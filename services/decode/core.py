@@ -134,6 +134,12 @@ class DecodeCore:
         if served is not None:
             served.received = received
 
+    def on_verified(self, attempt: bytes, tokens: int, cached_tokens: int) -> None:
+        served = self._served.get(attempt)
+        if served is not None:
+            verified = wire.Verified(attempt=attempt, tokens=tokens, cached_tokens=cached_tokens)
+            served.session.outbox.put(wire.DecodeEvent(verified=verified))
+
     def on_lost(self, attempt: bytes, reason: str) -> None:
         served = self._served.get(attempt)
         if served is None:

@@ -41,6 +41,7 @@ class DecodeRole:
             step=on_loop(loop, core.on_step),
             received=on_loop(loop, core.on_received),
             lost=on_loop(loop, core.on_lost),
+            verified=on_loop(loop, core.on_verified),
         )
         self._part = DecodePart(self._settings, engine, card, boot, sink)
         return self._part

@@ -35,6 +35,7 @@ class Sink:
     step: Callable[[Step, float], None]
     received: Callable[[Received], None]
     lost: Callable[[bytes, str], None]
+    verified: Callable[[bytes, int, int], None]
 
 
 class DecodePart:
@@ -55,6 +56,7 @@ class DecodePart:
             identity=engine.kv_identity,
             on_received=sink.received,
             on_lost=sink.lost,
+            on_verified=sink.verified,
             wake=self.thread.wake,
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),

@@ -239,6 +239,8 @@ class Dispatcher:
                     seed = cache_seed(card.kv_identity, salt)
                     chains[kind] = chain_hashes(ids[:-1], block_size, seed)
                 cached = worker.prefixes.num_cached(chains[kind]) * block_size
+            # Its prefix events may be on their way.
+            cached = max(cached, flow.verified.get(worker.boot, 0))
             requests, waiting = worker.expected(now)
             return WorkerFacts(
                 boot=worker.boot,
@@ -308,6 +310,9 @@ class Dispatcher:
         if kind == "tokens":
             self._count(flow, flow.attempt)
             flow.on_tokens(message, now)
+            return
+        if kind == "verified":
+            flow.on_verified(message)
             return
         if kind in ("admitted", "busy", "failed", "gone") and not flow.attempt.answered:
             self._answered(flow.attempt)

@@ -75,6 +75,8 @@ class Flow:
         self.refused: set[bytes] = set()  # boots of decode workers that said Busy in this round
         self.failed_prefills: set[bytes] = set()
         self.num_prefill_failures = 0
+        self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
+        self.hit: int | None = None  # tokens that were cached before the first of them
         self.orphan_since: float | None = None
         self.counted = False  # its prompt was counted as local or remote
 
@@ -263,7 +265,19 @@ class Flow:
         if self.num_attempts == 1:
             # Decode's clock starts at its Admit; what the request waited here comes on top.
             finished.phases.queue_s += attempt.began - self.arrived
+        elif self.hit is not None:
+            # What an earlier try has left in a cache was computed for this request.
+            finished.cached_tokens = min(finished.cached_tokens, self.hit)
         self._end(RequestEvent(finished=finished), now, None)
+
+    def on_verified(self, verified: wire.Verified) -> None:
+        """Decode keeps what it has verified, whatever becomes of the attempt."""
+        if self.attempt is None:
+            return
+        boot = self.attempt.decode.boot
+        self.verified[boot] = max(self.verified.get(boot, 0), verified.tokens)
+        if self.hit is None:
+            self.hit = verified.cached_tokens
 
     def on_handoff_lost(self, reason: str, now: float) -> None:
         """Decode gave up waiting for the KV; its blocks are free."""

@@ -2,6 +2,13 @@
 
 Costs are in prompt tokens still to be computed before the request's own first token. The cost
 seams are `decode_cost`, `prefill_cost` and `pays`; today the last is a threshold.
+
+After a failed prefill decode has a cached prefix, the blocks that it had verified; the cost of a
+decode worker counts it, so the same one is taken again unless it is much busier. The rest is
+computed by whoever computes least again: another prefill worker only if its own cache spares it all
+of the prefix but a quarter of the prompt (AGAIN_RATIO), else decode itself. So a prefill that ends
+at whatever point costs at most that quarter again, and decode computes a long rest only if every
+prefill worker would have to compute a long beginning anew.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,6 +22,8 @@ NEAR_RATIO = 1.10
 # A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
 BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
+# The part of a prompt that may be computed again after a failed prefill.
+AGAIN_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,11 @@ def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     return worker.waiting_tokens + new
 
 
+def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
+    """Tokens that a prefill worker would compute though decode, which lacks `missing`, has them."""
+    return max(0, missing_tokens(prompt, prefill) - missing)
+
+
 def pays(missing: int, rules: Rules) -> bool:
     """Whether `missing` tokens are worth a hand-off."""
     return rules.remote_prefill == "always" or missing >= rules.threshold
@@ -138,6 +152,11 @@ def pick_prefill(
     fit = [w for w in workers if compatible(w, decode) and w.boot not in prompt.failed_prefills]
     if not fit:
         return None, "no prefill worker"
+    if prompt.prefill_failures:
+        bound = AGAIN_RATIO * prompt.num_tokens
+        fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
+        if not fit:
+            return None, "decode goes on"
     within = within_balance(fit)
     costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
     return power_of_two(fit, costs, rng), "remote prefill"

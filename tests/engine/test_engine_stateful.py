@@ -114,7 +114,20 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.release(reservation)
             self.ends[request.key] += 1
 
-    def fill(self, reservation: Reservation, request: Request) -> None:
+    @precondition(lambda self: self.reservations)
+    @rule(part=st.floats(0, 1))
+    def verify(self, part: float) -> None:
+        """A part of the blocks has come from a prefill worker that may die before the rest."""
+        reservation, request = self.reservations[0]
+        if not reservation.open:
+            return
+        end = int(part * len(reservation.blocks[0]))
+        self.fill(reservation, request, end)
+        kept = self.engine.verified(reservation, min(reservation.num_tokens, end * 4))
+        event(f"a part of a prompt was kept: {reservation.cached_tokens < kept}")
+
+    def fill(self, reservation: Reservation, request: Request, end: int | None = None) -> None:
+        """Copies the blocks before `end` from an engine that has computed them."""
         ids = prefix_ids(request)[:-1]
         if not ids:
             return
@@ -123,10 +136,11 @@ class EngineMachine(RuleBasedStateMachine):
             pass
         for group, held in enumerate(self.source.held_blocks("source")):
             first, targets = reservation.first_block[group], reservation.blocks[group]
-            sources = held[first : len(targets)]
+            targets = targets[first:end]
+            sources = held[first : first + len(targets)]
             payload = memoryview(bytearray(self.source.kv.num_bytes(group, range(1), sources)))
             self.source.kv.read(group, range(1), sources, payload)
-            self.engine.kv.write(group, range(1), targets[first:], payload)
+            self.engine.kv.write(group, range(1), targets, payload)
         self.source.release_held("source")
 
     @precondition(lambda self: self.asked)

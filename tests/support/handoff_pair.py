@@ -38,6 +38,7 @@ class Pair:
         self.sent: dict[bytes, Sent] = {}
         self.received: dict[bytes, Received] = {}
         self.lost: dict[bytes, str] = {}
+        self.verified: dict[bytes, list[tuple[int, int]]] = {}  # (tokens, before it)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.finished: set[str] = set()
         self.changed = threading.Condition()
@@ -52,6 +53,7 @@ class Pair:
             identity=change.get("decode_identity", decode.kv_identity),
             on_received=self._note(self.received, lambda r: r.attempt, lambda r: r),
             on_lost=lambda attempt, reason: self._lost(attempt, reason),
+            on_verified=self._verified,
             wake=self.decode_thread.wake,
             progress=lambda: (self.decode_thread.steps, True),
         )
@@ -149,6 +151,11 @@ class Pair:
         with self.changed:
             assert attempt not in self.lost
             self.lost[attempt] = reason
+            self.changed.notify_all()
+
+    def _verified(self, attempt: bytes, tokens: int, before: int) -> None:
+        with self.changed:
+            self.verified.setdefault(attempt, []).append((tokens, before))
             self.changed.notify_all()
 
     def _note(

@@ -152,6 +152,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
     def __init__(self, *args: Any, hold_at: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.busy = 0  # answer Busy this many times
+        self.cached_tokens = 0  # as Finished tells
         self.hold_at = hold_at  # stop before this position until released
         self.released = asyncio.Event()
         self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
@@ -200,7 +201,12 @@ class FakeDecode(FakeWorker, DecodeServicer):
                 )
                 self.put(wire.DecodeEvent(tokens=tokens))
         remote = bool(message.prefill_boot)
-        finished = pb.Finished(request=start.request, attempt=attempt, remote=remote)
+        finished = pb.Finished(
+            request=start.request,
+            attempt=attempt,
+            remote=remote,
+            cached_tokens=self.cached_tokens,
+        )
         self.put(wire.DecodeEvent(finished=finished))
         self.tasks.pop(attempt, None)
 

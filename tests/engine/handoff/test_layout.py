@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
@@ -60,6 +60,31 @@ def test_pieces_cover_every_cell_once(num_tokens: int, first: int, limit: int, s
         bitmap.add(pieces[i // 2])  # a duplicate
         assert bitmap.has(piece)
     assert bitmap.complete
+
+
+@given(
+    num_tokens=st.integers(1, 400),
+    first=st.integers(0, 8),
+    limit=st.sampled_from([1, 100_000, SLOT_BYTES]),
+    seed=st.integers(),
+)
+def test_leading_blocks_are_there_in_every_layer(
+    num_tokens: int, first: int, limit: int, seed: int
+) -> None:
+    end = -(-num_tokens // 32)
+    firsts = (min(first, end), max(min(first, end), first_needed_block(WINDOW, 32, num_tokens)))
+    bitmap = Bitmap(SPEC, num_tokens, firsts)
+    pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
+    random.Random(seed).shuffle(pieces)
+    missing = {(p.group, n, b) for p in pieces for n in p.layers for b in p.blocks}
+    for piece in pieces:
+        lacking = min(block for _, _, block in missing)
+        event(f"a gap behind what is there: {any(b != lacking for *_, b in missing)}")
+        assert bitmap.num_leading == lacking
+        bitmap.add(piece)
+        missing -= {(piece.group, n, b) for n in piece.layers for b in piece.blocks}
+    assert not missing
+    assert bitmap.num_leading == end
 
 
 def test_frames_are_large_where_the_prompt_allows() -> None:

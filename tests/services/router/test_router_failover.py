@@ -155,3 +155,75 @@ async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: An
     assert gateway.ids("r") == expected(SHORT, 8)
     assert len(decode.outboxes) == 2
     assert [a.start.strikes for a in decode.of("admit")] == [0, 0]
+
+
+def verify(decode: Any, attempt: bytes, tokens: int, cached: int = 0) -> None:
+    verified = wire.Verified(attempt=attempt, tokens=tokens, cached_tokens=cached)
+    decode.put(wire.DecodeEvent(verified=verified))
+
+
+@pytest.mark.parametrize(("tokens", "where"), [(32, "remote"), (320, "decode")])
+async def test_after_a_dead_prefill_the_cheaper_side_goes_on(
+    make_cluster: Any, expected: Any, wait_for: Any, tokens: int, where: str
+) -> None:
+    """Another prefill has none of the prefix: it begins anew if that is little."""
+    cluster = await make_cluster(remote_prefill="always")
+    decode = await cluster.decode()
+    dying = await cluster.prefill()
+    dying.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await dying.until(lambda: bool(dying.ids))
+    other = await cluster.prefill()
+    (attempt,) = dying.ids
+    verify(decode, attempt, tokens, 16)
+    (flow,) = cluster.router.core.dispatcher._flows.values()
+    await wait_for(lambda: flow.verified == {decode.boot: tokens})
+    await dying.kill()
+    finished = await gateway.end("r")
+    assert gateway.ids("r") == expected(LONG, 8)
+    assert finished.remote == (where == "remote") == bool(other.ids)
+    reason = "remote prefill" if where == "remote" else "decode goes on"
+    assert cluster.router.core.dispatcher.reasons[reason] == 1 + (where == "remote")
+
+
+async def test_a_slow_prefill_is_replaced(make_cluster: Any, expected: Any) -> None:
+    """Decode says what it has kept before it gives up, so both come in order."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    slow = await cluster.prefill()
+    slow.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await slow.until(lambda: bool(slow.ids))
+    other = await cluster.prefill()
+    (attempt,) = slow.ids
+    decode.tasks.pop(attempt).cancel()
+    verify(decode, attempt, 400)
+    lost = wire.HandoffLost(attempt=attempt, reason="prefill slow")
+    decode.put(wire.DecodeEvent(handoff_lost=lost))
+    assert not (await gateway.end("r")).remote
+    assert gateway.ids("r") == expected(LONG, 8)
+    assert not other.ids
+    assert slow.cancelled == [(attempt, ())]
+    assert not decode.cancelled
+
+
+async def test_blocks_of_an_earlier_try_are_no_cache_hit(make_cluster: Any, wait_for: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.cached_tokens = 560  # what it finds at the second try
+    dying = await cluster.prefill()
+    dying.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await dying.until(lambda: bool(dying.ids))
+    (attempt,) = dying.ids
+    verify(decode, attempt, 320, 32)
+    verify(decode, attempt, 560, 32)
+    (flow,) = cluster.router.core.dispatcher._flows.values()
+    await wait_for(lambda: flow.verified == {decode.boot: 560})
+    await dying.kill()
+    assert (await gateway.end("r")).cached_tokens == 32
+    await gateway.start("again", LONG)
+    assert (await gateway.end("again")).cached_tokens == 560

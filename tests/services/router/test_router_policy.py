@@ -3,10 +3,11 @@
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from pdserve.services.router.policy import (
+    AGAIN_RATIO,
     BUSIER_RATIO,
     BUSIER_REQUESTS,
     NEAR_RATIO,
@@ -14,6 +15,7 @@ from pdserve.services.router.policy import (
     Rules,
     WorkerFacts,
     compatible,
+    computed_again,
     decide,
     decode_cost,
     power_of_two,
@@ -62,6 +64,8 @@ def test_decision_is_possible_and_follows_the_rules(
     missing = max(0, prompt.num_tokens - decode.cached_tokens)
     assert decision.cached_tokens == prompt.num_tokens - missing
     fit = [p for p in prefills if compatible(p, decode)]
+    if prompt.prefill_failures:
+        fit = [p for p in fit if computed_again(prompt, p, missing) <= prompt.num_tokens / 4]
     wanted = (
         missing > 0
         and prompt.may_go_remote
@@ -139,3 +143,72 @@ def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
         decision = decide(PromptFacts(tokens), [decode], [prefill], Rules("always"), Random(0))
         assert decision is not None
         assert (decision.prefill, decision.reason) == (None, "nothing to prefill")
+
+
+DECODE = WorkerFacts(b"d" * 16, b"a", transports=("tcp",))
+PREFILL = WorkerFacts(b"p" * 16, b"a", transports=("tcp",))
+
+
+def after_failure(
+    num_tokens: int, verified: int, cached: int, rules: str = "auto"
+) -> tuple[str, int]:
+    """Where a prompt goes on whose prefill failed, and how many tokens are computed there."""
+    prompt = PromptFacts(num_tokens, prefill_failures=1, failed_prefills=frozenset([b"f" * 16]))
+    decode = replace(DECODE, cached_tokens=verified)
+    prefill = replace(PREFILL, cached_tokens=cached)
+    decision = decide(prompt, [decode], [prefill], Rules(rules), Random(0))
+    assert decision is not None
+    if decision.prefill is None:
+        return decision.reason, num_tokens - verified
+    return decision.reason, num_tokens - cached
+
+
+@given(
+    num_tokens=st.integers(1, 8_000),
+    verified=st.floats(0, 1),
+    cached=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    rules=st.sampled_from(["auto", "always"]),
+)
+def test_a_failed_prefill_costs_at_most_a_quarter_again(
+    num_tokens: int, verified: float, cached: float, rules: str
+) -> None:
+    """Whatever the point at which it failed; what decode has verified is not computed again."""
+    kept = int(verified * num_tokens)
+    reason, computed = after_failure(num_tokens, kept, int(cached * num_tokens), rules)
+    event(reason)
+    assert computed - (num_tokens - kept) <= AGAIN_RATIO * num_tokens
+
+
+def test_the_mean_cost_of_a_failed_prefill() -> None:
+    """A kill at 80 % costs a fifth, which is what was missing; the mean over all points is that
+    of the missing part and a thirtieth of the prompt."""
+    reason, computed = after_failure(4_000, 3_200, 0)
+    assert (reason, computed) == ("decode goes on", 800)
+    again = []
+    for kept in range(0, 4_000, 16):
+        _, computed = after_failure(4_000, kept, 0)
+        again.append(computed - (4_000 - kept))
+    assert 0 < max(again) <= 1_000
+    assert sum(again) / len(again) <= 4_000 / 30
+
+
+def test_another_prefill_goes_on_that_has_the_prefix_itself() -> None:
+    assert after_failure(4_000, 2_000, 0)[0] == "decode goes on"
+    assert after_failure(4_000, 2_000, 1_500) == ("remote prefill", 2_500)
+    assert after_failure(4_000, 2_000, 3_000) == ("remote prefill", 1_000)
+    assert after_failure(4_000, 3_600, 3_600)[0] == "short prompt", "what is left is short"
+    assert after_failure(4_000, 500, 0) == ("remote prefill", 4_000), "little was lost"
+
+
+def test_the_decode_worker_that_has_the_blocks_is_taken_again() -> None:
+    kept = replace(DECODE, cached_tokens=1_000, requests=3)
+    idle = replace(DECODE, boot=b"e" * 16)
+    for seed in range(20):
+        prompt = PromptFacts(4_000, prefill_failures=1)
+        decision = decide(prompt, [idle, kept], [], Rules(), Random(seed))
+        assert decision is not None
+        assert decision.decode == kept.boot
+    busy = replace(kept, requests=40)
+    decision = decide(PromptFacts(4_000, prefill_failures=1), [idle, busy], [], Rules(), Random(0))
+    assert decision is not None
+    assert decision.decode == idle.boot, "not at any price"

@@ -1,0 +1,200 @@
+"""A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
+
+import threading
+from typing import Any
+
+import pytest
+from engine_kit import ask
+from handoff_pair import MakePair, Pair, fresh, local, request
+
+from pdserve.engine.request import Computed, Request
+
+BLOCK = 4
+BLOCK_BYTES = 128
+
+
+class Stop:
+    """Holds prefill's engine thread once decode has verified `tokens` of an attempt."""
+
+    def __init__(self, pair: Pair, tokens: int) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self._pair, self._tokens = pair, tokens
+        pair.prefill_hook = self._hook
+
+    def _hook(self, step: Any) -> None:
+        """After each chunk: wait until decode has it."""
+        if self.reached.is_set():
+            return
+        for event in step.events:
+            if not isinstance(event, Computed) or event.done:
+                continue
+            attempt = bytes.fromhex(event.key)
+            self._wait(attempt, event.num_tokens)
+            if event.num_tokens >= self._tokens <= self._arrived(attempt):
+                self.reached.set()
+                self.go_on.wait(15)
+
+    def _wait(self, attempt: bytes, num_tokens: int) -> None:
+        outgoing = self._pair.sender._by_attempt.get(attempt)
+        if outgoing is None or not outgoing.next_blocks:
+            threading.Event().wait(0.02)  # this thread has to be told that it may send
+            return
+
+        self._pair.wait(lambda: self._arrived(attempt) >= num_tokens)
+
+    def _arrived(self, attempt: bytes) -> int:
+        incoming = self._pair.receiver._by_attempt.get(attempt)
+        return 0 if incoming is None else incoming.num_verified * BLOCK
+
+
+def verified(pair: Pair, attempt: bytes) -> int:
+    """Tokens that decode has in its prefix cache, as it said."""
+    return pair.verified.get(attempt, [(0, 0)])[-1][0]
+
+
+def cut_off(pair: Pair) -> None:
+    """What decode sees of a prefill that is killed."""
+    for link in list(pair.receiver._links):
+        link._wire.interrupt()
+
+
+def lose(pair: Pair, asked: Request, tokens: int) -> int:
+    """Hands `asked` over and cuts the connection after `tokens`; how many decode has kept."""
+    stop = Stop(pair, tokens)
+    attempt = pair.hand_off(asked)
+    assert stop.reached.wait(15)
+    assert attempt not in pair.received, "between the first and the last frame"
+    cut_off(pair)
+    pair.wait(lambda: attempt in pair.lost)
+    stop.go_on.set()
+    pair.wait(lambda: attempt in pair.sent)
+    pair.prefill_hook = lambda step: None
+    return verified(pair, attempt)
+
+
+@pytest.mark.parametrize("tokens", [16, 96, 160])
+def test_another_prefill_sends_only_the_missing_blocks(pair: Pair, tokens: int) -> None:
+    asked = request(200)
+    kept = lose(pair, asked, tokens)
+    assert tokens <= kept < 199
+    pair.assert_clean()
+    again = fresh(asked)
+    attempt = pair.hand_off(again)
+    assert pair.answer(again) == local(asked)
+    received = pair.received[attempt]
+    assert received.num_bytes == (50 - kept // BLOCK) * BLOCK_BYTES
+    assert received.cached_tokens >= kept
+    pair.assert_clean()
+
+
+def test_decode_itself_computes_only_the_missing_tokens(pair: Pair) -> None:
+    asked = request(200)
+    kept = lose(pair, asked, 160)
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 0
+    again = fresh(asked)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    assert pair.answer(again) == local(asked)
+    computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10)
+    assert computed == 200 - kept <= 0.25 * 200
+    pair.assert_clean()
+
+
+def test_lost_again_and_again_every_try_goes_on(pair: Pair) -> None:
+    asked = request(200)
+    kept = [lose(pair, fresh(asked), tokens) for tokens in (48, 96, 144)]
+    assert 48 <= kept[0] < kept[1] < kept[2] < 199
+    last = fresh(asked)
+    attempt = pair.hand_off(last)
+    assert pair.answer(last) == local(asked)
+    assert pair.received[attempt].num_bytes == (50 - kept[2] // BLOCK) * BLOCK_BYTES
+    pair.assert_clean()
+
+
+def test_a_cancelled_attempt_leaves_its_prefix(pair: Pair) -> None:
+    asked = request(200)
+    stop = Stop(pair, 96)
+    attempt = pair.hand_off(asked)
+    assert stop.reached.wait(15)
+    assert pair.at_decode(lambda r: r.cancel(attempt, "cancel"))
+    stop.go_on.set()
+    pair.wait(lambda: attempt in pair.sent)
+    pair.assert_clean()
+    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(10)
+    assert counts.cached == verified(pair, attempt) // BLOCK >= 96 // BLOCK
+
+
+def test_one_prompt_received_twice_at_once(pair: Pair) -> None:
+    """Of equal blocks the first is the cached one; the others are freed as they are."""
+    asked = request(200)
+    stop = Stop(pair, 96)
+    first = pair.hand_off(asked)
+    assert stop.reached.wait(15)
+    twin = fresh(asked)
+    ticket = pair.admit(twin)
+    assert ticket is not None
+    stop.go_on.set()
+    pair.start(twin, ticket)
+    assert pair.answer(asked) == pair.answer(twin) == local(asked)
+    assert {first, ticket.attempt} <= set(pair.received)
+    pair.assert_clean()
+    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(10)
+    assert counts.cached <= 52
+
+
+@pytest.mark.parametrize("window", [6, 40])
+def test_a_window_model_never_finds_a_prefix_that_it_could_not_go_on_from(
+    make_pair: MakePair, window: int
+) -> None:
+    """The window's blocks before the last tokens are not sent, so nothing before is of use."""
+    pair = make_pair(window=window)
+    asked = request(120)
+    kept = lose(pair, asked, 80)
+    assert kept == 0
+    again = fresh(asked)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    assert pair.answer(again) == local(asked, window=window)
+    pair.assert_clean()
+
+
+def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.engine.handoff.pace.SLOW_S", 0.3)
+    asked = request(200)
+    stop = Stop(pair, 96)
+    attempt = pair.hand_off(asked)
+    assert stop.reached.wait(15)
+    pair.wait(lambda: attempt in pair.lost)
+    assert pair.lost[attempt] == "prefill slow"
+    assert not stop.go_on.is_set(), "prefill was still at its chunk"
+    stop.go_on.set()
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sent[attempt].reason == "peer: prefill slow"
+    again = fresh(asked)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    assert pair.answer(again) == local(asked)
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 200 - verified(
+        pair, attempt
+    )
+    pair.assert_clean()
+
+
+def test_choices_go_on_from_the_prefix_too(pair: Pair) -> None:
+    options = {"n": 3, "seed": 9, "temperature": 1.0}
+    asked = request(90, **options)
+    kept = lose(pair, asked, 64)
+    again = fresh(asked)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    assert pair.answer(again) == local(asked)
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 90 - kept
+    pair.assert_clean()
+
+
+def test_another_tenant_does_not_find_it(pair: Pair) -> None:
+    asked = request(200)
+    lose(pair, asked, 160)
+    other = fresh(ask("", asked.prompt_ids, cache_salt=b"another"))
+    pair.decode_thread.post(lambda e: e.submit(other)).result(10)
+    assert pair.answer(other) == local(asked)
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 200
