@@ -15,7 +15,7 @@ enum class Activation : int { kSilu, kGeluTanh, kGelu };
 struct Kernels {
   const char* isa;
 
-  // --- linear.inl, encode.inl
+  // --- encode.inl, linear*.inl
   // Rows [begin, end) of x.f32 in the encodings that x.needs names.
   void (*encode)(const Activations& x, int64_t begin, int64_t end);
   // y[row * stride + output] for every row of x and the outputs of tiles [begin, end) of m.
@@ -38,7 +38,7 @@ struct Kernels {
   void (*scale)(float* y, float factor, int64_t cols);
   void (*soft_cap)(float* y, float cap, int64_t cols);
 
-  // --- attention.inl
+  // --- kv.inl, attention*.inl
   void (*store_kv)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
   // Outputs of all queries of the task. scratch: attend_scratch(task) floats, 64-byte aligned, as
   // states below.

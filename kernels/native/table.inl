@@ -1,4 +1,4 @@
-// Fills the table from the kernels of this namespace; the last include of every target.
+// Fills the table from the kernels of this namespace; the last include of kernels.inl.
 const Kernels kTable = {
     PDS_ISA,  encode,       linear,       matrix_row,    rms_norm,  gated,
     rope,     add_bias,     scale,        soft_cap,      store_kv,  attend,

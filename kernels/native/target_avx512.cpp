@@ -9,13 +9,6 @@ namespace pdserve::avx512 {
 extern const Kernels kTable;
 
 #include "simd/avx512.h"
-// In the order in which they use each other.
-#include "math.inl"
-#include "encode.inl"
-#include "linear.inl"
-#include "elementwise.inl"
-#include "attention.inl"
-#include "sampling.inl"
-#include "table.inl"
+#include "kernels.inl"
 
 }  // namespace pdserve::avx512

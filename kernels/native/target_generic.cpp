@@ -7,13 +7,6 @@ namespace pdserve::generic {
 extern const Kernels kTable;
 
 #include "simd/generic.h"
-// In the order in which they use each other.
-#include "math.inl"
-#include "encode.inl"
-#include "linear.inl"
-#include "elementwise.inl"
-#include "attention.inl"
-#include "sampling.inl"
-#include "table.inl"
+#include "kernels.inl"
 
 }  // namespace pdserve::generic

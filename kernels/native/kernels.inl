@@ -1,0 +1,13 @@
+// All kernels of a target, in the order in which they use each other; after its words (simd/).
+#include "math.inl"
+#include "encode.inl"
+#include "linear_tile.inl"
+#include "linear_int8.inl"
+#include "linear_float.inl"
+#include "linear.inl"
+#include "elementwise.inl"
+#include "kv.inl"
+#include "attention_tile.inl"
+#include "attention.inl"
+#include "sampling.inl"
+#include "table.inl"
