@@ -15,6 +15,7 @@ from pdserve.engine.block_hash import cache_seed
 from pdserve.engine.block_tables import BlockTables
 from pdserve.engine.errors import InvalidRequest, QueueFull
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_identity import UNKNOWN, KvIdentity
 from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Outcome, Plan
 from pdserve.engine.progress import Progress
@@ -50,7 +51,7 @@ class Engine:
         kv: KvCache,
         limits: Limits,
         ops: SamplingOps,
-        kv_identity: bytes = b"",
+        kv_identity: KvIdentity = UNKNOWN,
         numerics_id: str = "",
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -162,18 +163,21 @@ class Engine:
         for job in [*self._roster.running, *self._roster.waiting.values()]:
             self._events += self._progress.fail(job, message)
 
-    def reserve(self, request: Request) -> Reservation | None:
+    def reserve(self, request: Request, sender: bytes = b"") -> Reservation | None:
         """Blocks for the prefix that a prefill worker will send, or None if they are short.
 
         A refused one is the head of the claims and is asked for again before every step. Between
         it and the queue the order of arrival holds: it is refused while an older queued request
         lacks blocks, and while it is refused no younger one gets any. Raises like submit, but the
         queue's bound does not apply.
+
+        `sender`: digest of the KV identity that computes it, if it is another than ours. Then its
+        blocks match and enter the prefix cache for that pair of identities only.
         """
         if request.prefill_only or request.params.prompt_logprobs is not None:
             raise InvalidRequest("prompt logprobs are computed where the prompt is", "prompt")
         key, order = self._head_claim
-        job = self._new_job(request, order if key == request.key else None)
+        job = self._new_job(request, order if key == request.key else None, sender)
         if not job.unfinished:
             raise InvalidRequest("every choice has ended", "choices")
         first = self._scheduler.comes_first(job.order)
@@ -250,14 +254,14 @@ class Engine:
                 pool.take_events()
         return self._main_pool.take_events()
 
-    def _new_job(self, request: Request, order: int | None = None) -> Job:
+    def _new_job(self, request: Request, order: int | None = None, sender: bytes = b"") -> Job:
         max_tokens = self.limits.check(request)
         if request.key in self._roster.jobs:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
         if order is None:
             self._arrivals += 1
             order = self._arrivals
-        seed_hash = cache_seed(self.kv_identity, request.cache_salt)
+        seed_hash = cache_seed(sender + self.kv_identity.digest, request.cache_salt)
         return Job(request, order, self._clock(), max_tokens, seed_hash)
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:

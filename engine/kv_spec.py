@@ -49,3 +49,17 @@ class KvSpec:
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers of all groups."""
         return sum(len(g.layers) * g.block_bytes(self.block_size) for g in self.groups)
+
+
+def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:
+    """The first field that differs, in words; empty if none does."""
+    if ours.block_size != theirs.block_size:
+        return f"block size {ours.block_size} here, {theirs.block_size} there"
+    if len(ours.groups) != len(theirs.groups):
+        return f"{len(ours.groups)} layer groups here, {len(theirs.groups)} there"
+    for i, (a, b) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        for name in LayerGroup.__slots__:
+            x, y = getattr(a, name), getattr(b, name)
+            if x != y:
+                return f"{name} of group {i}: {x} here, {y} there"
+    return ""

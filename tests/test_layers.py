@@ -7,7 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("protos", "gateway", "services", "engine", "kernels")
-ROUTER_PURE = ("pdserve.engine.handoff.machine", "pdserve.engine.block_hash")
+ROUTER_PURE = (
+    "pdserve.engine.handoff.machine",
+    "pdserve.engine.block_hash",
+    "pdserve.engine.kv_identity",
+    "pdserve.engine.kv_spec",
+)
 
 # place -> (our modules it may import, modules it must not)
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -35,6 +40,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 PURE = (
     "engine/request.py",
+    "engine/kv_identity.py",
     "engine/kv_spec.py",
     "engine/config.py",
     "engine/scheduler.py",
@@ -50,6 +56,8 @@ PURE = (
     "engine/handoff/lease.py",
     "engine/handoff/machine.py",
     "engine/handoff/pace.py",
+    "engine/handoff/terms.py",
+    "services/router/cards.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
 )

@@ -22,3 +22,4 @@ class CardData:
     created: int  # unix seconds, of the weights file
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
+    config_digest: str = ""  # hex; what the checkpoint says of rope, norms and windows

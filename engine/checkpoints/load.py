@@ -18,6 +18,7 @@ from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weights import WeightLoader, check_names
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.identity import configuration_digest
 from pdserve.engine.models.build import tensor_shapes
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.decoder import Decoder
@@ -176,4 +177,5 @@ def _card(
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
         generation_config=text.generation_config,
+        config_digest=configuration_digest(model),
     )

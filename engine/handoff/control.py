@@ -19,6 +19,7 @@ from pdserve.engine.handoff.frames import (
     Prefix,
 )
 from pdserve.engine.handoff.keys import Domain, TagKey
+from pdserve.engine.kv_identity import NAMES, KvIdentity
 
 MAX_SEQUENCES = 512  # of one Ack
 MAX_REASON_BYTES = 240
@@ -32,9 +33,10 @@ class Hello:
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
     decode_boot: bytes  # who it thinks it is talking to
-    identity: bytes  # KV identity
+    identity: KvIdentity
     transport: str
     spec: bytes
+    encrypted: bool = False  # payloads are sealed, not only tagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,22 +241,32 @@ def _numbers(cls: Any, name: str, code: str, most: int) -> _Codec:
     )
 
 
-_HELLO = struct.Struct("<16s16s32s8s")
+_HELLO = struct.Struct("<16s16s8s?")
+_PART = struct.Struct("<H")  # length of one part of a KV identity
 
 
 def _pack_hello(hello: Hello) -> bytes:
-    identity = len(hello.identity).to_bytes(1, "little") + hello.identity
-    fixed = _HELLO.pack(hello.prefill_boot, hello.decode_boot, identity, hello.transport.encode())
-    return fixed + hello.spec
+    boots = (hello.prefill_boot, hello.decode_boot)
+    fixed = _HELLO.pack(*boots, hello.transport.encode(), hello.encrypted)
+    parts = [v if isinstance(v, bytes) else v.encode() for v in hello.identity.parts().values()]
+    return fixed + b"".join(_PART.pack(len(part)) + part for part in parts) + hello.spec
 
 
 def _unpack_hello(data: bytes) -> Hello:
-    prefill_boot, decode_boot, identity, transport = _HELLO.unpack_from(data)
-    size = identity[0]
-    if size > len(identity) - 1:
-        raise FrameError("KV identity too long")
+    prefill_boot, decode_boot, transport, encrypted = _HELLO.unpack_from(data)
+    offset = _HELLO.size
+    parts: list[bytes] = []
+    for _ in NAMES:
+        (size,) = _PART.unpack_from(data, offset)
+        offset += _PART.size
+        parts.append(data[offset : offset + size])
+        offset += size
+    if offset > len(data):
+        raise FrameError("KV identity cut short")
+    digest, *texts = parts
+    identity = KvIdentity(digest, *(text.decode() for text in texts))
     name = transport.rstrip(b"\0").decode()
-    return Hello(prefill_boot, decode_boot, identity[1 : 1 + size], name, data[_HELLO.size :])
+    return Hello(prefill_boot, decode_boot, identity, name, data[offset:], encrypted)
 
 
 _CODECS: dict[int, _Codec] = {

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = 0x4B50
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 TAG_BYTES = 16
 ID_BYTES = 16
 MAX_CONTROL_BYTES = 8192
@@ -26,6 +26,10 @@ FRAME_BYTES = PREFIX_BYTES + FRAME_BODY_BYTES
 
 class FrameError(Exception):
     """Bytes from a peer that are not what the wire allows."""
+
+
+class OtherVersion(FrameError):
+    """A record of another major version of this wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Prefix:
         if magic != MAGIC:
             raise FrameError("bad magic")
         if version != WIRE_VERSION:
-            raise FrameError(f"wire version {version}, here {WIRE_VERSION}")
+            raise OtherVersion(f"wire version {WIRE_VERSION} here, {version} there")
         bound = FRAME_BODY_BYTES if kind == FRAME_TYPE else MAX_CONTROL_BYTES
         if length > bound or (kind == FRAME_TYPE and length != bound):
             raise FrameError(f"record of type {kind} with {length} bytes")

@@ -39,6 +39,7 @@ class Received:
     num_bytes: int
     cached_tokens: int  # not computed for it: decode's prefix hit, or prefill's if longer
     times: ReceiveTimes
+    inexact: bool = False  # another KV identity computed it
 
 
 class Incoming(Attempt):
@@ -57,6 +58,7 @@ class Incoming(Attempt):
         self.request = request
         self.num_tokens = len(prefix_ids(request)) - 1
         self.promised = promised  # blocks
+        self.sender = b""  # digest of the KV identity that computes it, if another than ours
         self.cancelled: set[int] = set()  # choices, before it joins the batch
         self.reservation: ReservationLike | None = None
         self.bitmap: Bitmap | None = None

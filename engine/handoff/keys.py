@@ -1,13 +1,16 @@
 """Tags of frames and control messages: keys from a ticket's secret, AES-GMAC per record.
 
 The secret never travels on the data connection. Each direction has its own key, and a nonce is
-(domain, sequence): a sequence number is used once per ticket, direction and domain.
+(domain, sequence): a sequence number is used once per ticket, direction and domain. A frame that is
+sent again is a new record with a new number. Encrypted payloads have a domain of their own, so even
+processes that disagree about encryption would not use one nonce for both.
 """
 
 import hmac
 from dataclasses import dataclass
 from enum import IntEnum
 
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -19,6 +22,7 @@ class Domain(IntEnum):
     PAYLOAD = 1
     HEADER = 2
     CONTROL = 3
+    SEALED = 4  # an encrypted payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,22 @@ class TagKey:
 
     def tag(self, domain: Domain, sequence: int, data: bytes | memoryview) -> bytes:
         """GMAC (NIST SP 800-38D): AES-GCM over no plaintext, the data as associated data."""
-        nonce = int(domain).to_bytes(4, "little") + sequence.to_bytes(8, "little")
-        return self._gcm.encrypt(nonce, b"", data)
+        return self._gcm.encrypt(_nonce(domain, sequence), b"", data)
 
     def matches(self, domain: Domain, sequence: int, data: bytes | memoryview, tag: bytes) -> bool:
         return hmac.compare_digest(self.tag(domain, sequence, data), tag)
+
+    def seal(self, sequence: int, plain: bytes | memoryview) -> memoryview:
+        """AES-GCM of a payload: as many bytes as `plain`, then the tag."""
+        return memoryview(self._gcm.encrypt(_nonce(Domain.SEALED, sequence), plain, None))
+
+    def unseal(self, sequence: int, sealed: bytes | memoryview, tag: bytes) -> memoryview | None:
+        """The payload, or None if this key has not sealed it so."""
+        nonce = _nonce(Domain.SEALED, sequence)
+        try:
+            return memoryview(self._gcm.decrypt(nonce, b"".join((sealed, tag)), None))
+        except InvalidTag:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +70,24 @@ class TicketKeys:
     to_prefill: TagKey
 
 
+def verified_payload(
+    key: TagKey, sequence: int, payload: memoryview, tag: bytes, sealed: bool
+) -> memoryview | None:
+    """The plain payload, or None if it is not what the key's owner tagged or sealed."""
+    if sealed:
+        return key.unseal(sequence, payload, tag)
+    return payload if key.matches(Domain.PAYLOAD, sequence, payload, tag) else None
+
+
 def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKeys:
     """HKDF-SHA256 (RFC 5869) over everything that both sides must agree on: another attempt,
-    boot id, KV layout or KV identity gives other keys, so its frames fail their check."""
+    boot id, KV layout or KV identity (the digest of decode's) gives other keys, so frames made
+    with them fail their check. The ticket's id is the salt."""
     parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
     info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)
     key = HKDF(algorithm=SHA256(), length=64, salt=ticket.id, info=info).derive(ticket.secret)
     return TicketKeys(TagKey(key[:32]), TagKey(key[32:]))
+
+
+def _nonce(domain: Domain, sequence: int) -> bytes:
+    return int(domain).to_bytes(4, "little") + sequence.to_bytes(8, "little")

@@ -67,20 +67,6 @@ def spec_digest(spec: KvSpec) -> bytes:
     return hashlib.sha256(encode_spec(spec)).digest()
 
 
-def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:
-    """The first field that differs, in words; empty if none does."""
-    if ours.block_size != theirs.block_size:
-        return f"block size {ours.block_size} here, {theirs.block_size} there"
-    if len(ours.groups) != len(theirs.groups):
-        return f"{len(ours.groups)} layer groups here, {len(theirs.groups)} there"
-    for i, (a, b) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
-        for name in LayerGroup.__slots__:
-            x, y = getattr(a, name), getattr(b, name)
-            if x != y:
-                return f"{name} of group {i}: {x} here, {y} there"
-    return ""
-
-
 def slot_bytes(spec: KvSpec) -> int:
     return max(SLOT_BYTES, *(g.block_bytes(spec.block_size) for g in spec.groups))
 

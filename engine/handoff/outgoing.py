@@ -57,6 +57,7 @@ class Outgoing(Attempt):
         address: str,
         num_tokens: int,
         times: SendTimes,
+        encrypted: bool = False,
     ) -> None:
         super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
         self.key = ticket.attempt.hex()
@@ -72,6 +73,7 @@ class Outgoing(Attempt):
         self.num_bytes = 0  # sent, resends included
         self.num_frames = 0
         self.times = times
+        self.encrypted = encrypted  # payloads are sealed, not only tagged
 
     def push(self, kv: ReadableKv, piece: Piece, table: list[int], resends: int) -> None:
         """Queue one frame; it is read and signed when a slot is free."""
@@ -93,11 +95,18 @@ class Outgoing(Attempt):
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
         payload = buffer[:size]
+        # What will be sealed never lies in the slot: on shm the peer and others can read that.
+        plain = memoryview(bytearray(size)) if self.encrypted else payload
         with self.lock:
             if not self.readable:
                 return None
-            kv.read(piece.group, piece.layers, blocks, payload)
+            kv.read(piece.group, piece.layers, blocks, plain)
         sequence = next(self.sequence)
+        if self.encrypted:
+            sealed = self.own_key.seal(sequence, plain)
+            payload[:], tag = sealed[:size], bytes(sealed[size:])
+        else:
+            tag = self.own_key.tag(Domain.PAYLOAD, sequence, payload)
         header = FrameHeader(
             ticket=self.ticket.id,
             sequence=sequence,
@@ -107,7 +116,7 @@ class Outgoing(Attempt):
             tokens=range(piece.blocks.start * spec.block_size, piece.blocks.stop * spec.block_size),
             heads=range(group.head_start, group.head_end),
             payload_bytes=size,
-            payload_tag=self.own_key.tag(Domain.PAYLOAD, sequence, payload),
+            payload_tag=tag,
         )
         self.pending[sequence] = (piece, resends)
         self.num_bytes += size

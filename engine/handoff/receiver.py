@@ -20,8 +20,8 @@ from pdserve.engine.handoff import control
 from pdserve.engine.handoff.endpoint import Endpoint
 from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import Incoming, Received, ReceiveTimes
-from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys
-from pdserve.engine.handoff.layout import decode_spec, spec_difference, spec_digest
+from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys, verified_payload
+from pdserve.engine.handoff.layout import spec_digest
 from pdserve.engine.handoff.machine import (
     Action,
     Claimed,
@@ -32,6 +32,8 @@ from pdserve.engine.handoff.machine import (
     Side,
 )
 from pdserve.engine.handoff.promise import Promises, promise_blocks
+from pdserve.engine.handoff.terms import Terms
+from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
 from pdserve.engine.transport.base import KvTransport, Listener, TransportRefused, Wire
@@ -45,7 +47,7 @@ MAX_STRANGERS = 16  # connections that have not proven themselves
 class ReceivingEngine(Protocol):
     """The part of Engine that a Receiver uses."""
 
-    def reserve(self, request: Request) -> Any: ...
+    def reserve(self, request: Request, sender: bytes = b"") -> Any: ...
     def verified(self, reservation: Any, num_tokens: int) -> int: ...
     def commit(self, reservation: Any) -> None: ...
     def release(self, reservation: Any) -> None: ...
@@ -80,20 +82,22 @@ class Receiver(Endpoint[Incoming]):
         kv: WritableKv,
         *,
         boot: bytes,
-        identity: bytes,
+        identity: KvIdentity,
         on_received: Callable[[Received], None],
         on_lost: Callable[[bytes, str], None],
         on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, before: None,
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
+        mixing: Mixing = NO_MIXING,
+        encrypted: bool = False,
     ) -> None:
         super().__init__(wake, progress, clock)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
         self._boot = boot
-        self._identity = identity
+        self._terms = Terms(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
@@ -147,7 +151,7 @@ class Receiver(Endpoint[Incoming]):
         ticket = Ticket(
             os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
         )
-        keys = derive_keys(ticket, self._digest, self._identity)
+        keys = derive_keys(ticket, self._digest, self._terms.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
         self._add(Incoming(ticket, state, keys, request, blocks, times))
         return ticket
@@ -202,7 +206,7 @@ class Receiver(Endpoint[Incoming]):
             head = self._claims[0]
             if not head.state.final:
                 try:
-                    reservation = self._engine.reserve(head.request)
+                    reservation = self._engine.reserve(head.request, head.sender)
                 except Exception as err:
                     if not isinstance(err, EngineError):
                         log.exception("a reservation failed")
@@ -223,6 +227,8 @@ class Receiver(Endpoint[Incoming]):
             return
         if incoming.link is None:
             incoming.link = link
+            assert link.hello is not None  # it has been introduced
+            incoming.sender = self._terms.other_identity(link.hello)
             started = at - claim.age_ms / 1000
             incoming.times.claimed = max(incoming.times.admitted, started)
         self._advance(incoming, Claimed())
@@ -304,6 +310,7 @@ class Receiver(Endpoint[Incoming]):
         assert incoming.reservation is not None
         assert incoming.link is not None
         cached = max(incoming.reservation.cached_tokens, incoming.prefill_cached)
+        self.counters["inexact"] += bool(incoming.sender)
         self._on_received(
             Received(
                 incoming.ticket.attempt,
@@ -311,6 +318,7 @@ class Receiver(Endpoint[Incoming]):
                 incoming.num_bytes,
                 cached,
                 incoming.times,
+                inexact=bool(incoming.sender),
             )
         )
         if incoming.cancelled:
@@ -331,11 +339,7 @@ class Receiver(Endpoint[Incoming]):
     def introduced(self, link: Link, hello: control.Hello) -> str:
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
-        if hello.identity != self._identity:
-            return (
-                f"KV identity {self._identity.hex()[:12]} here, {hello.identity.hex()[:12]} there"
-            )
-        return spec_difference(self._kv.spec, decode_spec(hello.spec))
+        return self._terms.refusal(hello)
 
     def message(self, link: Link, message: control.Message) -> None:
         if not isinstance(message, control.Signed):
@@ -373,12 +377,13 @@ class Receiver(Endpoint[Incoming]):
             self.counters["late_frames"] += 1
             link.credit(header.slot)
             return
-        key = incoming.peer_key
-        if not key.matches(Domain.PAYLOAD, header.sequence, payload, header.payload_tag):
+        tag, sealed = header.payload_tag, self._terms.encrypted
+        verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
+        if verified is None:
             self.counters["corrupt_frames"] += 1
             self._figures(link).refused += 1
             link.credit(header.slot)
             incoming.post(control.Nack(header.sequence))
             return
-        self._parcels.append(_Parcel(incoming, link, header, payload))
+        self._parcels.append(_Parcel(incoming, link, header, verified))
         self._wake()

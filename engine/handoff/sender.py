@@ -32,6 +32,7 @@ from pdserve.engine.handoff.machine import (
     Side,
 )
 from pdserve.engine.handoff.outgoing import Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.request import (
     Computed,
     Event,
@@ -79,17 +80,19 @@ class Sender(Endpoint[Outgoing]):
         transports: Sequence[KvTransport],
         *,
         boot: bytes,
-        identity: bytes,
+        identity: KvIdentity,
         on_ended: Callable[[Sent], None],
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
+        encrypted: bool = False,
     ) -> None:
         super().__init__(wake, progress, clock)
         self._engine = engine
         self._kv = kv
         self._boot = boot
         self._identity = identity
+        self._encrypted = encrypted
         self._spec = encode_spec(kv.spec)
         self._digest = spec_digest(kv.spec)
         self._slot_bytes = slot_bytes(kv.spec)
@@ -122,16 +125,19 @@ class Sender(Endpoint[Outgoing]):
         ids: tuple[int, ...],
         cache_salt: bytes,
         deadline: float,
+        receiver: bytes = b"",
     ) -> None:
-        """Queue a prompt's prefill. Raises the engine's errors."""
+        """Queue a prompt's prefill. `receiver`: digest of decode's KV identity; empty: ours.
+        Raises the engine's errors."""
         key = ticket.attempt.hex()
         params = SamplingParams(max_tokens=1)
         self._engine.submit(
             Request(key, ids, params, seed=0, cache_salt=cache_salt, prefill_only=True)
         )
-        keys = derive_keys(ticket, self._digest, self._identity)
+        keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
         state = Handoff(Side.SEND, deadline)
-        outgoing = Outgoing(ticket, state, keys, address, len(ids), SendTimes(self._clock()))
+        times = SendTimes(self._clock())
+        outgoing = Outgoing(ticket, state, keys, address, len(ids), times, self._encrypted)
         self._by_key[key] = outgoing
         self._add(outgoing)
 
@@ -290,7 +296,9 @@ class Sender(Endpoint[Outgoing]):
 
     def _dial(self, target: Target, peer: _Peer) -> None:
         """Connects, and claims at once: the engine thread may be computing a chunk."""
-        hello = control.Hello(self._boot, target.boot, self._identity, "", self._spec)
+        hello = control.Hello(
+            self._boot, target.boot, self._identity, "", self._spec, self._encrypted
+        )
         link, reason = None, ""
         try:
             link = self._dialer.dial(target, hello)

@@ -5,6 +5,7 @@ thread alone writes. Whoever uses a link only posts. At most SLOTS frames are in
 belongs to prefill until sent, then to decode until its Credit arrives.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from pdserve.engine.handoff.frames import (
     PREFIX_BYTES,
     FrameError,
     FrameHeader,
+    OtherVersion,
     Prefix,
 )
 from pdserve.engine.transport.base import SLOTS, TransportRefused, Wire, WireClosed
@@ -56,6 +58,7 @@ class Link:
     def __init__(self, wire: Wire, transport: str, handler: LinkHandler) -> None:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
+        self.hello: control.Hello | None = None  # decode: what the peer said of itself
         self._wire = wire
         self._handler = handler
         self._wake = threading.Condition()
@@ -206,9 +209,15 @@ class Link:
 
     def _hear_out(self) -> None:
         self._wire.setup()
-        hello = self._read_control(self._read_prefix())
+        try:
+            hello = self._read_control(self._read_prefix())
+        except OtherVersion as err:  # its own reader finds our version in the answer, and says so
+            self._wire.write(control.encode(control.Refused(str(err))))
+            self._skip_rest()
+            raise
         if not isinstance(hello, control.Hello):
             raise FrameError("no hello")
+        self.hello = hello
         reason = self._handler.introduced(self, hello)
         if not reason and hello.transport != self.transport:
             reason = f"transport {hello.transport} on a {self.transport} listener"
@@ -221,6 +230,12 @@ class Link:
             self._wire.write(control.encode(reply))  # the writer has nothing to send yet
             raise TransportRefused(reply.reason)
         self.post(control.encode(reply))
+
+    def _skip_rest(self) -> None:
+        """Until the peer closes: closing before it would reset the connection, answer and all."""
+        with contextlib.suppress(WireClosed):
+            while True:
+                self._wire.read(memoryview(bytearray(1)))
 
     def _read_prefix(self) -> Prefix:
         head = bytearray(PREFIX_BYTES)

@@ -13,6 +13,7 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Request, Step
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
@@ -60,6 +61,8 @@ class DecodePart:
             wake=self.thread.wake,
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
+            mixing=Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics),
+            encrypted=settings.encrypt_kv,
         )
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(settings.data_bind, folder, slot_bytes(engine.kv.spec))
@@ -71,7 +74,7 @@ class DecodePart:
         if "tcp" in addresses:
             self.data_address = advertised(addresses["tcp"], settings.data_advertise)
         message, self.blobs = model_card(
-            card, engine.kv.spec, engine.kv_identity, engine.numerics_id
+            card, engine.kv.spec, engine.kv_identity.digest, engine.numerics_id
         )
         self.hello = fleet_pb2.WorkerHello(
             role=fleet_pb2.DECODE,
@@ -80,6 +83,7 @@ class DecodePart:
             transports=list(addresses),
             wire_version=WIRE_VERSION,
             host_id=host_id(folder) if "shm" in addresses else "",
+            encrypt_kv=settings.encrypt_kv,
         )
         self.figures = {
             "model": card.name,
@@ -153,6 +157,7 @@ class DecodePart:
         load = load_of(stats, receiver.figures, {}, stale)
         load.waiting += receiver.num_waiting
         load.promised_tokens = receiver.promised_tokens
+        load.inexact_handoffs = receiver.counters["inexact"]
         load.last_command = self._last_command
         added, removed = self.engine.take_prefix_events()
         return load, added, removed

@@ -76,12 +76,15 @@ class Served:
             remote=self.received is not None,
             transport=self.received.transport if self.received else "",
             phases=self.phases(),
+            inexact=self.received is not None and self.received.inexact,
         )
 
     def line(self, finished: pb.Finished) -> str:
         """The request's line in the log."""
         phases = finished.phases
         where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
+        if finished.inexact:
+            where += " of another KV identity"
         return (
             f"{len(self.request.prompt_ids)} + {self.num_generated} tokens, "
             f"{finished.cached_tokens} cached, {where}: queue {phases.queue_s:.3f} s, "

@@ -49,6 +49,8 @@ class Card(Protocol):
     def created(self) -> int: ...
     @property
     def weights_bytes(self) -> int: ...
+    @property
+    def config_digest(self) -> str: ...
 
 
 def model_card(
@@ -75,6 +77,7 @@ def model_card(
         kv_identity=kv_identity,
         numerics_id=numerics_id,
         kv_spec=kv_spec(spec),
+        config_digest=card.config_digest,
         created=card.created,
         weights_bytes=card.weights_bytes,
     )

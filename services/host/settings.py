@@ -20,6 +20,13 @@ class WorkerSettings:
         "auto", "how KV moves; auto: shm on one host, else tcp", choices=("auto", "tcp", "shm")
     )
     shm_dir: str = option("", "folder of the unix sockets of shm; empty: a private temporary one")
+    encrypt_kv: bool = option(False, "seal KV on its way with AES-GCM; prefill and decode alike")
+    allow_mixed_weights: bool = option(
+        False, "take KV of another format of the same model; marked inexact"
+    )
+    allow_mixed_numerics: bool = option(
+        False, "take KV of another numerics id of the same weights; marked inexact"
+    )
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

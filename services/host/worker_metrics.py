@@ -40,6 +40,7 @@ class WorkerMetrics:
             ("vllm:prefix_cache_queries", "Prompt tokens looked up", load.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found", load.prefix_hits),
             ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
+            ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))
             counter.add_metric((self._model,), value)

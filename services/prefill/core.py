@@ -16,6 +16,7 @@ from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.handoff.frames import ID_BYTES
 from pdserve.engine.handoff.keys import SECRET_BYTES, Ticket
 from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.kv_identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
@@ -75,8 +76,10 @@ class PrefillCore:
         deadline = float("inf")
         if start.remaining_ms:
             deadline = time.monotonic() + start.remaining_ms / 1000
-        address = start.ticket.data_address
-        future = part.start_sending(ticket, address, tuple(ids), start.cache_salt, deadline)
+        address, receiver = start.ticket.data_address, start.kv_identity.digest
+        future = part.start_sending(
+            ticket, address, tuple(ids), start.cache_salt, deadline, receiver
+        )
         loop = asyncio.get_running_loop()
 
         def done(future: "Future[Any]") -> None:
@@ -123,13 +126,10 @@ class PrefillCore:
                 raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
         if start.attempt in self._sessions:
             raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
-        ours = part.engine.kv_identity
-        if start.kv_identity != ours:
-            raise ServiceError(
-                pb.INVALID_ARGUMENT,
-                f"KV identity {ours.hex()[:12]} here, {start.kv_identity.hex()[:12]} at decode",
-                "kv_identity",
-            )
+        theirs = KvIdentity.of(start.kv_identity)
+        other = refusal(part.engine.kv_identity, theirs, part.mixing)
+        if other is not None:
+            raise ServiceError(pb.INVALID_ARGUMENT, other.text, "kv_identity")
         return Ticket(given.id, given.secret, start.attempt, part.boot, given.decode_boot)
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:

@@ -11,6 +11,7 @@ from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Step
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
@@ -38,6 +39,7 @@ class PrefillPart:
         on_ended: Callable[[Sent], None],
     ) -> None:
         self.boot = boot
+        self.mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
         self.engine = engine
         self.thread = EngineThread(engine, self._on_step)
         self._on_ended = on_ended
@@ -56,12 +58,13 @@ class PrefillPart:
             wake=self.thread.wake,
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
+            encrypted=settings.encrypt_kv,
         )
         self.thread.add_poll(self._sender.poll)
         self._sender.start()
         names = [transport.name for transport in transports]
         message, self.blobs = model_card(
-            card, engine.kv.spec, engine.kv_identity, engine.numerics_id
+            card, engine.kv.spec, engine.kv_identity.digest, engine.numerics_id
         )
         self.hello = fleet_pb2.WorkerHello(
             role=fleet_pb2.PREFILL,
@@ -69,6 +72,7 @@ class PrefillPart:
             transports=names,
             wire_version=WIRE_VERSION,
             host_id=host_id(folder) if "shm" in names else "",
+            encrypt_kv=settings.encrypt_kv,
         )
         self.figures = {
             "model": card.name,
@@ -91,11 +95,12 @@ class PrefillPart:
         ids: tuple[int, ...],
         cache_salt: bytes,
         deadline: float,
+        receiver: bytes,
     ) -> "Future[Any]":
         """Queue a prompt. The future raises the engine's errors."""
 
         def start(_: Engine) -> None:
-            self._sender.start_sending(ticket, address, ids, cache_salt, deadline)
+            self._sender.start_sending(ticket, address, ids, cache_salt, deadline, receiver)
             self._last_command = ticket.attempt
             self._changed = True
 

@@ -19,6 +19,7 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.flow import MAX_CANDIDATES, MAX_STRIKES, Flow
+from pdserve.services.router.kinship import Kinship
 from pdserve.services.router.policy import Decision, PromptFacts, Rules, WorkerFacts, decide
 from pdserve.services.router.switchboard import Attempt, Client
 
@@ -60,6 +61,7 @@ class Dispatcher:
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
         self.num_stale = 0
+        self.kinship = Kinship(rules.mixing)
 
     @property
     def num_running(self) -> int:
@@ -67,7 +69,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(map(len, self._queues.values())) + len(self.kinship.stranded)
 
     # --- clients
 
@@ -176,6 +178,7 @@ class Dispatcher:
         )
 
     def _forget(self, flow: Flow) -> None:
+        self.kinship.stranded.pop(flow, None)
         key = (flow.owner.key, flow.request)
         if self._flows.get(key) is flow:
             del self._flows[key]
@@ -204,6 +207,7 @@ class Dispatcher:
             for w in self.fleet.of(DECODE, flow.model)
             if w.takes_work(now)
             and w.boot not in flow.refused
+            and self.kinship.may_continue(flow, w.identity)
             and self._admitting[w.boot] < MAX_ADMITTING
         ]
 
@@ -220,6 +224,7 @@ class Dispatcher:
         )
         decode = self.fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
+        self.kinship.left_out(decode.boot, decision.refused)
         flow.begin(decode, prefill, now)
         return True
 
@@ -244,12 +249,14 @@ class Dispatcher:
             requests, waiting = worker.expected(now)
             return WorkerFacts(
                 boot=worker.boot,
-                kv_identity=card.kv_identity,
+                kv_identity=worker.identity,
                 requests=requests,
                 waiting_tokens=waiting,
                 cached_tokens=cached,
                 wire_version=worker.hello.wire_version,
                 transports=tuple(worker.hello.transports),
+                layout=worker.layout,
+                encrypts=worker.hello.encrypt_kv,
             )
 
         prompt = PromptFacts(
@@ -265,6 +272,7 @@ class Dispatcher:
     def pump(self, now: float) -> None:
         """Begin what waits, in order of arrival, as far as workers take it."""
         for model, queue in list(self._queues.items()):
+            self.kinship.set_aside(queue, self.fleet.of(DECODE, model), now)
             while queue and self._can_begin(queue[0][1], now):
                 flow = heapq.heappop(queue)[1]
                 if not self._begin(flow, now):
@@ -283,6 +291,9 @@ class Dispatcher:
     def connected(self, worker: Worker, now: float) -> None:
         """The session to it is up."""
         worker.connected = True
+        if worker.hello.role == DECODE:
+            for flow in self.kinship.welcome(worker):
+                heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
         self.pump(now)
 
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
@@ -317,6 +328,7 @@ class Dispatcher:
         if kind in ("admitted", "busy", "failed", "gone") and not flow.attempt.answered:
             self._answered(flow.attempt)
         if kind == "admitted":
+            self.kinship.admitted(flow, flow.attempt)
             flow.on_admitted(message, now)
         elif kind == "busy":
             worker.busy_until = now + BUSY_S
@@ -352,6 +364,7 @@ class Dispatcher:
         elif kind == "accepted":
             flow.attempt.prefill_accepted = True
         elif kind == "done":
+            self.kinship.handed_off(flow.attempt)
             flow.on_prefill_done()
         elif kind == "failed":
             flow.on_prefill_failed(message.failure.message, now)
@@ -362,4 +375,7 @@ class Dispatcher:
         """Deadlines, and workers that are asked again."""
         for flow in list(self._flows.values()):
             flow.tick(now)
+        for flow in self.kinship.overdue(now):
+            text = "no worker is left with the weights that began this answer"
+            flow.fail(pb.UNAVAILABLE, text, now, "", 1.0)
         self.pump(now)

@@ -13,7 +13,10 @@ A suspect gets no new work and keeps what it has. Only `Fleet` adds and forgets 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.engine.kv_identity import KvIdentity
+from pdserve.engine.kv_spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.router.cards import identity_of, layout_of
 from pdserve.services.router.prefix_index import PrefixIndex
 
 SILENCE_S = 1.0
@@ -46,6 +49,12 @@ class Worker:
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    identity: KvIdentity = field(init=False)
+    layout: KvSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = identity_of(self.hello.card)
+        self.layout = layout_of(self.hello.card.kv_spec)
 
     @property
     def boot(self) -> bytes:

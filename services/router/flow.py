@@ -15,6 +15,7 @@ import logging
 import os
 from enum import Enum
 
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
@@ -79,6 +80,10 @@ class Flow:
         self.hit: int | None = None  # tokens that were cached before the first of them
         self.orphan_since: float | None = None
         self.counted = False  # its prompt was counted as local or remote
+        self.origin: KvIdentity | None = None  # who computed what it has passed on; binds it
+        if self.answer.begun and start.placement.HasField("identity"):
+            self.origin = KvIdentity.of(start.placement.identity)
+        self.inexact = False  # it was resumed on another identity
 
     # --- tries
 
@@ -117,6 +122,7 @@ class Flow:
             attempt=attempt.id,
             decode_boot=attempt.decode.boot,
             decode_address=attempt.decode.hello.address,
+            identity=pb.KvIdentity(**(self.origin or attempt.decode.identity).parts()),
         )
         placed = Placed(request=self.request, epoch=self.epoch, placement=placement)
         if prefill is not None:
@@ -141,7 +147,7 @@ class Flow:
             ticket=ticket,
             cache_salt=self.answer.start.cache_salt,
             remaining_ms=_left_ms(self.deadline, now),
-            kv_identity=attempt.decode.hello.card.kv_identity,
+            kv_identity=pb.KvIdentity(**attempt.decode.identity.parts()),
         )
         self._board.to_prefill(prefill, wire.PrefillCommand(start=start))
 
@@ -194,7 +200,7 @@ class Flow:
 
     def _finish_here(self, now: float) -> None:
         """Every choice has ended, and no worker is left to say so."""
-        finished = pb.Finished(request=self.request, epoch=self.epoch)
+        finished = pb.Finished(request=self.request, epoch=self.epoch, inexact=self.inexact)
         self._end(RequestEvent(finished=finished), now, None)
 
     def prefill_lost(self, reason: str, now: float) -> None:
@@ -239,13 +245,15 @@ class Flow:
         if fresh is not None:
             fresh.request = self.request
             fresh.epoch = self.epoch
+            self.origin = self.origin or attempt.decode.identity
             self._board.emit(self, RequestEvent(tokens=fresh))
 
     def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs, now: float) -> None:
         """Once per request, though every attempt may compute them."""
-        if self.attempt is None:
+        attempt = self.attempt
+        if attempt is None:
             return
-        self.attempt.produced = True
+        attempt.produced = True
         try:
             fresh = self.answer.take_scores(logprobs)
         except LostTokens as error:
@@ -253,6 +261,7 @@ class Flow:
             return
         if fresh is not None:
             fresh.request = self.request
+            self.origin = self.origin or attempt.decode.identity
             self._board.emit(self, RequestEvent(prompt_logprobs=fresh))
 
     def on_finished(self, finished: pb.Finished, now: float) -> None:
@@ -262,6 +271,7 @@ class Flow:
             return
         finished.request = self.request
         finished.epoch = self.epoch
+        finished.inexact |= self.inexact
         if self.num_attempts == 1:
             # Decode's clock starts at its Admit; what the request waited here comes on top.
             finished.phases.queue_s += attempt.began - self.arrived

@@ -4,6 +4,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
+from pdserve.engine.kv_identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
@@ -28,7 +29,9 @@ class RouterProcess:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self.host = GrpcHost(settings.bind, settings.cluster_secret, OPEN_METHODS, SERVICES)
-        rules = Rules(settings.remote_prefill, settings.remote_prefill_threshold)
+        mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
+        threshold = settings.remote_prefill_threshold
+        rules = Rules(settings.remote_prefill, threshold, mixing=mixing)
         self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
         self.address = ""
 

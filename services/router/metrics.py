@@ -47,6 +47,19 @@ class RouterMetrics:
             "pdserve_router_decisions", "Decisions by reason", "reason", dispatcher.reasons
         )
         yield by_label("pdserve_router_prefills", "Prompts by where", "where", dispatcher.prefills)
+        kinship = dispatcher.kinship
+        yield by_label(
+            "pdserve_router_incompatible",
+            "Pairs that a decision left out, by what differs",
+            "difference",
+            kinship.incompatible,
+        )
+        yield by_label(
+            "pdserve_router_inexact",
+            "Resumes and hand-offs between KV identities",
+            "what",
+            kinship.inexact,
+        )
         yield CounterMetricFamily(
             "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
         )

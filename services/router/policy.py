@@ -15,6 +15,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from pdserve.engine.kv_identity import NO_MIXING, Difference, KvIdentity, Mixing, refusal
+from pdserve.engine.kv_spec import KvSpec, spec_difference
+
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
 # Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
@@ -24,6 +27,7 @@ BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
 # The part of a prompt that may be computed again after a failed prefill.
 AGAIN_RATIO = 0.25
+NO_LAYOUT = KvSpec(0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,14 @@ class WorkerFacts:
     """One worker that can take work now, as the policy sees it."""
 
     boot: bytes
-    kv_identity: bytes
+    kv_identity: KvIdentity
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
     cached_tokens: int = 0  # of this prompt
     wire_version: int = 1
     transports: tuple[str, ...] = ()
+    layout: KvSpec = NO_LAYOUT
+    encrypts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,10 @@ class Rules:
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
     max_prefill_failures: int = 2
+    mixing: Mixing = NO_MIXING
+
+
+Refused = tuple[bytes, Difference]  # boot of a prefill worker, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class Decision:
     prefill: bytes | None  # None: decode computes the prompt itself
     reason: str
     cached_tokens: int  # expected at decode
+    refused: tuple[Refused, ...] = ()  # prefill workers that do not go with it, and why
 
 
 def decide(
@@ -80,9 +91,9 @@ def decide(
     if decode is None:
         return None
     missing = missing_tokens(prompt, decode)
-    prefill, reason = pick_prefill(prompt, decode, missing, prefills, rules, rng)
+    prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
     boot = None if prefill is None else prefill.boot
-    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing)
+    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused)
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
@@ -112,13 +123,21 @@ def pays(missing: int, rules: Rules) -> bool:
     return rules.remote_prefill == "always" or missing >= rules.threshold
 
 
-def compatible(prefill: WorkerFacts, decode: WorkerFacts) -> bool:
-    """Whether KV of the one is KV of the other, and there is a way to move it."""
-    return (
-        prefill.kv_identity == decode.kv_identity
-        and prefill.wire_version == decode.wire_version
-        and not set(prefill.transports).isdisjoint(decode.transports)
-    )
+def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Difference | None:
+    """Why KV of the one cannot become KV of the other, as decode would say it."""
+    if prefill.wire_version != decode.wire_version:
+        text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
+        return Difference("wire version", text)
+    if set(prefill.transports).isdisjoint(decode.transports):
+        ours, theirs = (" ".join(w.transports) or "none" for w in (decode, prefill))
+        return Difference("transport", f"transports {ours} here, {theirs} there")
+    if prefill.encrypts != decode.encrypts:
+        here, there = ("encrypted" if w.encrypts else "not" for w in (decode, prefill))
+        return Difference("encryption", f"KV encryption: {here} here, {there} there")
+    other = refusal(decode.kv_identity, prefill.kv_identity, mixing)
+    if other is None and decode.layout != prefill.layout:
+        return Difference("layout", spec_difference(decode.layout, prefill.layout))
+    return other
 
 
 def pick_decode(
@@ -137,29 +156,32 @@ def pick_prefill(
     workers: Sequence[WorkerFacts],
     rules: Rules,
     rng: Random,
-) -> tuple[WorkerFacts | None, str]:
-    """The prefill worker, or None, with the reason."""
+) -> tuple[WorkerFacts | None, str, tuple[Refused, ...]]:
+    """The prefill worker, or None, with the reason, and those that do not go with decode."""
     if missing == 0:
-        return None, "nothing to prefill"
+        return None, "nothing to prefill", ()
     if rules.remote_prefill == "never":
-        return None, "remote prefill is off"
+        return None, "remote prefill is off", ()
     if not prompt.may_go_remote:
-        return None, "prompt logprobs"
+        return None, "prompt logprobs", ()
     if not pays(missing, rules):
-        return None, "short prompt"
+        return None, "short prompt", ()
     if prompt.prefill_failures >= rules.max_prefill_failures:
-        return None, "prefill failed too often"
-    fit = [w for w in workers if compatible(w, decode) and w.boot not in prompt.failed_prefills]
+        return None, "prefill failed too often", ()
+    reasons = [(w, mismatch(w, decode, rules.mixing)) for w in workers]
+    refused = tuple((w.boot, reason) for w, reason in reasons if reason is not None)
+    fit = [w for w, reason in reasons if reason is None and w.boot not in prompt.failed_prefills]
     if not fit:
-        return None, "no prefill worker"
+        none_goes = 0 < len(refused) == len(workers)
+        return None, "no compatible prefill worker" if none_goes else "no prefill worker", refused
     if prompt.prefill_failures:
         bound = AGAIN_RATIO * prompt.num_tokens
         fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
         if not fit:
-            return None, "decode goes on"
+            return None, "decode goes on", refused
     within = within_balance(fit)
     costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
-    return power_of_two(fit, costs, rng), "remote prefill"
+    return power_of_two(fit, costs, rng), "remote prefill", refused
 
 
 def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:

@@ -26,6 +26,12 @@ class RouterSettings:
     remote_prefill_threshold: int = option(
         512, "prompt tokens not cached at decode from which auto goes remote", min=1
     )
+    allow_mixed_weights: bool = option(
+        False, "pair and resume across formats of the same model too; marked inexact"
+    )
+    allow_mixed_numerics: bool = option(
+        False, "pair and resume across numerics ids of the same weights too; marked inexact"
+    )
     max_queued: int = option(
         512, "requests waiting in the router for a worker; more are refused", min=0
     )

@@ -19,6 +19,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.errors import ContextLengthExceeded
 from pdserve.engine.handoff.layout import Bitmap, Piece, cut
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
 from pdserve.engine.limits import Limits
 from pdserve.engine.reservation import Reservation
@@ -43,7 +44,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
         chunk_size=16,
     )
     kv = KvCache(spec, num_blocks)
-    return Engine(FakeDecoder(spec), kv, limits, select("cpu"), kv_identity=b"test")
+    return Engine(FakeDecoder(spec), kv, limits, select("cpu"), kv_identity=KvIdentity(b"test"))
 
 
 @dataclass

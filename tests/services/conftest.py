@@ -12,6 +12,7 @@ from handoff_pair import MakePair, Pair
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
+CHANGES = ("decode_identity", "mixing", "encrypted", "decode_encrypted")  # of Pair itself
 
 
 @pytest.fixture
@@ -19,9 +20,11 @@ def make_pair(tmp_path: Path) -> Iterator[MakePair]:
     made: list[Pair] = []
 
     def make(transport: str = "tcp", decode: dict[str, Any] | None = None, **engine: Any) -> Pair:
+        change = {k: engine.pop(k) for k in list(engine) if k in CHANGES}
         engine = {"num_blocks": 256} | engine
         prefill = fake_engine(**engine)
-        pair = Pair(prefill, fake_engine(**(engine | (decode or {}))), transport, tmp_path)
+        other = fake_engine(**(engine | (decode or {})))
+        pair = Pair(prefill, other, transport, tmp_path, **change)
         made.append(pair)
         return pair
 

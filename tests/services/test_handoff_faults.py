@@ -13,6 +13,7 @@ from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt,
 from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Domain, TagKey
 from pdserve.engine.handoff.receiver import MAX_STRANGERS, Receiver
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.request import Computed
 from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
@@ -167,7 +168,7 @@ def test_a_frame_header_signed_with_another_key_is_refused(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"decode_identity": b"other weights"}, "KV identity"),
+        ({"decode_identity": KvIdentity(b"other weights")}, "KV identity"),
         ({"block_size": 8}, "block size 8 here, 4 there"),
         ({"window": 10}, "2 layer groups here, 1 there"),
     ],

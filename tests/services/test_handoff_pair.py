@@ -45,8 +45,8 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
     pair.prefill._runner._model = Slow(fake_spec())
     reserve = pair.decode.reserve
 
-    def noted(asked: Request) -> Any:
-        reservation = reserve(asked)
+    def noted(asked: Request, sender: bytes = b"") -> Any:
+        reservation = reserve(asked, sender)
         granted.set()
         return reservation
 

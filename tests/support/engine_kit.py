@@ -8,6 +8,7 @@ from fake_decoder import VOCAB, FakeDecoder, fake_spec
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.limits import Limits
 from pdserve.engine.request import Event, NewTokens, Request, SamplingParams
 from pdserve.kernels.ops import select
@@ -35,7 +36,7 @@ def fake_engine(
         KvCache(spec, num_blocks),
         Limits(**(options | limits)),
         select("cpu"),
-        kv_identity=b"test",
+        kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
     )
 

@@ -19,6 +19,7 @@ from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.promise import Promises
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
@@ -45,6 +46,7 @@ class Pair:
         self.prefill_hook: Callable[[Step], None] = lambda step: None
         self.prefill_thread = EngineThread(prefill, self._prefill_step)
         self.decode_thread = EngineThread(decode, self._decode_step)
+        encrypted = change.get("encrypted", False)
         options = TransportOptions("127.0.0.1:0", str(folder), slot_bytes(prefill.kv.spec))
         self.receiver = Receiver(
             decode,
@@ -56,6 +58,8 @@ class Pair:
             on_verified=self._verified,
             wake=self.decode_thread.wake,
             progress=lambda: (self.decode_thread.steps, True),
+            mixing=change.get("mixing", Mixing()),
+            encrypted=change.get("decode_encrypted", encrypted),
         )
         self.sender = Sender(
             prefill,
@@ -66,6 +70,7 @@ class Pair:
             on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
             wake=self.prefill_thread.wake,
             progress=lambda: (self.prefill_thread.steps, True),
+            encrypted=encrypted,
         )
         self.addresses = self.receiver.listen(make_transports(transport, options), True)
         self.prefill_thread.add_poll(self.sender.poll)
@@ -83,7 +88,9 @@ class Pair:
         chosen = tuple(ids if ids is not None else prefix_ids(request)[:-1])
         address = self.addresses.get("tcp", "")
         self.prefill_thread.post(
-            lambda _: self.sender.start_sending(ticket, address, chosen, b"", INF)
+            lambda _: self.sender.start_sending(
+                ticket, address, chosen, b"", INF, self.receiver._terms.identity.digest
+            )
         ).result(10)
 
     def hand_off(self, request: Request) -> bytes:

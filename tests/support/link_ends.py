@@ -8,6 +8,7 @@ from pathlib import Path
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.handoff.keys import TagKey
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Target, TransportOptions, Wire
 from pdserve.engine.transport.link import FrameJob, Link
 from pdserve.engine.transport.registry import transports
@@ -15,7 +16,7 @@ from pdserve.engine.transport.registry import transports
 SLOT_BYTES = 1 << 18
 BOOT = b"D" * 16
 TICKET = b"t" * 16
-HELLO = control.Hello(b"P" * 16, BOOT, b"identity", "", b"spec")
+HELLO = control.Hello(b"P" * 16, BOOT, KvIdentity(b"identity"), "", b"spec")
 
 
 def make_transport(name: str, folder: Path) -> KvTransport:

@@ -159,7 +159,7 @@ class Pair:
     def start_prefill(
         self, attempt: bytes, ids: Sequence[int], ticket: wire.Ticket, **change: Any
     ) -> None:
-        fields = {"kv_identity": b"test"} | change
+        fields = {"kv_identity": pb.KvIdentity(digest=b"test")} | change
         start = wire.PrefillStart(attempt=attempt, ids=ids, ticket=ticket, **fields)
         self.prefill.send(wire.PrefillCommand(start=start))
 

@@ -16,19 +16,22 @@ from pdserve.engine.handoff.frames import (
     Prefix,
 )
 from pdserve.engine.handoff.keys import Domain, Ticket, derive_keys
-from pdserve.engine.handoff.layout import decode_spec, encode_spec, spec_difference, spec_digest
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.handoff.layout import decode_spec, encode_spec, spec_digest
+from pdserve.engine.kv_identity import KvIdentity
+from pdserve.engine.kv_spec import KvSpec, LayerGroup, spec_difference
 
 ID = st.binary(min_size=16, max_size=16)
 TEXT = st.text(max_size=60)
+IDENTITY = st.builds(KvIdentity, st.binary(max_size=32), TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)
 PLAIN = st.one_of(
     st.builds(
         control.Hello,
         ID,
         ID,
-        st.binary(max_size=31),
+        IDENTITY,
         st.sampled_from(["tcp", "shm"]),
         st.binary(max_size=4096),
+        st.booleans(),
     ),
     st.builds(control.Welcome, ID),
     st.builds(control.Refused, TEXT),

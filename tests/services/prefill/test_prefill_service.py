@@ -14,6 +14,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import PrefillStub
 
 Test = Callable[[Pair], Awaitable[None]]
+OTHER = {"kv_identity": pb.KvIdentity(digest=b"other")}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
     [
         ({"id": b"short"}, {}, pb.INVALID_ARGUMENT, "ticket.id must have 16 bytes"),
         ({"secret": b""}, {}, pb.INVALID_ARGUMENT, "ticket.secret must have 32 bytes"),
-        ({}, {"kv_identity": b"other"}, pb.INVALID_ARGUMENT, "KV identity 74657374 here, 6f74"),
+        ({}, OTHER, pb.INVALID_ARGUMENT, "KV identity 74657374 here, 6f74"),
         ({}, {"ids": [5000]}, pb.INVALID_ARGUMENT, "outside the vocabulary"),
         ({}, {"ids": [1] * 5000}, pb.CONTEXT_LENGTH_EXCEEDED, "5000"),
         ({"data_address": "127.0.0.1:9"}, {}, pb.UNAVAILABLE, "127.0.0.1:9"),

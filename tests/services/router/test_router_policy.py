@@ -6,6 +6,7 @@ from random import Random
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from pdserve.engine.kv_identity import KvIdentity
 from pdserve.services.router.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
@@ -14,19 +15,20 @@ from pdserve.services.router.policy import (
     PromptFacts,
     Rules,
     WorkerFacts,
-    compatible,
     computed_again,
     decide,
     decode_cost,
+    mismatch,
     power_of_two,
     within_balance,
 )
 
+A = KvIdentity(b"a")
 boots = st.binary(min_size=16, max_size=16)
 workers = st.builds(
     WorkerFacts,
     boot=boots,
-    kv_identity=st.sampled_from([b"a", b"b"]),
+    kv_identity=st.sampled_from([KvIdentity(b"a"), KvIdentity(b"b")]),
     requests=st.integers(0, 100),
     waiting_tokens=st.integers(0, 100_000),
     cached_tokens=st.integers(0, 5_000),
@@ -63,7 +65,7 @@ def test_decision_is_possible_and_follows_the_rules(
     decode = next(w for w in decodes if w.boot == decision.decode)
     missing = max(0, prompt.num_tokens - decode.cached_tokens)
     assert decision.cached_tokens == prompt.num_tokens - missing
-    fit = [p for p in prefills if compatible(p, decode)]
+    fit = [p for p in prefills if mismatch(p, decode, rules.mixing) is None]
     if prompt.prefill_failures:
         fit = [p for p in fit if computed_again(prompt, p, missing) <= prompt.num_tokens / 4]
     wanted = (
@@ -85,7 +87,7 @@ def test_failed_prefill_workers_are_not_asked_again(
     prompt: PromptFacts, prefills: list[WorkerFacts], seed: int
 ) -> None:
     failed = replace(prompt, failed_prefills=frozenset(p.boot for p in prefills[1:]))
-    decode = WorkerFacts(b"d" * 16, b"a", transports=("tcp", "shm"))
+    decode = WorkerFacts(b"d" * 16, A, transports=("tcp", "shm"))
     decision = decide(failed, [decode], prefills, Rules("always"), Random(seed))
     assert decision is not None
     assert decision.prefill not in failed.failed_prefills
@@ -102,7 +104,7 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
 
 
 def test_two_are_drawn_among_equals() -> None:
-    fleet = [WorkerFacts(bytes([i]) * 16, b"a", requests=i) for i in range(4)]
+    fleet = [WorkerFacts(bytes([i]) * 16, A, requests=i) for i in range(4)]
     drawn = [power_of_two(fleet, [10] * 4, Random(seed)) for seed in range(400)]
     counts = {w.requests: drawn.count(w) for w in fleet}
     # P(the less loaded of two is i): 3/6, 2/6, 1/6, 0.
@@ -111,8 +113,8 @@ def test_two_are_drawn_among_equals() -> None:
 
 
 def test_a_cached_prefix_draws_a_request() -> None:
-    cold = WorkerFacts(b"c" * 16, b"a")
-    warm = WorkerFacts(b"w" * 16, b"a", requests=2, cached_tokens=900)
+    cold = WorkerFacts(b"c" * 16, A)
+    warm = WorkerFacts(b"w" * 16, A, requests=2, cached_tokens=900)
     decision = decide(PromptFacts(1000), [cold, warm], [], Rules(), Random(0))
     assert decision is not None
     assert (decision.decode, decision.cached_tokens) == (warm.boot, 900)
@@ -124,7 +126,7 @@ def test_one_hot_prefix_makes_no_hot_spot(
 ) -> None:
     """Requests that never end, all with one prefix that a single worker has."""
     rng = Random(seed)
-    fleet = {bytes([i]) * 16: WorkerFacts(bytes([i]) * 16, b"a") for i in range(num_workers)}
+    fleet = {bytes([i]) * 16: WorkerFacts(bytes([i]) * 16, A) for i in range(num_workers)}
     hot = next(iter(fleet))
     fleet[hot] = replace(fleet[hot], cached_tokens=prompt_len)
     for _ in range(num_requests):
@@ -137,16 +139,16 @@ def test_one_hot_prefix_makes_no_hot_spot(
 
 
 def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
-    decode = WorkerFacts(b"d" * 16, b"a", cached_tokens=640, transports=("tcp",))
-    prefill = WorkerFacts(b"p" * 16, b"a", transports=("tcp",))
+    decode = WorkerFacts(b"d" * 16, A, cached_tokens=640, transports=("tcp",))
+    prefill = WorkerFacts(b"p" * 16, A, transports=("tcp",))
     for tokens in (0, 600, 640):
         decision = decide(PromptFacts(tokens), [decode], [prefill], Rules("always"), Random(0))
         assert decision is not None
         assert (decision.prefill, decision.reason) == (None, "nothing to prefill")
 
 
-DECODE = WorkerFacts(b"d" * 16, b"a", transports=("tcp",))
-PREFILL = WorkerFacts(b"p" * 16, b"a", transports=("tcp",))
+DECODE = WorkerFacts(b"d" * 16, A, transports=("tcp",))
+PREFILL = WorkerFacts(b"p" * 16, A, transports=("tcp",))
 
 
 def after_failure(

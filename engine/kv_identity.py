@@ -1,0 +1,94 @@
+"""What computed a KV cache, in named parts, and which differences may be admitted; pure.
+
+KV is shared exactly only where `digest` is equal: it hashes everything that a key or value depends
+on besides the token ids. The parts say what differs where it is not. The tokenizer is no part of
+the digest, but ids of one are other text in another, so it must be the same too.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+SHORT = 12  # hex digits of a digest in a message
+
+
+@dataclass(frozen=True, slots=True)
+class KvIdentity:
+    """Of one process. Parts that are not known are empty; then only the digest speaks."""
+
+    digest: bytes  # 16 bytes
+    weights: str = ""  # hex digest of the tensors as stored
+    quantization: str = ""  # the label of their format, told beside the weights
+    configuration: str = ""  # hex digest of what a config.json says: rope, norms, windows
+    tokenizer: str = ""  # hex digest of tokenizer.json
+    kv_dtype: str = ""
+    numerics: str = ""  # kernel set and version, ISA class, dtypes
+
+    @classmethod
+    def of(cls, message: Any) -> "KvIdentity":
+        """From anything with the same fields, such as the message in which it travels."""
+        return cls(**{name: getattr(message, name) for name in NAMES})
+
+    def parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in NAMES}
+
+
+NAMES = tuple(field.name for field in fields(KvIdentity))
+UNKNOWN = KvIdentity(b"")
+_HASHED = ("weights", "configuration", "kv_dtype", "numerics")
+_COMPARED = {
+    "weights": "weights",
+    "configuration": "model configuration",
+    "tokenizer": "tokenizer",
+    "kv_dtype": "KV dtype",
+    "numerics": "numerics id",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """Which differences are admitted; a result that needed one is marked inexact."""
+
+    weights: bool = False  # another format of the same model; that it is the same is on trust
+    numerics: bool = False  # another numerics id of the same weights
+
+
+NO_MIXING = Mixing()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why two processes do not go together. `what` is one of few words, for counters."""
+
+    what: str
+    text: str
+
+
+def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
+    """All that are known; empty if what the one computes the other would have computed."""
+    found = []
+    for what, name in _COMPARED.items():
+        ours, theirs = getattr(here, what), getattr(there, what)
+        if ours and theirs and ours != theirs:
+            text = f"{name} {_word(here, what)} here, {_word(there, what)} there"
+            found.append(Difference(what, text))
+    complete = all(getattr(one, what) for one in (here, there) for what in _HASHED)
+    if here.digest != there.digest and not (found and complete):
+        x, y = here.digest.hex()[:SHORT], there.digest.hex()[:SHORT]
+        found.append(Difference("identity", f"KV identity {x} here, {y} there"))
+    return found
+
+
+def refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
+    """The first difference that is not admitted."""
+    if here == there:
+        return None
+    admitted = {"weights": mixing.weights, "numerics": mixing.numerics}
+    return next((d for d in differences(here, there) if not admitted.get(d.what)), None)
+
+
+def _word(identity: KvIdentity, what: str) -> str:
+    value: str = getattr(identity, what)
+    if what in ("kv_dtype", "numerics"):
+        return value
+    label = f" ({identity.quantization})" if what == "weights" and identity.quantization else ""
+    return value[:SHORT] + label

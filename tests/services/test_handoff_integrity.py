@@ -1,0 +1,220 @@
+"""What both sides must agree on, what may differ on request, and frames that are sealed."""
+
+import socket
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import fake_engine
+from handoff_pair import MakePair, Pair, fresh, local, request
+
+from pdserve.engine.block_hash import cache_seed, chain_hashes
+from pdserve.engine.handoff import control, frames
+from pdserve.engine.handoff.layout import encode_spec
+from pdserve.engine.handoff.outgoing import Outgoing
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.kv_identity import KvIdentity, Mixing
+from pdserve.engine.transport.base import Target
+from pdserve.engine.transport.registry import transports
+
+TRANSPORTS = list(transports())
+OURS = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
+OTHER_WEIGHTS = replace(OURS, digest=b"w" * 16, weights="bb", quantization="Q8_0")
+OTHER_NUMERICS = replace(OURS, digest=b"n" * 16, numerics="native")
+
+
+def pair_of(
+    prefill: KvIdentity, decode: KvIdentity, mixing: Mixing, folder: Path, **change: Any
+) -> Pair:
+    engines = fake_engine(num_blocks=256), fake_engine(num_blocks=256)
+    for engine, identity in zip(engines, (prefill, decode), strict=True):
+        engine.kv_identity = identity
+    return Pair(*engines, "tcp", folder, mixing=mixing, **change)
+
+
+def refused(pair: Pair) -> str:
+    """Why a hand-off did not begin, as prefill tells it."""
+    attempt = pair.hand_off(request(50))
+    pair.wait(lambda: attempt in pair.sent)
+    pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
+    reason = pair.sent[attempt].reason
+    pair.assert_clean()
+    assert not pair.received
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (OTHER_WEIGHTS, "weights aa (Q4_1) here, bb (Q8_0) there"),
+        (OTHER_NUMERICS, "numerics id reference here, native there"),
+        (replace(OURS, tokenizer="71"), "tokenizer 70 here, 71 there"),
+        (replace(OURS, digest=b"d" * 16, kv_dtype="bf16"), "KV dtype float32 here, bf16 there"),
+        (
+            replace(OURS, digest=b"c" * 16, configuration="cd"),
+            "model configuration cc here, cd there",
+        ),
+        (KvIdentity(b"?" * 16), "KV identity 696969696969 here, 3f3f3f3f3f3f there"),
+    ],
+)
+@pytest.mark.parametrize("mixing", [Mixing(), Mixing(True, False), Mixing(False, True)])
+def test_another_identity_is_refused_by_name(
+    other: KvIdentity, text: str, mixing: Mixing, tmp_path: Path
+) -> None:
+    pair = pair_of(other, OURS, mixing, tmp_path)
+    admitted = (other is OTHER_WEIGHTS and mixing.weights) or (
+        other is OTHER_NUMERICS and mixing.numerics
+    )
+    if not admitted:
+        assert refused(pair) == f"cannot reach decode: tcp: refused by decode: {text}"
+    else:
+        asked = request(50)
+        attempt = pair.hand_off(asked)
+        assert pair.answer(asked) == local(asked)
+        assert pair.received[attempt].inexact
+        assert pair.at_decode(lambda r: r.counters["inexact"]) == 1
+        pair.assert_clean()
+    pair.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_same_identity_is_exact(transport: str, make_pair: MakePair) -> None:
+    pair = make_pair(transport, mixing=Mixing(True, True))
+    asked = request(50)
+    attempt = pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    assert not pair.received[attempt].inexact
+    assert pair.at_decode(lambda r: r.counters["inexact"]) == 0
+
+
+def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path) -> None:
+    pair = pair_of(OTHER_WEIGHTS, OURS, Mixing(weights=True), tmp_path)
+    asked = request(50)
+    first, ids = pair.hand_off(asked), asked.prompt_ids
+    pair.answer(asked)
+    added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(10)
+    mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + OURS.digest, b""))
+    assert len(mixed) == 12
+    assert set(mixed) <= set(added)
+    for seed in (OURS.digest, OTHER_WEIGHTS.digest):
+        assert set(chain_hashes(ids, 4, cache_seed(seed, b""))).isdisjoint(added)
+    # A prompt that decode computes itself finds none of them; the next one of the pair does.
+    own = fresh(asked)
+    pair.decode_thread.post(lambda e: e.submit(own)).result(10)
+    assert pair.answer(own) == local(asked)
+    hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(10)
+    assert hits == 0
+    again = fresh(asked)
+    second = pair.hand_off(again)
+    assert pair.answer(again) == local(asked)
+    assert (pair.received[first].cached_tokens, pair.received[second].cached_tokens) == (0, 48)
+    pair.assert_clean()
+    pair.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("window", [0, 10])
+def test_sealed_frames_give_the_same_tokens(
+    transport: str, window: int, make_pair: MakePair
+) -> None:
+    pair = make_pair(transport, window=window, encrypted=True)
+    for length in (2, 5, 17, 200):
+        asked = request(length)
+        attempt = pair.hand_off(asked)
+        assert pair.answer(asked) == local(asked, window=window)
+        pair.wait(lambda a=attempt: a in pair.sent)
+        assert pair.received[attempt].num_bytes == pair.sent[attempt].num_bytes > 0
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
+    transport: str, encrypted: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On shm the slot is what others could read; what is built into it is what passes."""
+    passed: list[bytes] = []
+    records: list[bytes] = []
+    build = Outgoing._build
+
+    def spy(self: Outgoing, *args: Any) -> Any:
+        slot_bytes = args[-1]
+        slot_bytes[:] = bytes(len(slot_bytes))
+        built = build(self, *args)
+        passed.append(bytes(slot_bytes))
+        records.append(built[0] if built is not None else b"")
+        return built
+
+    monkeypatch.setattr(Outgoing, "_build", spy)
+    pair = make_pair(transport, encrypted=encrypted)
+    asked = request(200)
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    # A key of the fake decoder holds its token's id and position.
+    keys = [struct.pack("<4f", token, at, 0, 0) for at, token in enumerate(asked.prompt_ids)]
+    marks = [b"".join(keys[at : at + 4]) for at in range(0, 196, 4)]
+    everything = b"".join(passed)
+    found = [mark for mark in marks if mark in everything]
+    assert passed
+    assert len(found) == (0 if encrypted else len(marks))
+    assert not any(mark in record for mark in marks for record in records)
+
+
+def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = Receiver.payload, []
+
+    def payload(receiver: Any, link: Any, header: Any, data: memoryview) -> None:
+        seen.append(header.sequence)
+        if len(seen) <= 2:
+            data[-1] ^= 128
+        original(receiver, link, header, data)
+
+    monkeypatch.setattr(Receiver, "payload", payload)
+    pair = make_pair(encrypted=True)
+    asked = request(200)
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    assert pair.receiver.counters["corrupt_frames"] == pair.sender.counters["resent"] == 2
+    assert len(seen) == len(set(seen)) >= 4
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_both_sides_must_agree_on_encryption(encrypted: bool, make_pair: MakePair) -> None:
+    pair = make_pair(encrypted=encrypted, decode_encrypted=not encrypted)
+    here, there = ("not", "encrypted") if encrypted else ("encrypted", "not")
+    assert refused(pair).endswith(f"KV encryption: {here} here, {there} there (--encrypt-kv)")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_wire_version_is_refused_by_name_on_both_sides(
+    transport: str, make_pair: MakePair, tmp_path: Path
+) -> None:
+    pair = make_pair(transport)
+    hello = control.Hello(
+        pair.prefill_boot, pair.decode_boot, OURS, transport, encode_spec(pair.prefill.kv.spec)
+    )
+    record = bytearray(control.encode(hello))
+    record[2] = frames.WIRE_VERSION + 5  # after the magic
+    address = pair.addresses[transport]
+    if transport == "tcp":
+        host, port = address.rsplit(":", 1)
+        sock = socket.create_connection((host, int(port)))
+    else:
+        (shm,) = pair.sender._dialer._transports
+        sock = shm.dial(Target("", pair.decode_boot), 1.0).sock
+    with sock:
+        sock.settimeout(10)
+        sock.sendall(bytes(record))
+        answer = sock.recv(1000)
+    refusal = control.decode(answer)
+    text = f"wire version {frames.WIRE_VERSION} here, {frames.WIRE_VERSION + 5} there"
+    assert refusal == control.Refused(text)
+    as_the_other_reads_it = bytearray(answer)
+    as_the_other_reads_it[2] += 1
+    with pytest.raises(frames.OtherVersion, match=f"here, {frames.WIRE_VERSION + 1} there"):
+        control.decode(bytes(as_the_other_reads_it))
