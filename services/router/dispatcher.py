@@ -195,7 +195,9 @@ class Dispatcher:
             heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
 
     def _can_begin(self, flow: Flow, now: float) -> bool:
-        """Whether it is its turn and a worker may take it."""
+        """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
+        if flow.deadline is not None and now >= flow.deadline:
+            return False
         queue = self._queues.get(flow.model)
         return not (queue and queue[0][0] < flow.ordinal) and bool(self._candidates(flow, now))
 

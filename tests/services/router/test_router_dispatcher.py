@@ -317,6 +317,26 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not self.at_prefill
 
 
+def test_nothing_is_begun_past_its_deadline() -> None:
+    """Neither a request that waits for a worker nor one that has lost its first."""
+    machine = DispatcherMachine()
+    machine.begin("never", 0)
+    machine._submit("retried", 1, 40, 1, 0, 1000)
+    assert len(machine.at_decode) == 1
+    (first,) = machine.at_decode.values()
+    for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
+        machine.dispatcher.disconnected(worker, False, machine.now)
+    machine._submit("waiting", 1, 40, 1, 0, 1000)
+    machine.at_decode.clear()
+    machine.now += 1.0
+    for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
+        machine.dispatcher.connected(worker, machine.now)
+    assert first.worker.takes_work(machine.now)
+    assert not machine.at_decode
+    machine.dispatcher.tick(machine.now)
+    assert machine.client.terminal == {("retried", 1): 1, ("waiting", 1): 1}
+
+
 TestDispatcherMachine = DispatcherMachine.TestCase
 TestDispatcherMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 

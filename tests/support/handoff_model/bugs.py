@@ -1,0 +1,154 @@
+"""Eight seeded bugs: each is a plausible wrong version of one rule, and a run that must find it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from handoff_model.config import A, Config
+from handoff_model.rules import Rules
+from pdserve.engine.block_tables import BlockCopy, BlockTables
+from pdserve.engine.handoff import lease, machine
+from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.lease import Lease
+from pdserve.engine.handoff.machine import Action, Ended, Handoff, Phase, Side
+from pdserve.engine.sequence import Sequence as Tokens
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A wrong rule, and what it breaks (the start of the violation's message)."""
+
+    name: str
+    rules: Rules
+    config: Config
+    breaks: str
+
+
+def takes_every_frame(state: Handoff) -> bool:
+    """Prefill writes into what it was granted, whatever has become of the attempt since."""
+    return True
+
+
+def first_of_the_request(served: Sequence[int], attempt: int) -> int | None:
+    """A Cancel ends whatever attempt of its request is served (two per request)."""
+    return next((one for one in served if one // 2 == attempt // 2), None)
+
+
+def done_is_complete(bitmap: Bitmap, computed: bool) -> bool:
+    """Prefill says that it is done, so everything must be here."""
+    return computed or bitmap.complete
+
+
+class CountedMatch(BlockTables):
+    """A prefix match counts the blocks that are cached, wherever they are in the prompt."""
+
+    def _found(self, hashes: Sequence[bytes]) -> list[bytes]:
+        return [h for h in hashes if self.pools[0].find(h) is not None]
+
+    def match(self, hashes: Sequence[bytes], limit: int) -> int:
+        return min(len(self._found(hashes)) * self.block_size, limit)
+
+    def open(
+        self,
+        sequence: Tokens,
+        hashes: Sequence[bytes],
+        num_cached: int,
+        spare: int = 0,
+        reserved: bool = False,
+    ) -> list[BlockCopy] | None:
+        found = self._found(hashes)
+        return super().open(sequence, found or hashes, num_cached, spare, reserved)
+
+
+class EarlyCache(BlockTables):
+    """The blocks of a reservation can be found as soon as it is made."""
+
+    def open(self, sequence: Tokens, *args: Any, **named: Any) -> list[BlockCopy] | None:
+        copies = super().open(sequence, *args, **named)
+        if copies is not None and named.get("reserved", args[-1:] == (True,)):
+            self.advance(sequence, len(sequence.ids) - 1)
+            sequence.num_computed = 0
+        return copies
+
+
+def frees_for_the_reaper(
+    state: Handoff, event: machine.Event, now: float
+) -> tuple[Handoff, machine.Actions]:
+    """A peer that died gives the blocks back at once, and the deadline ends the attempt."""
+    after, actions = machine.step(state, event, now)
+    died = isinstance(event, Ended) and event.reason.startswith("connection")
+    if died and Action.FREE_BLOCKS in actions:
+        return state, (Action.FREE_BLOCKS,)
+    return after, actions
+
+
+def adopts_what_expired(
+    state: Lease, event: lease.Event, now: float
+) -> tuple[Lease, lease.Actions]:
+    """A Resume finds the attempt, although its time has passed."""
+    if isinstance(event, lease.Resumed) and state.phase is lease.Phase.GIVEN_UP:
+        return Lease(event.epoch), (lease.Action.HAND_OVER, lease.Action.COUNT_ADOPTED)
+    return lease.step(state, event, now)
+
+
+def keeps_the_promise(
+    state: Handoff, event: machine.Event, now: float
+) -> tuple[Handoff, machine.Actions]:
+    """A claim that is refused, or ended while it waits, does not give its promise back."""
+    after, actions = machine.step(state, event, now)
+    if state.side is Side.RECEIVE and state.phase is Phase.CLAIMED and after.final:
+        actions = tuple(a for a in actions if a is not Action.GIVE_BACK_PROMISE)
+    return after, actions
+
+
+REAL = Rules()
+BUGS = (
+    Bug(
+        "a retry reuses blocks under a frozen writer",
+        replace(REAL, takes_frames=takes_every_frame),
+        Config("frozen writer", (A,), ("freeze prefill",), 1),
+        "block",
+    ),
+    Bug(
+        "cancel by request id",
+        replace(REAL, named=first_of_the_request),
+        Config("late cancel", (A,), ("cut",), 1),
+        "request 0 is never answered",
+    ),
+    Bug(
+        'commit on "done" instead of the bitmap',
+        replace(REAL, is_complete=done_is_complete),
+        Config("no fault", (A,)),
+        "a request joins the batch",
+    ),
+    Bug(
+        "count instead of position in a prefix match",
+        replace(REAL, tables=CountedMatch),
+        Config("equal prompts", (A, A), ("evict",), 1),
+        "a request",
+    ),
+    Bug(
+        "a block cached before verification",
+        replace(REAL, tables=EarlyCache),
+        Config("no fault", (A,)),
+        "block",
+    ),
+    Bug(
+        "double release on crash + deadline",
+        replace(REAL, step=frees_for_the_reaper),
+        Config("crash, then deadline", (A,), ("crash prefill", "deadline"), 2),
+        "blocks are freed that are not reserved any more",
+    ),
+    Bug(
+        "adopt after the park expired",
+        replace(REAL, lease_step=adopts_what_expired),
+        Config("lost session", (A,), ("lose session",), 1),
+        "decode serves an attempt of which it has nothing",
+    ),
+    Bug(
+        "promise not returned on refusal",
+        replace(REAL, step=keeps_the_promise),
+        Config("refused claim", (A,), ("refuse claim",), 1),
+        "3 blocks are promised, 0 of live attempts",
+    ),
+)

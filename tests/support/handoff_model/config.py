@@ -1,0 +1,72 @@
+"""How large the small pdserve is, which faults may strike it, and the runs that cover them.
+
+All faults, several at once, on two requests do not fit a search in Python, so the space is factored
+into runs, each of them exhaustive. One request alone meets every pair of faults at every two
+moments. Two requests, who compete for decode's three blocks, meet every single fault at every
+moment, and pairs of those that reach into the other's blocks, with prompts that differ, share a
+prefix or are equal. So every event, every pair of events on one request, and every event on one
+request beside everything that the other can be doing is covered; two of the larger faults on two
+requests at once, and three on one, are not.
+"""
+
+from dataclasses import dataclass
+
+FAULTS = (
+    "cancel",  # the client leaves
+    "deadline",  # the request's time is up, for everybody at once, seen whenever each looks
+    "crash decode",
+    "crash prefill",
+    "freeze decode",  # until it thaws, at any later moment
+    "freeze prefill",
+    "slow prefill",  # decode has had a block, and waits too long for the next
+    "cut",  # a data connection breaks; each end notices at a moment of its own
+    "lose session",  # router - decode
+    "lose prefill session",  # router - prefill
+    "duplicate",  # a frame on the wire is there twice
+    "torn",  # a frame on the wire is not what was signed
+    "refuse dial",
+    "refuse claim",  # the engine will not reserve, whatever its blocks
+    "evict",  # a cached block loses its content, or a parked request its blocks
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run: exhaustive within these bounds."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]  # one request each; four tokens, so two blocks of two
+    faults: tuple[str, ...] = ()  # that may strike, each once ...
+    at_once: int = 0  # ... and so many of them in one path
+    attempts: int = 2  # per request
+    blocks: int = 3  # at decode
+    prefills: int = 2
+    prefill_blocks: int = 2  # of each
+
+    @property
+    def allowance(self) -> tuple[int, ...]:
+        """How often each of FAULTS may strike."""
+        return tuple(int(f in self.faults) for f in FAULTS)
+
+
+A, B = (1, 2, 3, 4), (5, 6, 7, 8)
+SHARED = (1, 2, 9, 9)  # its first block is A's
+
+# Those with few states: they end an attempt or touch a frame, and nobody is out of reach.
+SMALL = ("cancel", "slow prefill", "duplicate", "torn", "refuse dial", "refuse claim", "evict")
+
+IN_TEST = (
+    Config("one request, single faults", (A,), FAULTS, 1),
+    Config("one request, pairs of the small faults", (A,), SMALL, 2),
+    Config("one request, lost session and eviction", (A,), ("lose session", "evict"), 2),
+    Config("two requests, the small faults", (A, B), SMALL, 1),
+    Config("two requests, a shared block", (A, SHARED), SMALL, 1),
+    Config("two equal requests", (A, A), SMALL, 1),
+)
+WHOLE = (
+    Config("one request, pairs of all faults", (A,), FAULTS, 2),
+    Config("two requests, single faults", (A, B), FAULTS, 1),
+    Config("two requests, pairs of the small faults", (A, B), SMALL, 2),
+    Config("two requests with a shared block, pairs of the small faults", (A, SHARED), SMALL, 2),
+    Config("two equal requests, pairs of the small faults", (A, A), SMALL, 2),
+)

@@ -1,0 +1,44 @@
+"""The functions of the product that are under check; a seeded bug replaces one of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.block_tables import BlockTables
+from pdserve.engine.handoff import lease, machine
+from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.lease import Lease
+from pdserve.engine.handoff.machine import Handoff
+
+HandoffStep = Callable[[Handoff, machine.Event, float], tuple[Handoff, machine.Actions]]
+LeaseStep = Callable[[Lease, lease.Event, float], tuple[Lease, lease.Actions]]
+
+
+class Violation(Exception):
+    """Something that must never happen has happened."""
+
+
+def takes_frames(state: Handoff) -> bool:
+    """Receiver._write: a frame that was verified is written only while its attempt holds blocks."""
+    return state.holds
+
+
+def is_complete(bitmap: Bitmap, computed: bool) -> bool:
+    """Receiver._fill; `computed`: prefill has said that it is done."""
+    return bitmap.complete
+
+
+def named(served: Sequence[int], attempt: int) -> int | None:
+    """DecodeCore.cancel: which of the served attempts a Cancel of `attempt` ends."""
+    return attempt if attempt in served else None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """By default what the product does."""
+
+    step: HandoffStep = machine.step
+    lease_step: LeaseStep = lease.step
+    tables: type[BlockTables] = BlockTables
+    takes_frames: Callable[[Handoff], bool] = takes_frames
+    is_complete: Callable[[Bitmap, bool], bool] = is_complete
+    named: Callable[[Sequence[int], int], int | None] = named
