@@ -7,8 +7,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("protos", "gateway", "services", "engine", "kernels")
-ROUTER_PURE = (
+ROUTER_MAY = (
     "pdserve.engine.handoff.machine",
+    "pdserve.engine.handoff.trace",
+    "pdserve.engine.handoff.ring",
     "pdserve.engine.block_hash",
     "pdserve.engine.kv_identity",
     "pdserve.engine.kv_spec",
@@ -20,7 +22,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
     "services/host": (("pdserve.protos", "pdserve.services.host"), ("torch", "fastapi")),
     "services/router": (
-        ("pdserve.protos", "pdserve.services.host", "pdserve.services.router", *ROUTER_PURE),
+        ("pdserve.protos", "pdserve.services.host", "pdserve.services.router", *ROUTER_MAY),
         ("torch", "fastapi"),
     ),
     "services/prefill": (
@@ -58,6 +60,10 @@ PURE = (
     "engine/handoff/pace.py",
     "engine/handoff/terms.py",
     "services/router/cards.py",
+    "engine/handoff/trace.py",
+    "engine/handoff/timeline.py",
+    "engine/handoff/life.py",
+    "engine/handoff/conform.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
 )

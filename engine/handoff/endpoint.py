@@ -29,6 +29,7 @@ from pdserve.engine.handoff.machine import (
     Tick,
     step,
 )
+from pdserve.engine.handoff.trace import MAX_ARGUMENT, Mark, Trace
 from pdserve.engine.transport.link import Link
 
 log = logging.getLogger(__name__)
@@ -82,12 +83,14 @@ class Endpoint(Generic[AttemptT]):
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
+        trace: Trace | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
         self.figures: dict[str, TransportFigures] = {}  # by transport
         self._wake = wake
         self._progress = progress
         self._clock = clock
+        self._trace = trace or Trace()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
         self._links: set[Link] = set()  # until their threads are over
@@ -131,9 +134,16 @@ class Endpoint(Generic[AttemptT]):
         self._advance(found, Ended(reason))
         return True
 
-    def _add(self, attempt: AttemptT) -> None:
+    def _add(self, attempt: AttemptT, promised: int = 0) -> None:
+        """`promised`: blocks."""
         self._live[attempt.ticket.id] = attempt
         self._by_attempt[attempt.ticket.attempt] = attempt
+        left_s = max(0.0, attempt.state.deadline - self._clock())
+        left_ms = int(min(left_s * 1000, MAX_ARGUMENT))
+        self._note(attempt, Mark.OPENED, promised, left_ms)
+
+    def _note(self, attempt: Attempt, mark: Mark, detail: int = 0, argument: int = 0) -> None:
+        self._trace.mark(mark, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
         """One step of the machine and its actions; a final attempt is forgotten first, so a
@@ -141,6 +151,7 @@ class Endpoint(Generic[AttemptT]):
         promise are given back whatever happens; a commit that raises has not happened."""
         before = attempt.state
         attempt.state, actions = step(before, event, self._clock())
+        self._trace.step(attempt.ticket.attempt, event, before, attempt.state, actions)
         if attempt.state.final:
             self._live.pop(attempt.ticket.id, None)
             self._by_attempt.pop(attempt.ticket.attempt, None)
@@ -149,6 +160,7 @@ class Endpoint(Generic[AttemptT]):
                 self.counters["stale"] += 1
             elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
                 attempt.state = before
+                self._note(attempt, Mark.UNDONE)
                 self._advance(attempt, Ended(INTERNAL))
                 return
 

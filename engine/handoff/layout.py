@@ -114,6 +114,10 @@ class Bitmap:
         )
 
     @property
+    def num_missing(self) -> int:
+        return self._missing
+
+    @property
     def complete(self) -> bool:
         return self._missing == 0
 

@@ -14,6 +14,7 @@ from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Piece
 from pdserve.engine.handoff.machine import Handoff
+from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_spec import KvSpec
 
 
@@ -57,6 +58,7 @@ class Outgoing(Attempt):
         address: str,
         num_tokens: int,
         times: SendTimes,
+        trace: Trace,
         encrypted: bool = False,
     ) -> None:
         super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
@@ -74,6 +76,7 @@ class Outgoing(Attempt):
         self.num_frames = 0
         self.times = times
         self.encrypted = encrypted  # payloads are sealed, not only tagged
+        self.trace = trace
 
     def push(self, kv: ReadableKv, piece: Piece, table: list[int], resends: int) -> None:
         """Queue one frame; it is read and signed when a slot is free."""
@@ -101,7 +104,9 @@ class Outgoing(Attempt):
             if not self.readable:
                 return None
             kv.read(piece.group, piece.layers, blocks, plain)
-        sequence = next(self.sequence)
+            sequence = next(self.sequence)
+            cells = len(piece.layers) * len(blocks)
+            self.trace.mark(Mark.SENT, self.ticket.attempt, self.state, sequence, cells)
         if self.encrypted:
             sealed = self.own_key.seal(sequence, plain)
             payload[:], tag = sealed[:size], bytes(sealed[size:])

@@ -33,6 +33,7 @@ from pdserve.engine.handoff.machine import (
 )
 from pdserve.engine.handoff.promise import Promises, promise_blocks
 from pdserve.engine.handoff.terms import Terms
+from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
@@ -91,8 +92,9 @@ class Receiver(Endpoint[Incoming]):
         clock: Callable[[], float] = time.monotonic,
         mixing: Mixing = NO_MIXING,
         encrypted: bool = False,
+        trace: Trace | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock)
+        super().__init__(wake, progress, clock, trace)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
@@ -110,9 +112,9 @@ class Receiver(Endpoint[Incoming]):
             Action.QUEUE_CLAIM: self._claims.append,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
-            Action.FREE_BLOCKS: lambda a: self._engine.release(a.reservation),
+            Action.FREE_BLOCKS: self._free,
             Action.COMMIT: self._commit,
-            Action.SEND_COMPLETE: self._complete,
+            Action.SEND_COMPLETE: lambda a: a.post(control.Complete()),
             Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
             Action.SEND_GONE: self._gone,
             Action.REPORT_DONE: self._report_done,
@@ -153,7 +155,7 @@ class Receiver(Endpoint[Incoming]):
         )
         keys = derive_keys(ticket, self._digest, self._terms.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
-        self._add(Incoming(ticket, state, keys, request, blocks, times))
+        self._add(Incoming(ticket, state, keys, request, blocks, times), blocks)
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
@@ -217,7 +219,9 @@ class Receiver(Endpoint[Incoming]):
                     return
                 head.grant(reservation, self._kv.spec, self._clock())
             self._claims.popleft()
-            if head.bitmap is not None:
+            if head.bitmap is not None and head.reservation is not None:
+                blocks = sum(map(len, head.reservation.blocks))
+                self._note(head, Mark.TAKEN, blocks, head.bitmap.num_missing)
                 self._advance(head, Reserved())
                 self._fill(head)
 
@@ -243,6 +247,7 @@ class Receiver(Endpoint[Incoming]):
     def _gone(self, incoming: Incoming, link: Link | None = None) -> None:
         target = link or incoming.link
         if target is not None:
+            self._note(incoming, Mark.GONE)
             target.post(control.encode(control.Gone(incoming.ticket.id)))
 
     def _write(self, parcel: _Parcel, incoming: Incoming) -> None:
@@ -250,9 +255,11 @@ class Receiver(Endpoint[Incoming]):
         try:
             if incoming.bitmap is None or not incoming.state.holds:
                 self.counters["late_frames"] += 1
+                self._note(incoming, Mark.LATE, header.sequence)
                 return
             assert incoming.reservation is not None
             piece = incoming.bitmap.piece(header)
+            missing = incoming.bitmap.num_missing
             if not incoming.bitmap.has(piece):
                 if piece.blocks.start < incoming.num_verified:
                     raise FrameError("it overlaps blocks that are cached already")
@@ -264,6 +271,8 @@ class Receiver(Endpoint[Incoming]):
                 figures = self._figures(parcel.link)
                 figures.num_bytes += header.payload_bytes
                 figures.frames += 1
+            cells = missing - incoming.bitmap.num_missing
+            self._note(incoming, Mark.WRITTEN, header.sequence, cells)
             incoming.acks.append(header.sequence)
             self._to_ack.add(incoming)
             self._fill(incoming)
@@ -302,9 +311,11 @@ class Receiver(Endpoint[Incoming]):
     def _commit(self, incoming: Incoming) -> None:
         incoming.times.committed = self._clock()
         self._engine.commit(incoming.reservation)
+        self._note(incoming, Mark.HANDED)
 
-    def _complete(self, incoming: Incoming) -> None:
-        incoming.post(control.Complete())
+    def _free(self, incoming: Incoming) -> None:
+        self._engine.release(incoming.reservation)
+        self._note(incoming, Mark.FREED)
 
     def _report_done(self, incoming: Incoming) -> None:
         assert incoming.reservation is not None

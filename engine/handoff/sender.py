@@ -32,6 +32,7 @@ from pdserve.engine.handoff.machine import (
     Side,
 )
 from pdserve.engine.handoff.outgoing import Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.request import (
     Computed,
@@ -86,8 +87,9 @@ class Sender(Endpoint[Outgoing]):
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
         encrypted: bool = False,
+        trace: Trace | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock)
+        super().__init__(wake, progress, clock, trace)
         self._engine = engine
         self._kv = kv
         self._boot = boot
@@ -106,7 +108,7 @@ class Sender(Endpoint[Outgoing]):
             Action.SEND_FRAMES: self._push_computed,
             Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
             Action.LEAVE_QUEUE: self._leave,
-            Action.FREE_BLOCKS: self._leave,
+            Action.FREE_BLOCKS: self._free,
             Action.REPORT_DONE: self._report,
             Action.REPORT_LOST: self._report,
         }
@@ -137,7 +139,9 @@ class Sender(Endpoint[Outgoing]):
         keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
         state = Handoff(Side.SEND, deadline)
         times = SendTimes(self._clock())
-        outgoing = Outgoing(ticket, state, keys, address, len(ids), times, self._encrypted)
+        outgoing = Outgoing(
+            ticket, state, keys, address, len(ids), times, self._trace, self._encrypted
+        )
         self._by_key[key] = outgoing
         self._add(outgoing)
 
@@ -165,11 +169,14 @@ class Sender(Endpoint[Outgoing]):
             case Scheduled(_, cached_tokens):
                 outgoing.cached_tokens = cached_tokens
                 outgoing.times.picked = self._clock()
+                blocks = sum(map(len, self._engine.held_blocks(outgoing.key)))
+                self._note(outgoing, Mark.TAKEN, blocks)
                 self._advance(outgoing, Picked())
             case Computed(_, num_tokens, done):
                 self._computed(outgoing, num_tokens, done)
             case RequestFailed():
-                outgoing.readable = False  # the engine has taken the blocks back
+                with outgoing.lock:
+                    outgoing.readable = False  # the engine has taken the blocks back
                 self._advance(outgoing, Ended("the engine gave it up"))
 
     def _computed(self, outgoing: Outgoing, num_tokens: int, done: bool) -> None:
@@ -266,6 +273,10 @@ class Sender(Endpoint[Outgoing]):
             self._engine.release_held(outgoing.key)
         elif readable:
             self._engine.abort(outgoing.key)
+
+    def _free(self, outgoing: Outgoing) -> None:
+        self._leave(outgoing)
+        self._note(outgoing, Mark.FREED)
 
     def _report(self, outgoing: Outgoing) -> None:
         self._by_key.pop(outgoing.key, None)

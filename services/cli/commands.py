@@ -52,8 +52,8 @@ class Command:
             for cls in [load(where)]
         ]
 
-    def run(self, settings: Settings, positionals: Mapping[str, str]) -> int:
-        function: Callable[[Settings, Mapping[str, str]], int] = load(self.entry)
+    def run(self, settings: Settings, positionals: Mapping[str, Any]) -> int:
+        function: Callable[[Settings, Mapping[str, Any]], int] = load(self.entry)
         return function(settings, positionals)
 
 
@@ -121,6 +121,13 @@ COMMANDS = {
             "pdserve.services.cli.health:run",
             (("probe", CLI + "HealthSettings", ()),),
             (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
+        ),
+        Command(
+            "replay",
+            "print what was noted of hand-offs, check it, or make a script of it",
+            "pdserve.services.cli.replay:run",
+            (("replay", CLI + "ReplaySettings", ()),),
+            (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
         ),
         Command(
             "demo",

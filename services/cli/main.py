@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from pdserve.services.cli.commands import COMMANDS, Command, known_names
 from pdserve.services.cli.options import OptionError
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings, dict[str, str]]:
+def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
     """The command's options from all sources, and its positionals."""
     sections = command.sections()
     found = parse(prog, command.summary, sections, command.positionals, words)

@@ -25,6 +25,7 @@ class Positional:
     name: str
     help: str
     required: bool = True
+    repeated: bool = False  # one or more; its value is a list then
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +43,7 @@ class Words:
     """What a command line said: raw flag values by option name, positionals, and --config."""
 
     flags: dict[str, str | list[str]]
-    positionals: dict[str, str]
+    positionals: dict[str, Any]  # text, or a list of it
     config: str | None
 
 
@@ -63,7 +64,7 @@ def parse(
         usage=" ".join(
             [
                 prog,
-                *(p.name if p.required else f"[{p.name}]" for p in positionals),
+                *(_usage(p) for p in positionals),
                 *(["[options]"] if sections else []),
             ]
         ),
@@ -77,7 +78,7 @@ def parse(
         parser.add_argument(
             positional.name,
             help=positional.help,
-            nargs=None if positional.required else "?",
+            nargs="+" if positional.repeated else None if positional.required else "?",
         )
     general = parser.add_argument_group("general")
     general.add_argument("-h", "--help", action="help", help="show this text")
@@ -96,6 +97,12 @@ def parse(
         positionals={p.name: found[p.name] for p in positionals if found[p.name] is not None},
         config=found.get("config"),
     )
+
+
+def _usage(positional: Positional) -> str:
+    if positional.repeated:
+        return f"{positional.name} [{positional.name} ...]"
+    return positional.name if positional.required else f"[{positional.name}]"
 
 
 def _add(group: Any, option: Option) -> None:

@@ -50,3 +50,12 @@ class HealthSettings:
     """How long a probe waits."""
 
     timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Which hand-offs are shown, and how."""
+
+    attempt: str = option("", "only attempts whose id begins so (hex)")
+    check: bool = option(False, "compare them with the machine; exit code 1 if they differ")
+    seed: bool = option(False, "print a script of events for a simulator instead (JSON)")

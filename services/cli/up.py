@@ -92,7 +92,7 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        router = supervisor.start("router", self._router_task)
+        router = supervisor.start("router", lambda: self._router_task(folder))
         children: list[Child] = []
         gateways: list[Child] = []
         try:
@@ -129,12 +129,17 @@ class System:
             for number in range(count)
         ]
 
-    def _router_task(self) -> Task:
+    def _trace_dir(self, folder: Path) -> str:
+        """Hand-offs are noted for as long as the system runs, unless a folder keeps the rings."""
+        return self._settings.values["trace_dir"].value or str(folder)
+
+    def _router_task(self, folder: Path) -> Task:
         made = self._settings.build(
             RouterSettings,
             bind=self._router_address,
             cluster_secret=self._secret,
             api_keys=self._client_keys(),
+            trace_dir=self._trace_dir(folder),
         )
         return Task(self._entries["router"], (made,))
 
@@ -153,6 +158,7 @@ class System:
                 cluster_secret=self._secret,
                 threads=share.threads,
                 shm_dir=str(folder),
+                trace_dir=self._trace_dir(folder),
             )
             engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
             return Task(self._entries[role], (made, engine), share)

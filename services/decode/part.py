@@ -13,6 +13,8 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.ring import open_ring
+from pdserve.engine.handoff.trace import Trace
 from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Request, Step
 from pdserve.engine.thread import EngineThread
@@ -50,6 +52,7 @@ class DecodePart:
         self._sink = sink
         self._changed = True
         self._last_command = b""
+        self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
         self._receiver = Receiver(
             engine,
             engine.kv,
@@ -63,6 +66,7 @@ class DecodePart:
             progress=lambda: (self.thread.steps, True),
             mixing=Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics),
             encrypted=settings.encrypt_kv,
+            trace=Trace(self._ring),
         )
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(settings.data_bind, folder, slot_bytes(engine.kv.spec))
@@ -165,6 +169,8 @@ class DecodePart:
     def close(self) -> None:
         self.thread.close()
         self._receiver.close()
+        if self._ring is not None:
+            self._ring.close()
 
     def _command(self, attempt: bytes) -> None:
         self._last_command = attempt

@@ -28,5 +28,7 @@ class WorkerSettings:
         False, "take KV of another numerics id of the same weights; marked inexact"
     )
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
+    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
+    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -10,7 +10,9 @@ from pdserve.engine.handoff.frames import WIRE_VERSION
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.handoff.trace import Trace
 from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Step
 from pdserve.engine.thread import EngineThread
@@ -48,6 +50,7 @@ class PrefillPart:
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(shm_dir=folder, slot_bytes=slot_bytes(engine.kv.spec))
         transports = make_transports(settings.kv_transport, options)
+        self._ring = open_ring(settings.trace_dir, "prefill", boot, settings.trace_mb)
         self._sender = Sender(
             engine,
             engine.kv,
@@ -59,6 +62,7 @@ class PrefillPart:
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
             encrypted=settings.encrypt_kv,
+            trace=Trace(self._ring),
         )
         self.thread.add_poll(self._sender.poll)
         self._sender.start()
@@ -129,6 +133,8 @@ class PrefillPart:
     def close(self) -> None:
         self.thread.close()
         self._sender.close()
+        if self._ring is not None:
+            self._ring.close()
 
     def _ended(self, sent: Sent) -> None:
         self._changed = True

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from pdserve.engine.block_hash import cache_seed, chain_hashes
+from pdserve.engine.handoff.trace import Trace
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
@@ -56,6 +57,7 @@ class Dispatcher:
         self._queues: dict[str, list[tuple[int, Flow]]] = {}  # by model, a heap by arrival
         self._models: set[str] = set()  # every name that was ever served here
         self.draining = False
+        self.trace = Trace()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
         self.reasons: Counter[str] = Counter()  # of decisions
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
@@ -141,6 +143,7 @@ class Dispatcher:
         self._send(worker, command)
 
     def opened(self, flow: Flow, attempt: Attempt, now: float) -> None:
+        self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
         self._by_attempt[attempt.id] = flow
         self._admitting[attempt.decode.boot] += 1
         local = attempt.prefill is None
@@ -150,6 +153,7 @@ class Dispatcher:
         self.num_retries += flow.num_attempts > 1
 
     def closed(self, attempt: Attempt) -> None:
+        self.trace.unroute(attempt.id, attempt.lost)
         if self._by_attempt.pop(attempt.id, None) is not None and not attempt.answered:
             self._answered(attempt)
         attempt.decode.unreported.pop(attempt.id, None)

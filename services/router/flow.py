@@ -158,14 +158,15 @@ class Flow:
             return
         self.refused.add(attempt.decode.boot)
         self.num_attempts -= 1  # nothing was tried
-        self._close_attempt()
+        self._close_attempt("busy")
         if self.answer.complete:  # its choices were cancelled meanwhile
             self._finish_here(now)
         else:
             self._board.place(self, now)
 
-    def _close_attempt(self) -> None:
+    def _close_attempt(self, lost: str = "") -> None:
         if self.attempt is not None:
+            self.attempt.lost = lost
             self._board.closed(self.attempt)
             self.attempt = None
         self.stage = Stage.QUEUED
@@ -188,7 +189,7 @@ class Flow:
         if self.queue_deadline is not None:
             self.queue_deadline = now + self._queue_s  # it had its turn; it waits anew
         self._cancel_attempt()
-        self._close_attempt()
+        self._close_attempt(reason)
         if self.answer.complete:  # only the worker's Finished was missing
             self._finish_here(now)
         elif self.strikes >= MAX_STRIKES:

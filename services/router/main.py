@@ -4,6 +4,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
+from pdserve.engine.handoff.ring import open_ring
+from pdserve.engine.handoff.trace import Trace
 from pdserve.engine.kv_identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
@@ -33,6 +35,8 @@ class RouterProcess:
         threshold = settings.remote_prefill_threshold
         rules = Rules(settings.remote_prefill, threshold, mixing=mixing)
         self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
+        self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
+        self.core.dispatcher.trace = Trace(self._ring)
         self.address = ""
 
     async def start(self) -> None:
@@ -50,6 +54,8 @@ class RouterProcess:
         """End the sessions of clients first, then those with workers."""
         await self.host.stop(grace_s)
         await self.core.close()
+        if self._ring is not None:
+            self._ring.close()
 
 
 async def serve(settings: RouterSettings, report: Report) -> int:

@@ -31,6 +31,7 @@ class Attempt:
     prefill_accepted: bool = False
     prefill_done: bool = False
     produced: bool = False  # ids or prompt log-probabilities came
+    lost: str = ""  # why it was given up
 
 
 class Switchboard(Protocol):

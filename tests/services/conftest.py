@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_kit import assert_at_rest, fake_engine
 from handoff_pair import MakePair, Pair
+from rings import assert_conform
 
 from pdserve.engine.transport.registry import transports
 
@@ -16,15 +17,19 @@ CHANGES = ("decode_identity", "mixing", "encrypted", "decode_encrypted")  # of P
 
 
 @pytest.fixture
-def make_pair(tmp_path: Path) -> Iterator[MakePair]:
+def make_pair(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakePair]:
+    """What a test has patched stays until the rings are checked."""
     made: list[Pair] = []
+    rings = tmp_path_factory.mktemp("rings")
 
     def make(transport: str = "tcp", decode: dict[str, Any] | None = None, **engine: Any) -> Pair:
         change = {k: engine.pop(k) for k in list(engine) if k in CHANGES}
         engine = {"num_blocks": 256} | engine
         prefill = fake_engine(**engine)
         other = fake_engine(**(engine | (decode or {})))
-        pair = Pair(prefill, other, transport, tmp_path, **change)
+        pair = Pair(prefill, other, transport, tmp_path, rings=rings, **change)
         made.append(pair)
         return pair
 
@@ -36,6 +41,8 @@ def make_pair(tmp_path: Path) -> Iterator[MakePair]:
         assert_at_rest(pair.decode)
     assert threading.active_count() < before or not made
     assert not list(tmp_path.iterdir()), "a socket was left"
+    if made:
+        assert_conform(rings)
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -76,7 +76,7 @@ def router(settings: Any, report: Report) -> int:
     address = f"127.0.0.1:{4000 if port == '0' else port}"
     facts = {"bind": settings.bind, "address": address, "secret": settings.cluster_secret}
     limits = {"api_keys": settings.api_keys, "queue_timeout_s": settings.queue_timeout_s}
-    report("listening", facts | limits)
+    report("listening", facts | limits | {"trace_dir": settings.trace_dir})
     report("ready", {"pid": os.getpid()})
     return until_sigterm()
 
@@ -100,6 +100,7 @@ def worker(settings: Any, engine: Any, report: Report) -> int:
         "secret": settings.cluster_secret,
         "threads": settings.threads,
         "shm_dir": settings.shm_dir,
+        "trace_dir": settings.trace_dir,
         "model": engine.model,
         "host_engines": engine.host_engines,
         "kv_tokens": 1000,

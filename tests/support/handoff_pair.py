@@ -18,7 +18,9 @@ from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.promise import Promises
 from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.handoff.trace import Trace
 from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.thread import EngineThread
@@ -48,6 +50,11 @@ class Pair:
         self.decode_thread = EngineThread(decode, self._decode_step)
         encrypted = change.get("encrypted", False)
         options = TransportOptions("127.0.0.1:0", str(folder), slot_bytes(prefill.kv.spec))
+        rings = str(change.get("rings", ""))
+        self.rings = [
+            open_ring(rings, "decode", self.decode_boot, 1),
+            open_ring(rings, "prefill", self.prefill_boot, 1),
+        ]
         self.receiver = Receiver(
             decode,
             decode.kv,
@@ -60,6 +67,7 @@ class Pair:
             progress=lambda: (self.decode_thread.steps, True),
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
+            trace=Trace(self.rings[0]),
         )
         self.sender = Sender(
             prefill,
@@ -71,6 +79,7 @@ class Pair:
             wake=self.prefill_thread.wake,
             progress=lambda: (self.prefill_thread.steps, True),
             encrypted=encrypted,
+            trace=Trace(self.rings[1]),
         )
         self.addresses = self.receiver.listen(make_transports(transport, options), True)
         self.prefill_thread.add_poll(self.sender.poll)
@@ -135,6 +144,9 @@ class Pair:
         self.decode_thread.close()
         self.sender.close()
         self.receiver.close()
+        for ring in self.rings:
+            if ring is not None:
+                ring.close()
 
     def _clean(self, thread: EngineThread) -> bool:
         counts = thread.post(lambda engine: engine.stats().blocks).result(10)

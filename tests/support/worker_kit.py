@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
+from rings import assert_conform
 
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.config import EngineConfig
@@ -188,10 +190,12 @@ async def start_worker(settings: Any, role: Role) -> Worker:
 
 @asynccontextmanager
 async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> AsyncIterator[Pair]:
+    rings = tempfile.TemporaryDirectory()
     common = {
         "cluster_secret": SECRET,
         "kv_transport": transport,
         "shm_dir": str(folder),
+        "trace_dir": rings.name,
     } | settings
     port = common.pop("decode_metrics_port", 0)
     decode_settings = DecodeSettings(**common, metrics_port=port)
@@ -215,6 +219,8 @@ async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> 
         await pair.prefill.close()
         await decode_worker.stop(0.5)
         await prefill_worker.stop(0.5)
+    with rings:
+        assert_conform(Path(rings.name), may_be_empty=True)
 
 
 def engine_maker(**options: Any) -> Callable[[], Engine]:

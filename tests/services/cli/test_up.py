@@ -78,6 +78,7 @@ def test_everybody_is_told_what_they_need(
         assert worker["routers"] == ["127.0.0.1:4000"]
         assert worker["threads"] == 1
         assert worker["shm_dir"].startswith(str(tmp_path))
+        assert worker["trace_dir"] == router["trace_dir"] == worker["shm_dir"]
         assert worker["host_engines"] == 6
     assert [w["model"] for w in workers].count("two") == 3
 
@@ -114,11 +115,13 @@ def test_a_given_secret_keys_and_ports_are_used(
         port = free.getsockname()[1]
     words = ["--cluster-secret", "s3cret", "--api-key", "first", "--api-key", "second"]
     words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout-s", "7"]
+    words += ["--trace-dir", str(tmp_path)]
     ended = serve(folder, *words)
     router = ended.named("router").figures
     assert (router["secret"], router["bind"]) == ("s3cret", f"127.0.0.1:{port}")
     assert router["api_keys"] == ["first", "second", "third"]
     assert router["queue_timeout_s"] == 7
+    assert router["trace_dir"] == ended.named("decode 0").figures["trace_dir"] == str(tmp_path)
     out = capsys.readouterr().out
     assert "Authorization: Bearer YOUR_KEY" in out
     assert "first" not in out

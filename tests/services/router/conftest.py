@@ -4,10 +4,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from eventually import eventually
+from rings import assert_conform
 from router_workers import (
     SECRET,
     FakeDecode,
@@ -149,11 +151,14 @@ MakeCluster = Callable[..., Awaitable[Cluster]]
 
 
 @pytest.fixture
-async def make_cluster(anyio_backend: str) -> AsyncIterator[MakeCluster]:
+async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[MakeCluster]:
+    """What its routers noted of their attempts must be in order."""
     made: list[Cluster] = []
+    rings = tmp_path / "rings"
 
     async def make(**settings: Any) -> Cluster:
-        router = RouterProcess(RouterSettings(cluster_secret=SECRET, **settings))
+        chosen = RouterSettings(cluster_secret=SECRET, trace_dir=str(rings), **settings)
+        router = RouterProcess(chosen)
         await router.start()
         made.append(Cluster(router))
         return made[-1]
@@ -161,6 +166,8 @@ async def make_cluster(anyio_backend: str) -> AsyncIterator[MakeCluster]:
     yield make
     for cluster in made:
         await cluster.close()
+    if made:
+        assert_conform(rings, may_be_empty=True)
 
 
 @pytest.fixture

@@ -1,0 +1,89 @@
+"""`pdserve replay RING...`: the life of every hand-off that processes have noted.
+
+One line a record, in the order in which they were made, times from the attempt's first. A ring can
+be read while its process runs.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.ring import SUFFIX, RingError, read_rings
+from pdserve.engine.handoff.timeline import Entry, Timeline, describe, merge, script
+from pdserve.engine.handoff.trace import ROUTE, Mark, Recording
+from pdserve.services.cli.settings import ReplaySettings
+from pdserve.services.cli.sources import Settings
+
+
+def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
+    """0; 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
+    chosen = settings.build(ReplaySettings)
+    prefix = chosen.attempt.lower()
+    try:
+        recordings = read_rings(paths(positionals["ring"]))
+    except RingError as error:
+        print(f"pdserve replay: {error}", file=sys.stderr)
+        return 1
+    timeline = merge(recordings)
+    lives = {
+        attempt: entries
+        for attempt, entries in timeline.attempts().items()
+        if attempt.hex().startswith(prefix[: 2 * len(attempt)])
+    }
+    for recording in recordings:
+        if recording.lost or recording.damaged:
+            print(f"{recording.name}: {gaps(recording)}", file=sys.stderr)
+    if not lives:
+        print("pdserve replay: no such attempt" if prefix else "pdserve replay: no records")
+        return 1
+    if chosen.seed:
+        every = sorted((e for life in lives.values() for e in life), key=lambda e: e.at_ns)
+        print(json.dumps(script(timeline, every), indent=1))
+    elif not chosen.check:
+        for attempt, entries in lives.items():
+            print("\n".join(life_lines(timeline, attempt, entries)), end="\n\n")
+    return verdict(recordings, lives) if chosen.check else 0
+
+
+def paths(words: Sequence[str]) -> list[Path]:
+    """The files that are named, and those in the folders. Raises RingError for an empty one."""
+    found: list[Path] = []
+    for word in words:
+        path = Path(word)
+        inside = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        if not inside:
+            raise RingError(f"{path}: no {SUFFIX} file in this folder")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def gaps(recording: Recording) -> str:
+    """What is not there."""
+    parts = [f"{recording.lost} older records overwritten"] if recording.lost else []
+    parts += [f"{recording.damaged} records damaged"] if recording.damaged else []
+    return ", ".join(parts)
+
+
+def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
+    """A head, then a line for each record."""
+    routed = [e.record for e in entries if e.record.side == ROUTE and e.record.mark is Mark.OPENED]
+    which = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
+    yield f"attempt {attempt.hex()}{which}"
+    width = max(len(recording.name) for recording in timeline.recordings)
+    for entry in entries:
+        recording, record = timeline.of(entry), entry.record
+        seconds = (entry.at_ns - entries[0].at_ns) / 1e9
+        words = describe(recording, record)
+        yield f"  {seconds:12.6f}  {recording.name:{width}}  {record.side:7}  {words}"
+
+
+def verdict(recordings: Sequence[Recording], lives: Mapping[bytes, Sequence[Entry]]) -> int:
+    """Print the violations of these attempts and a summary; the exit code."""
+    violations = [v for v in check(recordings) if v.attempt in lives]
+    for violation in violations:
+        print(violation, end="\n\n")
+    records = sum(map(len, lives.values()))
+    print(f"{len(lives)} attempts, {records} records, {len(violations)} violations")
+    return 1 if violations else 0

@@ -1,0 +1,309 @@
+"""The checker finds every rule's violation, and none in what the machine does."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import CELLS, Notes, Played, whole_handoff
+
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.machine import (
+    Claimed,
+    Ended,
+    Event,
+    Filled,
+    Granted,
+    Handoff,
+    Phase,
+    Picked,
+    Progress,
+    Reserved,
+    Side,
+    Tick,
+    step,
+)
+from pdserve.engine.handoff.timeline import merge
+from pdserve.engine.handoff.trace import Mark, Record, Recording, Trace
+
+ATTEMPT = bytes(range(16))
+
+
+def rules(*notes: Notes | Recording) -> list[str]:
+    recordings = [n.recording() if isinstance(n, Notes) else n for n in notes]
+    return [violation.rule for violation in check(recordings)]
+
+
+def test_a_whole_hand_off_conforms() -> None:
+    assert rules(*whole_handoff(ATTEMPT)) == []
+
+
+def number_of(notes: Notes, kind: str, nth: int = 0) -> int:
+    """The place of the nth record of an event or mark."""
+    names = [r.event.__name__ if r.event else Mark(r.kind).name for r in notes.records]
+    return [at for at, name in enumerate(names) if name == kind][nth]
+
+
+def without(notes: Notes, kind: str, nth: int = 0) -> None:
+    del notes.records[number_of(notes, kind, nth)]
+
+
+def twice(notes: Notes, kind: str) -> None:
+    at = number_of(notes, kind)
+    notes.records.insert(at + 1, notes.records[at])
+
+
+def changed(notes: Notes, name: str, **fields: int) -> None:
+    at = number_of(notes, name)
+    notes.records[at] = notes.records[at]._replace(**fields)
+
+
+def again(notes: Notes, kind: str) -> None:
+    """Once more, just before the process ends."""
+    record = notes.records[number_of(notes, kind)]
+    notes.records.insert(-1, record._replace(time_ns=notes.records[-1].time_ns))
+
+
+def shifted(notes: Notes, ms: int) -> None:
+    """The whole process, in time."""
+    records = [r._replace(time_ns=r.time_ns + ms * 1_000_000) for r in notes.records]
+    notes.records[:] = records
+
+
+Break = Callable[[Notes, Notes, Notes], object]
+BROKEN: dict[str, tuple[Break, str]] = {
+    "a frame is missing": (lambda r, d, p: without(d, "WRITTEN"), "committed with 3 of 6 cells"),
+    "a cell twice": (
+        lambda r, d, p: changed(d, "WRITTEN", argument=CELLS),
+        "9 cells, and it asked for 6",
+    ),
+    "a step is missing": (
+        lambda r, d, p: without(d, "Reserved"),
+        "it was claimed, the record says receiving",
+    ),
+    "blocks taken twice": (lambda r, d, p: twice(d, "TAKEN"), "blocks taken once more"),
+    "blocks never taken": (lambda r, d, p: without(p, "TAKEN"), "it has no blocks"),
+    "blocks freed twice": (lambda r, d, p: twice(p, "FREED"), "the machine has not said so"),
+    "blocks handed twice": (lambda r, d, p: twice(d, "HANDED"), "the machine has not said so"),
+    "blocks never freed": (lambda r, d, p: without(p, "FREED"), "it owes FREED"),
+    "blocks never handed": (lambda r, d, p: without(d, "HANDED"), "it owes HANDED"),
+    "freed before the end": (
+        lambda r, d, p: changed(d, "WRITTEN", kind=int(Mark.FREED)),
+        "the machine has not said so",
+    ),
+    "written after the end": (
+        lambda r, d, p: again(d, "WRITTEN"),
+        "written into blocks that it does not have",
+    ),
+    "sent after the end": (
+        lambda r, d, p: again(p, "SENT"),
+        "a frame of blocks that it does not have",
+    ),
+    "another action": (
+        lambda r, d, p: changed(d, "Claimed", argument=0),
+        "the machine says: queue_claim",
+    ),
+    "another phase": (
+        lambda r, d, p: changed(p, "Granted", state=_state(Phase.CLAIMED, Phase.COMMITTED)),
+        "the machine goes to receiving",
+    ),
+    "opened twice": (lambda r, d, p: twice(d, "OPENED"), "opened twice"),
+    "never opened": (lambda r, d, p: without(p, "OPENED"), "nothing says that it was opened"),
+    "alive at the end": (
+        lambda r, d, p: without(p, "Filled"),
+        "it is alive at an orderly end",
+    ),
+    "late, but waited for": (
+        lambda r, d, p: changed(d, "WRITTEN", kind=int(Mark.LATE)),
+        "a frame dropped as late, and it was waiting for it",
+    ),
+    "a frame from nowhere": (
+        lambda r, d, p: changed(d, "WRITTEN", detail=99),
+        "a frame that was never sent",
+    ),
+    "a frame that grew": (
+        lambda r, d, p: changed(p, "SENT", argument=1),
+        "more cells than the frame had",
+    ),
+    "claimed first": (
+        lambda r, d, p: shifted(d, -3),
+        "claimed on receive before picked on send",
+    ),
+    "granted first": (
+        lambda r, d, p: shifted(p, -3),
+        "granted on send before reserved on receive",
+    ),
+    "done first": (
+        lambda r, d, p: shifted(p, -9),
+        "filled on send before filled on receive",
+    ),
+    "written first": (lambda r, d, p: shifted(p, 5), "written before it was sent"),
+    "never done there": (
+        lambda r, d, p: d.records.__delitem__(slice(number_of(d, "Filled"), None)),
+        "filled on send, never filled on receive",
+    ),
+    "unrouted": (
+        lambda r, d, p: shifted(r, 5),
+        "opened on receive before opened on route",
+    ),
+    "routed twice": (lambda r, d, p: twice(r, "OPENED"), "opened twice"),
+    "closed twice": (lambda r, d, p: twice(r, "CLOSED"), "closed twice"),
+    "closed unopened": (lambda r, d, p: without(r, "OPENED"), "nothing says that it was opened"),
+}
+
+
+def _state(before: Phase, after: Phase) -> int:
+    phases = tuple(Phase)
+    return phases.index(before) << 6 | phases.index(after)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_found(name: str) -> None:
+    notes = whole_handoff(ATTEMPT)
+    breaks, rule = BROKEN[name]
+    breaks(*notes)  # type: ignore[arg-type]
+    found = check([n.recording() for n in notes])
+    assert rule in [violation.rule for violation in found]
+    text = str(found[0])
+    assert text.startswith(f"attempt {ATTEMPT[:8].hex()}: ")
+    assert sum(line.startswith(">") for line in text.splitlines()) == 1
+
+
+def test_two_receivers_of_one_attempt() -> None:
+    first, second = whole_handoff(ATTEMPT), whole_handoff(ATTEMPT)
+    assert rules(*first, second[1]) == ["two processes receive it"]
+
+
+@pytest.mark.parametrize("reason", ["deadline", "peer silent", "peer frozen"])
+@pytest.mark.parametrize("wait_s", [0.2, 30.0])
+def test_a_tick_finds_only_what_time_has_brought(reason: str, wait_s: float) -> None:
+    notes = Notes("decode")
+    side = Played(notes, Side.RECEIVE, ATTEMPT)
+    notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms to its deadline
+    side.does(Claimed())
+    notes.clock = iter([int(wait_s * 1e9)])  # type: ignore[assignment]
+    before = replace(side.state, deadline=0.0 if reason == "deadline" else float("inf"))
+    before = replace(before, heard=-1e9 if reason == "peer silent" else 100.0)
+    before = replace(before, moved=-1e9 if reason == "peer frozen" else 100.0)
+    after, actions = step(before, Tick(), 100.0)
+    assert after.reason == reason
+    side.trace.step(ATTEMPT, Tick(), before, after, actions)
+    assert len(rules(notes)) == (1 if wait_s < 1 else 0)
+
+
+def test_a_commit_that_raised_is_undone() -> None:
+    notes = Notes("decode")
+    side = Played(notes, Side.RECEIVE, ATTEMPT)
+    side.does(Claimed())
+    side.mark(Mark.TAKEN, 3, 0)
+    side.does(Reserved())
+    before = side.state
+    after, actions = step(before, Filled(), 0.0)
+    side.trace.step(ATTEMPT, Filled(), before, after, actions)
+    assert rules(notes) == [], "the process may have been killed here"
+    side.mark(Mark.UNDONE)
+    side.does(Ended("internal error"))
+    notes.append(Mark.END, b"", 0, 0, 0)
+    assert rules(notes) == []
+    without(notes, "UNDONE")
+    assert "it was committed, the record says receiving" in rules(notes)
+
+
+def test_what_was_overwritten_is_no_violation() -> None:
+    router, decode, prefill = whole_handoff(ATTEMPT)
+    for keep in range(1, len(decode.records)):
+        cut = replace(decode.recording(), records=decode.records[-keep:], lost=1)
+        assert rules(router, cut, prefill) == []
+    assert rules(router, replace(decode.recording(), records=decode.records[3:]), prefill)
+
+
+def test_what_a_killed_process_has_not_written_is_no_violation() -> None:
+    """Cut anywhere: what the sender heard is its own to have noted later."""
+    router, decode, prefill = whole_handoff(ATTEMPT)
+    for end in range(1, len(prefill.records)):
+        cut = replace(prefill.recording(), records=prefill.records[:end])
+        last = cut.records[-1].time_ns
+        heard = [record for record in decode.records if record.time_ns <= last]
+        seen = replace(decode.recording(), records=heard)
+        assert rules(router, seen, cut) == [], end
+
+
+def test_clocks_of_different_hosts_order_nothing() -> None:
+    router, decode, prefill = whole_handoff(ATTEMPT)
+    far = replace(decode.recording(), host=b"another kernel's", wall_ns=-(10**12))
+    assert not merge([far, prefill.recording()]).one_host
+    assert rules(router, far, prefill) == []
+    near = replace(far, host=prefill.recording().host, epoch_ns=10**12)
+    assert rules(router, near, prefill)
+
+
+HAPPY: dict[Side, list[Event]] = {
+    Side.SEND: [Picked(), Granted(), Filled()],
+    Side.RECEIVE: [Claimed(), Reserved(), Filled()],
+}
+EVENTS: list[Event] = [Claimed(), Picked(), Reserved(), Granted(), Tick(), Progress(1.0, 2, True)]
+EVENTS += [Ended("cancel"), Ended("peer: cancel", told=True)]
+reached: dict[Phase, int] = {}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    side=st.sampled_from(Side),
+    events=st.lists(st.one_of(st.none(), st.sampled_from(EVENTS)), max_size=12),
+    broken=st.integers(0, 11),
+    bits=st.integers(1, 0xFFFF),
+)
+def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
+    side: Side, events: list[Event | None], broken: int, bits: int
+) -> None:
+    """None: the next event down the drawing."""
+    notes, happy = Notes("worker"), iter(HAPPY[side])
+    played = Played(notes, side, ATTEMPT)
+    for chosen in events:
+        event = chosen or next(happy, Tick())
+        taking = (Side.SEND, Phase.ADMITTED, Picked()), (Side.RECEIVE, Phase.CLAIMED, Reserved())
+        if (side, played.state.phase, event) in taking:
+            played.mark(Mark.TAKEN, 3)
+        played.does(event)
+    reached[played.state.phase] = reached.get(played.state.phase, 0) + 1
+    assert rules(notes) == []
+    steps = [at for at, record in enumerate(notes.records) if record.event is not None]
+    if steps:
+        at = steps[broken % len(steps)]
+        notes.records[at] = notes.records[at]._replace(argument=notes.records[at].argument ^ bits)
+        assert any(rule.startswith("the machine says") for rule in rules(notes))
+
+
+def test_every_phase_was_reached() -> None:
+    """By the test above."""
+    print({phase.value: number for phase, number in reached.items()})
+    assert reached[Phase.RELEASED] > 20
+    assert reached[Phase.CLAIMED] > 20
+    assert reached[Phase.RECEIVING] > 10
+    assert reached[Phase.COMMITTED] > 10
+
+
+def test_names_of_other_attempts_do_not_matter() -> None:
+    many = [whole_handoff(os.urandom(16), n) for n in range(20)]
+    records: list[Record] = []
+    notes = Notes("decode")
+    for _, decode, _ in many:
+        records += decode.records[:-1]
+    ordered = sorted(records, key=lambda record: record.time_ns)
+    numbered = [r._replace(sequence=n) for n, r in enumerate(ordered, 1)]
+    assert rules(replace(notes.recording(), records=numbered)) == []
+    assert len(merge([replace(notes.recording(), records=numbered)]).attempts()) == 20
+
+
+def test_the_trace_leaves_out_what_changes_nothing() -> None:
+    notes = Notes("decode")
+    trace, state = Trace(notes), Handoff(Side.RECEIVE, 1.0)
+    for event in (Tick(), Progress(0.0, 1, True)):
+        after, actions = step(state, event, 0.5)
+        trace.step(ATTEMPT, event, state, after, actions)
+    assert notes.records == []
+    after, actions = step(state, Tick(), 1.0)
+    trace.step(ATTEMPT, Tick(), state, after, actions)
+    assert notes.recording().word(notes.records[0].detail) == "deadline"

@@ -1,0 +1,377 @@
+"""Rings: what was written is there after a SIGKILL, and no file makes the reader fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import assert_conform, whole_handoff
+
+from pdserve.engine.handoff import ring as ring_file
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.machine import Action, Ended, Handoff, Side, step
+from pdserve.engine.handoff.ring import (
+    HEADER_BYTES,
+    KEPT,
+    MORE,
+    NUM_WORDS,
+    POSITION_AT,
+    Ring,
+    RingError,
+    open_ring,
+    parse_ring,
+    read_ring,
+    read_rings,
+    sweep,
+)
+from pdserve.engine.handoff.trace import (
+    ACTIONS,
+    EVENTS,
+    PHASES,
+    RECORD_BYTES,
+    SIDES,
+    Mark,
+    Record,
+    Recording,
+    Trace,
+    pack,
+    unpack,
+)
+
+BOOT = bytes(range(16))
+ATTEMPT = bytes(range(100, 116))
+RECORDS = st.builds(
+    Record,
+    time_ns=st.integers(0, (1 << 56) - 1),
+    kind=st.sampled_from([*range(len(EVENTS)), *Mark]),
+    attempt=st.binary(min_size=8, max_size=8),
+    sequence=st.integers(0, (1 << 32) - 1),
+    state=st.builds(
+        lambda side, before, after: side << 12 | before << 6 | after,
+        st.integers(0, len(SIDES) - 1),
+        st.integers(0, len(PHASES) - 1),
+        st.integers(0, len(PHASES) - 1),
+    ),
+    detail=st.integers(0, (1 << 16) - 1),
+    argument=st.integers(0, (1 << 32) - 1),
+)
+
+
+def make(folder: Path, num_records: int = 100, **options: object) -> Ring:
+    size = HEADER_BYTES + num_records * RECORD_BYTES
+    return Ring(folder / "a.ring", "decode", BOOT, size, **options)  # type: ignore[arg-type]
+
+
+def fill(ring: Ring, number: int, first: int = 0) -> None:
+    for argument in range(first, first + number):
+        ring.append(Mark.SENT, ATTEMPT, 0, 7, argument)
+
+
+def arguments_of(recording: Recording) -> list[int]:
+    return [record.argument for record in recording.records]
+
+
+def test_the_codes_fit() -> None:
+    assert len(EVENTS) <= Mark.OPENED
+    assert len(PHASES) <= 64
+    assert len(ACTIONS) <= 32
+    assert len(SIDES) <= 16
+
+
+@given(RECORDS)
+def test_a_record_comes_back(record: Record) -> None:
+    data = pack(*record)
+    assert len(data) == RECORD_BYTES
+    assert unpack(data) == record
+
+
+@given(RECORDS, st.integers(0, RECORD_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_record_is_none(record: Record, at: int, mask: int) -> None:
+    data = bytearray(pack(*record))
+    data[at] ^= mask
+    assert unpack(bytes(data)) is None
+
+
+@given(RECORDS, RECORDS, st.integers(1, RECORD_BYTES - 1))
+def test_a_torn_record_is_none(old: Record, new: Record, done: int) -> None:
+    whole = pack(*new)
+    torn = whole[:done] + pack(*old)[done:]
+    assert unpack(torn) in (None, new, old)
+    assert unpack(whole[:done]) is None
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    ring = make(tmp_path)
+    fill(ring, 30)
+    live = read_ring(tmp_path / "a.ring")
+    ring.close()
+    fill(ring, 5)  # dropped
+    found = read_ring(tmp_path / "a.ring")
+    assert (found.role, found.boot, found.name) == ("decode", BOOT, "decode-000102")
+    assert [r.argument for r in live.records] == list(range(30))
+    assert found.records[:-1] == live.records
+    assert found.records[-1].mark is Mark.END
+    assert (found.lost, found.damaged) == (0, 0)
+    assert found.records[0].attempt == ATTEMPT[:8]
+    assert [r.sequence for r in found.records] == list(range(1, 32))
+    times = [r.time_ns for r in found.records]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("number", [100, 101, 170, 1000])
+def test_the_newest_are_kept(tmp_path: Path, number: int) -> None:
+    fill(make(tmp_path), number)
+    found = read_ring(tmp_path / "a.ring")
+    assert [r.argument for r in found.records] == list(range(number - 100, number))
+    assert (found.lost, found.damaged) == (number - 100, 0)
+
+
+def test_sequences_pass_32_bits(tmp_path: Path) -> None:
+    ring = make(tmp_path)
+    ring._sequence = (1 << 32) - 20
+    fill(ring, 150)
+    found = read_ring(tmp_path / "a.ring")
+    assert [r.argument for r in found.records] == list(range(50, 150))
+    assert found.records[-1].sequence == (1 << 32) + 130
+
+
+@pytest.mark.parametrize("before", [5, 250])
+@pytest.mark.parametrize("done", range(1, RECORD_BYTES))
+def test_a_torn_last_record_costs_no_other(tmp_path: Path, before: int, done: int) -> None:
+    ring = make(tmp_path)
+    fill(ring, before)
+    path = tmp_path / "a.ring"
+    data = bytearray(path.read_bytes())
+    at = HEADER_BYTES + (before + 1) % 100 * RECORD_BYTES
+    data[at : at + done] = pack(1, Mark.LATE, ATTEMPT, before + 1, 0, 7, 99999)[:done]
+    found = parse_ring(bytes(data))
+    kept = range(max(0, before - 99), before)
+    assert [r.argument for r in found.records] == list(kept)
+    assert found.damaged == 0
+
+
+def test_threads_append_in_one_order(tmp_path: Path) -> None:
+    ring = make(tmp_path, 5000)
+    threads = [threading.Thread(target=fill, args=(ring, 1000, n * 1000)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = read_ring(tmp_path / "a.ring")
+    assert sorted(r.argument for r in found.records) == list(range(4000))
+    assert [r.sequence for r in found.records] == list(range(1, 4001))
+    times = [r.time_ns for r in found.records]
+    assert times == sorted(times)
+    for n in range(4):
+        own = [r.argument for r in found.records if r.argument // 1000 == n]
+        assert own == sorted(own)
+
+
+def test_words(tmp_path: Path) -> None:
+    ring = make(tmp_path, 1000)
+    trace, state = Trace(ring), Handoff(Side.SEND, 1.0)
+    reasons = [f"peer {n}: " + "é" * 60 for n in range(2 * NUM_WORDS)]
+    for reason in ("deadline", *reasons, "deadline"):
+        event = Ended(reason, told=True)
+        after, actions = step(state, event, 0.0)
+        trace.step(ATTEMPT, event, state, after, actions)
+    found = read_ring(tmp_path / "a.ring")
+    words = [found.word(record.detail) for record in found.records]
+    assert words[0] == words[-1] == "deadline", "the machine's own always fit"
+    room = NUM_WORDS - 5
+    assert all(w and r.startswith(w) for w, r in zip(words[1:room], reasons, strict=False))
+    assert set(words[room + 1 : -1]) == {MORE}
+    assert found.records[0].actions == (Action.LEAVE_QUEUE, Action.REPORT_LOST)
+
+
+KILLED = """
+import sys, threading
+from pathlib import Path
+from pdserve.engine.handoff.ring import Ring
+from pdserve.engine.handoff.trace import Mark
+ring = Ring(Path(sys.argv[1]), "decode", bytes(16), 4096 + int(sys.argv[2]) * 32)
+def write(side):
+    number = 0
+    while True:
+        ring.append(Mark.SENT, bytes(8), side << 12, 7, number)
+        number += 1
+threading.Thread(target=write, args=(1,), daemon=True).start()
+threading.Thread(target=lambda: print("go", flush=True)).start()
+write(0)
+"""
+
+
+@pytest.mark.parametrize("capacity", [300, 30_000])
+def test_what_a_killed_process_has_written_is_there(tmp_path: Path, capacity: int) -> None:
+    """Killed while two threads append; a few times, since it is a matter of luck what is torn."""
+    wrapped = 0
+    for life in range(5):
+        path = tmp_path / f"{life}.ring"
+        words = [sys.executable, "-c", KILLED, str(path), str(capacity)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"go\n"
+            while len(read_ring(path).records) < 200:
+                assert process.poll() is None
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        data = path.read_bytes()
+        position = int.from_bytes(data[POSITION_AT : POSITION_AT + 8], "little")
+        found = parse_ring(data)
+        numbers = [record.sequence for record in found.records]
+        assert found.damaged == 0
+        assert numbers[-1] in (position, position + 1), "at most one beyond what it has counted"
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert len(numbers) >= min(position, capacity - 1)
+        for side in (0, 1):
+            own = [r.argument for r in found.records if r.state >> 12 == side]
+            assert own == list(range(min(own, default=0), min(own, default=0) + len(own)))
+        wrapped += found.lost > 0
+    assert (capacity > 300) or wrapped == 5
+
+
+def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ring_file.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_or_no_size_is_no_ring(tmp_path: Path) -> None:
+    assert open_ring("", "decode", BOOT, 1) is None
+    assert open_ring(str(tmp_path), "decode", BOOT, 0) is None
+    made = open_ring(str(tmp_path / "new"), "decode", BOOT, 1)
+    assert made is not None
+    made.close()
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.name == "decode-000102030405.ring"
+    assert path.stat().st_mode & 0o077 == 0
+    assert path.stat().st_size <= 1 << 20
+
+
+def test_of_the_dead_the_newest_are_kept(tmp_path: Path) -> None:
+    alive = open_ring(str(tmp_path), "decode", bytes(16), 1)
+    for number in range(KEPT + 3):
+        path = tmp_path / f"dead-{number}.ring"
+        path.touch()
+        os.utime(path, (number, number))
+    (tmp_path / "other.txt").touch()
+    os.utime(tmp_path / f"decode-{'0' * 12}.ring", (0, 0))
+    sweep(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        *(f"dead-{number}.ring" for number in range(3, KEPT + 3)),
+        f"decode-{'0' * 12}.ring",
+        "other.txt",
+    }
+    assert alive is not None
+    alive.close()
+
+
+def whole_ring(folder: Path) -> bytes:
+    """A hand-off as decode has noted it, in a ring."""
+    _, decode, _ = whole_handoff(ATTEMPT)
+    times = count(1000)
+    ring = make(folder, 50, clock=lambda: next(times))
+    for record in decode.records:
+        ring.append(record.kind, record.attempt, record.state, record.detail, record.argument)
+    ring.close()
+    return (folder / "a.ring").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return whole_ring(tmp_path_factory.mktemp("good"))
+
+
+read: dict[str, int] = {"refused": 0, "read": 0, "damaged": 0}
+
+
+@settings(max_examples=600, deadline=None)
+@given(data=st.data())
+def test_no_file_makes_the_reader_fail(good: bytes, data: st.DataObject) -> None:
+    """Truncated, then overwritten here and there; the checker takes what is left."""
+    sizes = st.one_of(st.just(len(good)), st.integers(0, len(good)))
+    broken = bytearray(good[: data.draw(sizes)])
+    spots = st.one_of(st.integers(0, 130), st.integers(POSITION_AT, len(good)))
+    for at in data.draw(st.lists(spots, max_size=4)):
+        new = data.draw(st.binary(min_size=1, max_size=40))
+        if at < len(broken):
+            broken[at : at + len(new)] = new[: len(broken) - at]
+    try:
+        found = parse_ring(bytes(broken))
+    except RingError as error:
+        read["refused"] += len(str(error)) < 100
+        return
+    read["read"] += 1
+    read["damaged"] += found.damaged > 0
+    assert len(found.records) <= 50
+    assert found.damaged <= 50
+    for violation in check([found]):
+        assert str(violation)
+
+
+def test_every_kind_of_damage_was_met() -> None:
+    """By the test above."""
+    print(read)
+    assert min(read.values()) > 20
+
+
+@pytest.mark.parametrize("offset", [8, 12, 16, 24])
+def test_a_header_of_another_version_is_refused(good: bytes, offset: int) -> None:
+    data = bytearray(good)
+    data[offset] ^= 1
+    with pytest.raises(RingError, match="damaged header"):
+        parse_ring(bytes(data))
+    head = bytes(data[: ring_file._HEADER.size])
+    data[len(head) : len(head) + 4] = ring_file._CHECK.pack(ring_file.crc32(head))
+    if offset < 16:
+        with pytest.raises(RingError, match="another version"):
+            parse_ring(bytes(data))
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RingError, match=r"nowhere.ring: No such file"):
+        read_ring(tmp_path / "nowhere.ring")
+    with pytest.raises(RingError, match="not a file"):
+        read_ring(tmp_path)
+    (tmp_path / "text.ring").write_text("hello\n" * 1000)
+    with pytest.raises(RingError, match=r"text.ring: no ring"):
+        read_ring(tmp_path / "text.ring")
+
+
+def test_several_rings_are_read_as_of_one_moment(tmp_path: Path) -> None:
+    """A process that goes on while another's ring is read."""
+    made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ("decode", "router")]
+    paths = sorted(tmp_path.iterdir())
+
+    def meanwhile() -> Iterator[Path]:
+        for ring, path in zip(made, paths, strict=True):
+            assert ring is not None
+            fill(ring, 3)
+            yield path
+
+    for ring in made:
+        assert ring is not None
+        fill(ring, 2)
+    found = read_rings(meanwhile())
+    assert [arguments_of(recording) for recording in found] == [[0, 1], [0, 1]]
+    assert [len(read_ring(path).records) for path in paths] == [5, 5]
+    for ring in made:
+        assert ring is not None
+        ring.close()
+
+
+def test_a_folder_conforms(tmp_path: Path) -> None:
+    whole_ring(tmp_path)
+    assert assert_conform(tmp_path)["receive", "filled"] == 1

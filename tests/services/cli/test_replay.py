@@ -1,0 +1,115 @@
+"""`pdserve replay`: lives as text, as verdict and as script, from rings of three processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rings import play
+
+from pdserve.engine.handoff.machine import Ended, Handoff, Side, step
+from pdserve.engine.handoff.ring import Ring, open_ring
+from pdserve.engine.handoff.trace import MAX_ARGUMENT, Mark, Trace
+from pdserve.services.cli.main import main
+
+FIRST, SECOND = bytes(range(16)), bytes(range(100, 116))
+
+
+@pytest.fixture
+def rings(tmp_path: Path) -> Path:
+    """Two hand-offs without a fault."""
+    made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ROLES]
+    for number, attempt in enumerate((FIRST, SECOND), 1):
+        play(attempt, number, *(ring for ring in made if ring is not None))
+    for ring in made:
+        assert ring is not None
+        ring.close()
+    return tmp_path
+
+
+ROLES = ("router", "decode", "prefill")
+
+
+def test_a_life_is_a_line_a_record(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", *map(str, sorted(rings.iterdir()))]) == 0
+    first, second, rest = capsys.readouterr().out.split("\n\n")
+    assert rest == ""
+    head, *lines = first.splitlines()
+    assert head == "attempt 0001020304050607, request 1 try 1"
+    assert second.startswith("attempt 6465666768696a6b, request 2 try 1")
+    assert " ".join(lines[0].split()) == "0.000000 router-726f75 route opened: try 1 of request 1"
+    assert any("decode-" in line and "frame 6 written: 3 new cells" in line for line in lines)
+    assert any("filled: receiving -> committed; free_blocks, report_done" in line for line in lines)
+    times = [float(line.split()[0]) for line in lines]
+    assert times == sorted(times)
+    assert len(lines) == 18
+
+
+def test_attempts_are_chosen_by_prefix(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prefix in ("64", SECOND.hex().upper()):
+        assert main(["replay", str(rings), "--attempt", prefix]) == 0
+        assert capsys.readouterr().out.count("attempt ") == 1
+    assert main(["replay", str(rings), "--attempt", "ff"]) == 1
+    assert "no such attempt" in capsys.readouterr().out
+
+
+def test_check_tells_violations_by_its_code(
+    rings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(rings), "--check"]) == 0
+    assert capsys.readouterr().out == "2 attempts, 36 records, 0 violations\n"
+    extra = Ring(rings / "z.ring", "prefill", b"wrong" * 3, 1 << 16)
+    state = Handoff(Side.SEND, 1.0)
+    trace, event = Trace(extra), Ended("cancelled")
+    trace.mark(Mark.OPENED, b"x" * 16, state, 0, MAX_ARGUMENT)
+    trace.step(b"x" * 16, event, state, step(state, event, 0.0)[0], ())
+    extra.close()
+    assert main(["replay", str(rings), "--check"]) == 1
+    out = capsys.readouterr().out
+    assert "attempt 7878787878787878: the machine says: leave_queue, report_lost" in out
+    assert "> " in out
+    assert out.endswith("3 attempts, 38 records, 1 violations\n")
+    assert main(["replay", str(rings), "--check", "--attempt", "00"]) == 0
+
+
+def test_a_script_for_a_simulator(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(rings), "--seed", "--attempt", FIRST.hex()]) == 0
+    script = json.loads(capsys.readouterr().out)
+    assert len(script) == 18
+    assert all({"t", "process", "attempt", "side", "event"} <= set(event) for event in script)
+    assert script[0]["t"] == 0.0
+    assert {event["attempt"] for event in script} == {FIRST[:8].hex()}
+    of = {(event["side"], event["event"]): event for event in script}
+    assert of["route", "opened"]["request"] == 1
+    assert of["receive", "opened"]["deadline_s"] is None
+    assert of["receive", "taken"]["cells"] == 6
+    assert of["send", "sent"]["frame"] == 6
+    assert of["receive", "filled"]["phase"] == "committed"
+    assert [e["event"] for e in script if e["side"] == "send"][:3] == ["opened", "taken", "picked"]
+
+
+@pytest.mark.parametrize("content", [b"", b"PDSVRING", b"x" * 10_000])
+def test_what_is_no_ring_is_named(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.ring"
+    assert main(["replay", str(tmp_path)]) == 1
+    assert "no .ring file in this folder" in capsys.readouterr().err
+    path.write_bytes(content)
+    assert main(["replay", str(path)]) == 1
+    assert "bad.ring: no ring" in capsys.readouterr().err
+
+
+def test_losses_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ring = Ring(tmp_path / "a.ring", "router", b"r" * 16, 4096 + 10 * 32)
+    for number in range(10):
+        Trace(ring).route(FIRST, number, 5)
+        Trace(ring).unroute(FIRST, "busy")
+    ring.close()
+    data = bytearray((tmp_path / "a.ring").read_bytes())
+    for slot in (5, 6):  # one may be torn
+        data[4096 + slot * 32] ^= 1
+    (tmp_path / "a.ring").write_bytes(data)
+    assert main(["replay", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "router-727272: 11 older records overwritten, 1 records damaged\n"
+    assert "closed: busy" in captured.out

@@ -1,0 +1,129 @@
+"""What processes have noted of their hand-offs: checked against the machine, and made up."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.machine import (
+    Action,
+    Claimed,
+    Event,
+    Filled,
+    Granted,
+    Handoff,
+    Picked,
+    Reserved,
+    Side,
+    step,
+)
+from pdserve.engine.handoff.ring import SUFFIX, read_rings
+from pdserve.engine.handoff.timeline import event_name
+from pdserve.engine.handoff.trace import MAX_ARGUMENT, Log, Mark, Record, Recording, Trace
+
+HOST = b"one kernel's id."
+CELLS = 6
+
+
+def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[str, str]]:
+    """Every ring in the folder is whole, and together they break no rule and say something.
+
+    How often each (side, event) was noted. `may_be_empty`: a test that hands nothing over.
+    """
+    recordings = read_rings(sorted(folder.glob(f"*{SUFFIX}")))
+    assert not any(recording.damaged for recording in recordings)
+    violations = check(recordings)
+    assert not violations, "\n\n".join(map(str, violations))
+    noted = Counter((r.side, event_name(r)) for one in recordings for r in one.records)
+    assert recordings
+    assert may_be_empty or any(event == "opened" for _, event in noted), "nothing was noted"
+    return noted
+
+
+@dataclass
+class Notes:
+    """A Log in memory; several of one clock are processes of one host."""
+
+    role: str
+    clock: "count[int]" = field(default_factory=lambda: count(0, 1_000_000))
+    records: list[Record] = field(default_factory=list)
+    words: list[str] = field(default_factory=lambda: [""])
+    boot: bytes = field(default_factory=lambda: os.urandom(16))
+
+    def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
+        at, number = next(self.clock), len(self.records) + 1
+        prefix = attempt[:8].ljust(8, b"\0")
+        self.records.append(Record(at, int(kind), prefix, number, state, detail, argument))
+
+    def word(self, text: str) -> int:
+        if text not in self.words:
+            self.words.append(text)
+        return self.words.index(text)
+
+    def recording(self, **change: object) -> Recording:
+        words = tuple(self.words)
+        return Recording(  # type: ignore[arg-type]
+            **{
+                "role": self.role,
+                "boot": self.boot,
+                "host": HOST,
+                "epoch_ns": 0,
+                "wall_ns": 0,
+                "words": words,
+                "records": list(self.records),
+            }
+            | change
+        )
+
+
+class Played:
+    """One side of a made-up hand-off: does what the machine says, and notes it."""
+
+    def __init__(self, log: Log, side: Side, attempt: bytes) -> None:
+        self.trace = Trace(log)
+        self.attempt = attempt
+        self.state = Handoff(side, float("inf"))
+        self.trace.mark(Mark.OPENED, attempt, self.state, 3, MAX_ARGUMENT)
+
+    def mark(self, mark: Mark, detail: int = 0, argument: int = 0) -> None:
+        self.trace.mark(mark, self.attempt, self.state, detail, argument)
+
+    def does(self, event: Event, now: float = 0.0) -> None:
+        before = self.state
+        self.state, actions = step(before, event, now)
+        self.trace.step(self.attempt, event, before, self.state, actions)
+        if Action.FREE_BLOCKS in actions:
+            self.mark(Mark.FREED)
+        if Action.COMMIT in actions:
+            self.mark(Mark.HANDED)
+
+
+def play(attempt: bytes, request: int, router: Log, decode: Log, prefill: Log) -> None:
+    """A hand-off without a fault, as three processes note it."""
+    Trace(router).route(attempt, 1, request)
+    receive = Played(decode, Side.RECEIVE, attempt)
+    send = Played(prefill, Side.SEND, attempt)
+    send.mark(Mark.TAKEN, 3)
+    send.does(Picked())
+    receive.does(Claimed())
+    receive.mark(Mark.TAKEN, 3, CELLS)
+    receive.does(Reserved())
+    send.does(Granted())
+    for frame in (5, 6):
+        send.mark(Mark.SENT, frame, CELLS // 2)
+        receive.mark(Mark.WRITTEN, frame, CELLS // 2)
+    receive.does(Filled())
+    send.does(Filled())
+    Trace(router).unroute(attempt, "")
+
+
+def whole_handoff(attempt: bytes, request: int = 1) -> tuple[Notes, Notes, Notes]:
+    """Router, decode and prefill of an attempt without a fault, and an orderly end of each."""
+    clock = count(0, 1_000_000)
+    router, decode, prefill = (Notes(role, clock) for role in ("router", "decode", "prefill"))
+    play(attempt, request, router, decode, prefill)
+    for notes in (router, decode, prefill):
+        notes.append(Mark.END, b"", 0, 0, 0)
+    return router, decode, prefill

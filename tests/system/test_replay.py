@@ -1,0 +1,60 @@
+"""The rings of a real system: each hand-off whole over three processes, also after a SIGKILL."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+from fleet import Fleet, wait_for
+from rings import assert_conform
+from tiny_models import write_tiny
+
+OPTIONS = ("--kv-tokens", "8192", "--weights", "float32")
+REMOTE = ("--remote-prefill", "always", "--trace-mb", "1")
+
+
+def replay(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdserve.services.cli.main", "replay", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def complete(url: str, seed: int, max_tokens: int) -> None:
+    ids = [(17 * i + 31 * seed + 5) % 256 for i in range(100)]
+    body = {"model": "tiny", "prompt": ids, "max_tokens": max_tokens, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == max_tokens
+
+
+def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) -> None:
+    model = str(write_tiny(tmp_path / "tiny", "llama"))
+    with Fleet("--model", model, *OPTIONS, *REMOTE) as fleet:
+        complete(fleet.url, 1, 5)
+        live = replay(str(rings), "--check")
+        assert live.returncode == 0, live.stdout
+        assert live.stdout.startswith("1 attempts")
+        streams = [threading.Thread(target=complete, args=(fleet.url, n, 400)) for n in (2, 3)]
+        for stream in streams:
+            stream.start()
+        (victim,) = fleet.pids("decode")
+        wait_for(lambda: assert_conform(rings)["receive", "handed"] == 3, 30, "all hand-offs")
+        os.kill(victim, signal.SIGKILL)
+        for stream in streams:
+            stream.join(60)
+        complete(fleet.url, 4, 5)
+    noted = assert_conform(rings)
+    assert len(list(rings.glob("decode-*.ring"))) == 2
+    # Three hand-offs before the kill, the two that were struck once more, and the last.
+    assert noted["receive", "handed"] == noted["send", "filled"] == 6
+    assert noted["receive", "written"] == noted["send", "sent"] >= 6
+    assert noted["route", "closed"] == noted["route", "opened"] >= 6
+
+    script = json.loads(replay(str(rings), "--seed").stdout)
+    lost = [e for e in script if e["event"] == "closed" and "died" in e["reason"]]
+    assert len(lost) == 2
+    life = replay(str(rings), "--attempt", lost[0]["attempt"]).stdout
+    assert "receiving -> committed; send_complete, commit, report_done" in life
+    assert "died" in life.splitlines()[-2]
