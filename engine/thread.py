@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pdserve.engine.engine import Engine
+from pdserve.engine.plan import Plan
 from pdserve.engine.request import Step
 
 log = logging.getLogger(__name__)
@@ -120,21 +121,31 @@ class EngineThread:
     def _step(self) -> bool:
         """Runs one step; False if the engine had nothing to do."""
         try:
-            plan = self._engine.schedule()
-            if plan is None:
-                return False
-            if plan.events:
-                self._tell(self._engine.announce(plan))
-            step = self._engine.collect(self._engine.launch(plan))
+            plan = self._plan()
+            if plan is not None:
+                self._compute(plan)
         except Exception as error:
-            log.exception("an engine step failed; all its requests are given up")
-            try:
-                self._engine.fail_all(f"{type(error).__name__}: {error}")
-            except Exception:
-                log.critical("the engine cannot give its requests up", exc_info=True)
-                return False  # turns go on once a second; the next step is tried then
-            return True
-        self._tell(step)
+            return self._give_up(error)
+        return plan is not None
+
+    def _plan(self) -> Plan | None:
+        """The next step; what is known of it already is told."""
+        plan = self._engine.schedule()
+        if plan is not None and plan.events:
+            self._tell(self._engine.announce(plan))
+        return plan
+
+    def _compute(self, plan: Plan) -> None:
+        self._tell(self._engine.collect(self._engine.launch(plan)))
+
+    def _give_up(self, error: Exception) -> bool:
+        """False if not even that works; turns go on once a second, the next step is tried then."""
+        log.error("an engine step failed; all its requests are given up", exc_info=error)
+        try:
+            self._engine.fail_all(f"{type(error).__name__}: {error}")
+        except Exception:
+            log.critical("the engine cannot give its requests up", exc_info=True)
+            return False
         return True
 
     def _tell(self, step: Step) -> None:

@@ -49,6 +49,7 @@ class _Inbox:
     def __init__(self, flight: Flight, now: float) -> None:
         self.flight = flight
         self.opened = now
+        self.turned_away = 0  # by routers that take no new request
         self._events: deque[RequestEvent] = deque()
         self._arrived = asyncio.Event()
 
@@ -198,8 +199,9 @@ class RouterClient:
         try:
             async for message in call:
                 self._down_since = math.inf  # it works: it is not only a port that is open
-                for event in message.events:
-                    self._dispatch(event)
+                stays = [self._dispatch(event) for event in message.events]
+                if not all(stays):
+                    raise ConnectionError("it takes no new request")
             raise ConnectionError("the session ended")
         finally:
             if asyncio.get_running_loop().time() - since > STABLE_S:
@@ -215,13 +217,23 @@ class RouterClient:
             while self._outgoing:
                 await call.write(self._outgoing.popleft())
 
-    def _dispatch(self, event: RequestEvent) -> None:
+    def _dispatch(self, event: RequestEvent) -> bool:
+        """False: the request was turned away at the door, and the next router is to be asked.
+
+        A router that drains does so, or one that no worker has joined. All requests of the session
+        go along, as if it had been lost.
+        """
         kind = event.WhichOneof("event")
-        if kind is None:
-            return
-        inbox = self._inboxes.get(getattr(event, kind).request)
-        if inbox is not None:
-            inbox.put(inbox.flight.take(event))
+        inbox = None if kind is None else self._inboxes.get(getattr(event, kind).request)
+        if inbox is None:
+            return True
+        failed = event.failed
+        if kind == "failed" and failed.failure.code == UNAVAILABLE and not failed.attempt:
+            inbox.turned_away += 1
+            if inbox.turned_away < len(self._routers):
+                return False
+        inbox.put(inbox.flight.take(event))
+        return True
 
     # --- what the fleet offers
 

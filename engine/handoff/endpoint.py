@@ -93,7 +93,7 @@ class Endpoint(Generic[AttemptT]):
         self._trace = trace or Trace()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
-        self._links: set[Link] = set()  # until their threads are over
+        self._links: dict[Link, None] = {}  # until their threads are over
         self._inbox: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
         self._stop = threading.Event()
@@ -119,7 +119,8 @@ class Endpoint(Generic[AttemptT]):
             self._next_tick = now + PROGRESS_S
             for attempt in list(self._live.values()):
                 self._check(attempt)
-            self._links -= {link for link in list(self._links) if link.ended}
+            for link in [link for link in list(self._links) if link.ended]:
+                del self._links[link]
         return more
 
     def _work(self, end: float) -> bool:
@@ -247,13 +248,16 @@ class Endpoint(Generic[AttemptT]):
 
     def _tick_loop(self) -> None:
         while not self._stop.wait(PROGRESS_S):
-            live = list(self._live.values())
-            steps, busy = self._progress()
-            for attempt in live:
-                if attempt.state.linked:
-                    attempt.post(control.Progress(steps, busy))
-            if live:
-                self._wake()
+            self._beat()
+
+    def _beat(self) -> None:
+        live = list(self._live.values())
+        steps, busy = self._progress()
+        for attempt in live:
+            if attempt.state.linked:
+                attempt.post(control.Progress(steps, busy))
+        if live:
+            self._wake()
 
     def _stop_ticker(self) -> None:
         self._stop.set()

@@ -106,7 +106,7 @@ class Receiver(Endpoint[Incoming]):
         self._on_verified = on_verified
         self._claims: deque[Incoming] = deque()
         self._parcels: deque[_Parcel] = deque()
-        self._to_ack: set[Incoming] = set()
+        self._to_ack: dict[Incoming, None] = {}  # in order of arrival
         self._listeners: list[Listener] = []
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.append,
@@ -274,7 +274,7 @@ class Receiver(Endpoint[Incoming]):
             cells = missing - incoming.bitmap.num_missing
             self._note(incoming, Mark.WRITTEN, header.sequence, cells)
             incoming.acks.append(header.sequence)
-            self._to_ack.add(incoming)
+            self._to_ack[incoming] = None
             self._fill(incoming)
         except FrameError as err:
             self._figures(parcel.link).refused += 1
@@ -344,7 +344,7 @@ class Receiver(Endpoint[Incoming]):
             wire.close()
             return
         link = Link(wire, transport, self)
-        self._links.add(link)
+        self._links[link] = None
         link.accept()
 
     def introduced(self, link: Link, hello: control.Hello) -> str:

@@ -224,7 +224,7 @@ class Sender(Endpoint[Outgoing]):
         peer = self._peers[boot]
         peer.link = link
         if link is not None:
-            self._links.add(link)
+            self._links[link] = None
         waiting, peer.waiting = peer.waiting, []
         for outgoing in waiting:
             if outgoing.state.final:  # while dialling: decode would not hear of it otherwise

@@ -189,15 +189,7 @@ class Link:
             if not self._genuine:
                 self._hear_out()
             while True:
-                prefix = self._read_prefix()
-                if prefix.type == FRAME_TYPE:
-                    self._read_frame(prefix)
-                    continue
-                message = self._read_control(prefix)
-                if isinstance(message, control.Credit):
-                    self._credited(message.slot)
-                else:
-                    self._handler.message(self, message)
+                self._read_record()
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
@@ -236,6 +228,17 @@ class Link:
         with contextlib.suppress(WireClosed):
             while True:
                 self._wire.read(memoryview(bytearray(1)))
+
+    def _read_record(self) -> None:
+        prefix = self._read_prefix()
+        if prefix.type == FRAME_TYPE:
+            self._read_frame(prefix)
+            return
+        message = self._read_control(prefix)
+        if isinstance(message, control.Credit):
+            self._credited(message.slot)
+        else:
+            self._handler.message(self, message)
 
     def _read_prefix(self) -> Prefix:
         head = bytearray(PREFIX_BYTES)
@@ -286,10 +289,7 @@ class Link:
     def _write_loop(self) -> None:
         try:
             while (work := self._next()) is not None:
-                if isinstance(work, bytes):
-                    self._wire.write(work)
-                else:
-                    self._write_frame(*work)
+                self._write(work)
         except WireClosed as err:
             self.end(str(err))
         except Exception:
@@ -298,16 +298,27 @@ class Link:
 
     def _next(self) -> bytes | tuple[int, FrameJob] | None:
         with self._wake:
-            while True:
-                if self._reason:
-                    return None
-                if self._posted:
-                    records = b"".join(self._posted)
-                    self._posted.clear()
-                    return records
-                if self._jobs and self._free:
-                    return self._free.popleft(), self._jobs.popleft()
+            while (work := self._ready()) is None and not self._reason:
                 self._wake.wait()
+            return work
+
+    def _ready(self) -> bytes | tuple[int, FrameJob] | None:
+        """What to write now; None: nothing, or the link has ended."""
+        if self._reason:
+            return None
+        if self._posted:
+            records = b"".join(self._posted)
+            self._posted.clear()
+            return records
+        if self._jobs and self._free:
+            return self._free.popleft(), self._jobs.popleft()
+        return None
+
+    def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
+        if isinstance(work, bytes):
+            self._wire.write(work)
+        else:
+            self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         built = job(slot, self._wire.outgoing(slot))

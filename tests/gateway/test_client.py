@@ -30,6 +30,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
         self.hang_up_after: int | None = None  # tokens of the next session
         self.silent = False
+        self.refuses = False  # new requests
         self.hellos: list[bytes] = []
         self.blob_calls = 0
         self.wrong_blob = False
@@ -59,6 +60,11 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
                     return
 
     async def _answer(self, start):
+        if self.refuses:
+            failure = pb.Failure(code=pb.UNAVAILABLE, message="shutting down")
+            failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
+            yield Event(failed=failed)
+            return
         placement = pb.Placement(attempt=bytes([start.epoch]) * 16, decode_address="d:1")
         yield Event(
             placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
@@ -112,6 +118,14 @@ async def served(anyio_backend) -> AsyncIterator[Served]:
     await served.start()
     yield served
     await served.stop()
+
+
+@pytest.fixture
+async def another(anyio_backend) -> AsyncIterator[Served]:
+    another = Served(Router())
+    await another.start()
+    yield another
+    await another.stop()
 
 
 @pytest.fixture
@@ -295,3 +309,20 @@ async def test_an_id_in_use_is_refused(client, served):
     with pytest.raises(ServiceError, match="in use"):
         await ids_of(client, start())
     waiting.cancel()
+
+
+async def test_a_router_that_takes_nothing_new_is_left_for_the_next(served, another):
+    served.router.refuses = another.router.refuses = True
+    routers = [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
+    client = RouterClient(routers, SECRET, b"g" * 16)
+    await client.start()
+    try:
+        _, last = await asyncio.wait_for(ids_of(client, start()), 5)
+        assert last.failed.failure.code == pb.UNAVAILABLE  # both have said so
+        assert [len(s.router.starts) for s in (served, another)] == [1, 1]
+        another.router.refuses = False
+        ids, last = await asyncio.wait_for(ids_of(client, start()), 5)
+        assert last.WhichOneof("event") == "finished"
+        assert ids
+    finally:
+        await client.close()

@@ -1,0 +1,139 @@
+"""What must hold after every run, whatever struck: a list of violations, empty if all does.
+
+Every request has one terminal answer, complete or a typed error, and a stream is a prefix of what a
+run without faults gives. Every block is back, nothing is promised, reserved or remembered, each
+request is counted once, and no service has logged an error.
+"""
+
+from collections import Counter
+from typing import Any
+
+from simulation.cluster import Cluster, Node, Reply
+from simulation.faults import MAY_FAIL, Faults
+from simulation.model import reference
+from simulation.scenario import Ask
+
+BOUND_S = 8.0  # after the last answer and the last fault: park and orphan times are 5 s
+
+
+def expected(cluster: Cluster, ask: Ask) -> dict[int, list[int]]:
+    """The ids of each choice without faults."""
+    prompt = list(ask.prompt)
+    return {c: reference(cluster.spec, prompt, ask.seed, c, ask.max_tokens) for c in range(ask.n)}
+
+
+def violations(cluster: Cluster, faults: Faults) -> list[str]:
+    """All of them, in words."""
+    found = [v for reply in cluster.replies.values() for v in _of_reply(cluster, faults, reply)]
+    found += leftovers(cluster)
+    found += _of_metrics(cluster, faults)
+    found += [f"error in {e}" for e in cluster.world.errors]
+    return found
+
+
+def _of_reply(cluster: Cluster, faults: Faults, reply: Reply) -> list[str]:
+    name = reply.ask.name
+    found = [f"{name}: {t}" for t in reply.trouble]
+    wanted = expected(cluster, reply.ask)
+    for choice, ids in reply.ids.items():
+        if ids != wanted.get(choice, [])[: len(ids)]:
+            found.append(f"{name}: choice {choice} is {ids}, not {wanted.get(choice)}")
+    if reply.left or reply.broken:
+        return found
+    if len(reply.terminal) != 1:
+        return [*found, f"{name}: {len(reply.terminal)} terminal answers"]
+    code = reply.terminal[0]
+    if code == "finished":
+        if reply.ids != wanted or not all(reply.finish.get(c) for c in wanted):
+            found.append(f"{name}: finished with {reply.ids}, not {wanted}")
+    elif not _may_fail(cluster, faults, reply, code):
+        found.append(f"{name}: {code} ({reply.message})")
+    return found
+
+
+def _may_fail(cluster: Cluster, faults: Faults, reply: Reply, code: str) -> bool:
+    request = reply.ask.name
+    kinds = {s.fault.kind for s in faults.strikes if s.fault.request == request}
+    if len(faults.strikes) > 1:  # together they may be more than what is survived
+        return True
+    (strike,) = faults.strikes
+    if strike.fault.kind == "SIGTERM router" and len(cluster.of("router")) == 1:
+        # The only router takes no new request while it drains, and says when to come again.
+        return code == "UNAVAILABLE" and reply.asked_at >= strike.at_s
+    return bool(kinds & set(MAY_FAIL)) and code in ("DEADLINE_EXCEEDED", "CANCELLED")
+
+
+def leftovers(cluster: Cluster) -> list[str]:
+    """What is still held, by process."""
+    found: list[str] = []
+    for node in cluster.nodes.values():
+        if node.process.alive and node.process.service is not None:
+            held = _held(node)
+            found += [f"{node.name} holds {what}: {n}" for what, n in held.items() if n]
+    return found
+
+
+def _held(node: Node) -> dict[str, Any]:
+    service = node.process.service
+    if node.role == "gateway":
+        return {"requests": len(service._inboxes)}
+    if node.role == "router":
+        dispatcher = service.core.dispatcher
+        return {
+            "requests": dispatcher.num_running,
+            "queued": dispatcher.num_queued,
+            "attempts": len(dispatcher._by_attempt),
+        }
+    part = service._part
+    if part is None:
+        return {}
+    stats = part.engine.stats()
+    blocks = stats.blocks
+    held = {
+        "requests in the engine": stats.running + stats.waiting + stats.held + stats.reserved,
+        "jobs": len(part.engine._roster.jobs),
+        "used blocks": blocks.used,
+        "reserved blocks": blocks.reserved,
+        "blocks that are nobody's": blocks.total
+        - blocks.free
+        - blocks.cached
+        - blocks.used
+        - blocks.reserved,
+    }
+    for number, pool in enumerate(part.engine._roster.tables.pools):
+        counts = pool.counts()
+        held[f"blocks of group {number}"] = counts.total - counts.free - counts.cached
+    if node.role == "decode":
+        held["hand-offs"] = part._receiver.num_live
+        held["promises"] = part.promised_tokens
+        held["served"] = service.core.num_served
+    else:
+        held["hand-offs"] = part._sender.num_live
+        held["attempts"] = int(not service.core._empty.is_set())
+    return held
+
+
+def at_rest(cluster: Cluster) -> bool:
+    return not leftovers(cluster)
+
+
+def _of_metrics(cluster: Cluster, faults: Faults) -> list[str]:
+    """Where one router has lived through the whole run, it has counted each request once."""
+    touched = any("router" in s.fault.kind or "gateway" in s.fault.kind for s in faults.strikes)
+    lives = {node.lives for node in cluster.of("router")}
+    if touched or lives != {1}:
+        return []
+    outcomes: Counter[str] = Counter()
+    prefills: Counter[str] = Counter()
+    for node in cluster.of("router"):
+        dispatcher = node.process.service.core.dispatcher
+        outcomes += dispatcher.outcomes
+        prefills += dispatcher.prefills
+    asked = [r for r in cluster.replies.values() if r.asked_at]
+    finished = sum(r.terminal == ["finished"] for r in asked)
+    found = []
+    if outcomes.total() != len(asked):
+        found.append(f"{len(asked)} requests, counted as {dict(outcomes)}")
+    if not finished <= prefills.total() <= len(asked):
+        found.append(f"{finished} of {len(asked)} requests finished, prefills {dict(prefills)}")
+    return found

@@ -1,0 +1,153 @@
+"""Where each request stands, from what its processes send and compute; nothing asks the services.
+
+admitted      decode has sent Admitted
+queued        PrefillStart has arrived at the prefill worker; its engine has not picked it
+claimed       prefill has sent Claim
+computing     the engine has planned a chunk of the prompt (k-th: index k)
+transferring  prefill has sent a frame (i-th: index i)
+complete      decode has sent Complete: every block is verified, no row has run yet
+decoding      decode has sent the token at position j of a choice (index j)
+last          decode has sent a choice's last token, or Finished
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import FRAME_BYTES, FRAME_TYPE, PREFIX_BYTES, FrameHeader, Prefix
+from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.protos import worker_pb2 as wire
+from simulation.clock import Process
+from simulation.network import Message
+
+PHASES = (
+    "admitted", "queued", "claimed", "computing", "transferring", "complete", "decoding", "last",
+)  # fmt: skip
+# Not a phase: PrefillStart is about to be sent.
+ASKED = "asked"
+# (request, phase, index, the message that shows it, or None)
+Tell = Callable[[str, str, int, Message | None], None]
+
+
+class PhaseWatch:
+    """Watches the network and the engines; calls `tell` at every step of a request."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.current: dict[str, str] = {}
+        self.failed_in: dict[str, str] = {}  # the phase in which a request was first failed
+        self.places: dict[str, dict[str, str]] = {}  # request -> role -> process name
+        self.frames: list[tuple[str, bytes]] = []  # (request, record and payload), as sent
+        self.seen: Counter[str] = Counter()
+        self._tell = tell
+        self._requests: dict[bytes, str] = {}  # by attempt
+        self._tickets: dict[bytes, bytes] = {}  # ticket -> attempt
+        self._names: dict[bytes, str] = {}  # boot -> worker
+        self._counts: Counter[tuple[bytes, str]] = Counter()
+
+    def request_of(self, attempt: bytes) -> str:
+        return self._requests.get(attempt, "")
+
+    def attempts_of(self, request: str) -> list[bytes]:
+        return [attempt for attempt, name in self._requests.items() if name == request]
+
+    def on_message(self, message: Message) -> None:
+        body = message.body
+        if isinstance(body, bytes):
+            self._on_records(message, body)
+        elif isinstance(body, wire.DecodeCommand):
+            if body.HasField("admit"):
+                self._on_admit(message, body.admit)
+        elif isinstance(body, wire.PrefillCommand):
+            if body.HasField("start"):
+                attempt = body.start.attempt
+                self.places[self._requests[attempt]]["prefill"] = message.dst.name
+                self._step(attempt, ASKED, message)
+                message.arrived.append(lambda: self._queued(attempt, message))
+        elif isinstance(body, wire.DecodeMessage):
+            for event in body.events:
+                self._on_decode(message, event)
+        elif isinstance(body, router_pb2.RouterMessage):
+            for event in body.events:
+                if event.HasField("failed"):
+                    self._on_failed(event.failed.request)
+        elif isinstance(body, router_pb2.GatewayMessage):
+            if body.HasField("start"):
+                place = self.places.setdefault(body.start.request, {})
+                place["gateway"], place["router"] = message.src.name, message.dst.name
+        elif isinstance(body, fleet_pb2.WorkerReport) and body.HasField("hello"):
+            self._names[body.hello.boot] = message.src.name
+
+    def _on_admit(self, message: Message, admit: wire.Admit) -> None:
+        self._requests[admit.attempt] = admit.start.request
+        place = self.places.setdefault(admit.start.request, {})
+        place["router"], place["decode"] = message.src.name, message.dst.name
+        place.pop("prefill", None)
+        if admit.prefill_boot:
+            place["prefill"] = self._names[admit.prefill_boot]
+
+    def _on_decode(self, message: Message, event: wire.DecodeEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "admitted":
+            attempt = event.admitted.attempt
+            self._tickets[event.admitted.ticket.id] = attempt
+            self._step(attempt, "admitted", message)
+        elif kind == "tokens":
+            tokens = event.tokens
+            self._step(tokens.attempt, "decoding", message)
+            if tokens.finish:
+                self._step(tokens.attempt, "last", message)
+        elif kind == "finished":
+            self._step(event.finished.attempt, "last", message)
+        elif kind == "failed":
+            self._on_failed(event.failed.request)
+
+    def _on_failed(self, request: str) -> None:
+        self.failed_in.setdefault(request, self.current.get(request, ""))
+
+    def _queued(self, attempt: bytes, message: Message) -> None:
+        if not self._counts[attempt, "computing"]:
+            self._step(attempt, "queued", message)
+
+    def _on_records(self, message: Message, data: bytes) -> None:
+        at = 0
+        while at + PREFIX_BYTES <= len(data):
+            prefix = Prefix.unpack(data[at : at + PREFIX_BYTES])
+            end = at + PREFIX_BYTES + prefix.length
+            if prefix.type == FRAME_TYPE:
+                header, _, _ = FrameHeader.unpack(data[at : at + FRAME_BYTES])
+                end += header.payload_bytes
+                attempt = self._tickets.get(header.ticket, b"")
+                self.frames.append((self.request_of(attempt), data[at:end]))
+                self._step(attempt, "transferring", message)
+            else:
+                self._on_control(message, control.decode(data[at:end]))
+            at = end
+
+    def _on_control(self, message: Message, record: Any) -> None:
+        if isinstance(record, control.Signed):
+            attempt = self._tickets.get(record.ticket, b"")
+            if isinstance(record.body, control.Claim):
+                self._step(attempt, "claimed", message)
+            elif isinstance(record.body, control.Complete):
+                self._step(attempt, "complete", message)
+
+    def on_plan(self, process: Process, plan: Any) -> None:
+        for row in plan.rows:
+            try:
+                attempt = bytes.fromhex(row.sequence.job.key)
+            except ValueError:
+                continue  # a fault's own
+            if row.num_tokens > 1 or row.sequence.job.request.prefill_only:
+                self._step(attempt, "computing", None)
+
+    def _step(self, attempt: bytes, phase: str, message: Message | None) -> None:
+        request = self._requests.get(attempt)
+        if request is None:
+            return
+        index = self._counts[attempt, phase]
+        self._counts[attempt, phase] += 1
+        self.seen[phase] += 1
+        if phase != ASKED:
+            self.current[request] = phase
+        self._tell(request, phase, index, message)

@@ -1,0 +1,169 @@
+"""One seed, one cell, one run.
+
+    python -m simulation.run --seed 7 --cell "SIGKILL decode" decoding
+    python -m simulation.run --scenario FILE
+
+(with PYTHONPATH=tests). Prints the result as JSON; the exit code is 1 if the oracle objects.
+"""
+
+import argparse
+import json
+import math
+import sys
+import zlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from simulation import oracle
+from simulation.clock import Process, World
+from simulation.cluster import Cluster, Reply
+from simulation.faults import Faults
+from simulation.network import Message, Network
+from simulation.phases import PhaseWatch
+from simulation.scenario import TARGET, Ask, Scenario, draw
+from simulation.seams import LoopEngineThread, entered
+
+LIMIT_S = 200.0  # after which a request that has no answer waits for ever
+TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run. `digest` covers every message and its time."""
+
+    violations: list[str]
+    hits: list[tuple[str, str]]  # (fault, phase)
+    digest: int
+    simulated_s: float
+    callbacks: int
+    answers: dict[str, str]  # by request: its terminal answer
+    retries: int
+
+
+class Run:
+    """A scenario on its way; `finish` runs it to its end."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed)
+        self.network = Network(self.world)
+        self.times: dict[tuple[str, str, int], float] = {}  # of phase events
+        self._digest = 0
+        self.watch = PhaseWatch(self._on_phase)
+
+    def finish(self) -> Result:
+        """Raises nothing of the services: what goes wrong there is a violation."""
+        world = self.world
+        with entered(world, self.network, self.scenario.seed):
+            LoopEngineThread.watch = self._on_plan
+            self.cluster = cluster = Cluster(world, self.network, self.scenario)
+            self.faults = Faults(cluster, self.watch)
+            self.network.watchers += [self._note, self.watch.on_message, self.faults.on_message]
+            try:
+                cluster.start()
+                began = world.now
+                cluster.ask_all()
+                world.run(self._answered, began + LIMIT_S)
+                self._rest()
+                found = oracle.violations(cluster, self.faults)
+            finally:
+                self.network.closed = True
+                world.close()
+        return Result(
+            violations=found,
+            hits=[(s.fault.kind, s.phase) for s in self.faults.strikes if s.hit],
+            digest=self._digest,
+            simulated_s=round(world.now - began, 3),
+            callbacks=world.num_callbacks,
+            answers={r.ask.name: _answer(r) for r in cluster.replies.values()},
+            retries=sum(
+                node.process.service.core.dispatcher.num_retries
+                for node in cluster.of("router")
+                if node.process.service is not None
+            ),
+        )
+
+    def _answered(self) -> bool:
+        return all(reply.over for reply in self.cluster.replies.values())
+
+    def _rest(self) -> None:
+        """Until the faults are over and nothing is held, at most for the bound."""
+        world = self.world
+        for strike in self.faults.strikes:
+            reply = self.cluster.replies.get(strike.fault.request)
+            if strike.fault.kind == "deadline" and reply is not None:
+                strike.hit = reply.terminal == ["DEADLINE_EXCEEDED"]
+                strike.phase = self.watch.failed_in.get(strike.fault.request, "")
+        end = max(world.now, self.faults.calm_at) + oracle.BOUND_S
+        while world.now < end:
+            world.run(lambda: False, world.now + TICK_S)
+            end = max(end, self.faults.calm_at + oracle.BOUND_S)
+            if world.now >= self.faults.calm_at and oracle.at_rest(self.cluster):
+                return
+
+    def _on_phase(self, request: str, phase: str, index: int, message: Message | None) -> None:
+        self.times.setdefault((request, phase, index), self.world.now)
+        self.faults.on_phase(request, phase, index, message)
+
+    def _on_plan(self, process: Process, plan: object) -> None:
+        self.watch.on_plan(process, plan)
+
+    def _note(self, message: Message) -> None:
+        text = f"{self.world.now} {message.src.name} {message.dst.name} {type(message.body)}"
+        self._digest = zlib.crc32(text.encode(), self._digest)
+
+
+def _answer(reply: Reply) -> str:
+    if reply.left or reply.broken:
+        return "left" if reply.left else "gateway died"
+    return reply.terminal[0] if reply.terminal else "none"
+
+
+def simulate(scenario: Scenario) -> Result:
+    """One run."""
+    return Run(scenario).finish()
+
+
+def make(seed: int, kind: str, phase: str) -> Scenario:
+    """The scenario of a seed and a cell. A deadline is drawn from when a run without it is in that
+    phase, so that it falls there."""
+    scenario = draw(seed, kind, phase)
+    if kind != "deadline":
+        return scenario
+    dry = Run(scenario.without_faults())
+    dry.finish()
+    fault = scenario.faults[0]
+    reached = dry.times.get((TARGET, phase, fault.index))
+    if reached is None:
+        return scenario
+    passed_s = reached - dry.cluster.replies[TARGET].asked_at
+    left_s = math.ceil(passed_s * 1000) / 1000  # deadlines travel in milliseconds
+
+    def timed(ask: Ask) -> Ask:
+        return replace(ask, timeout_s=left_s) if ask.name == TARGET else ask
+
+    return replace(scenario, asks=tuple(timed(ask) for ask in scenario.asks))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cell", nargs=2, metavar=("FAULT", "PHASE"), default=("none", "admitted"))
+    parser.add_argument("--scenario", type=Path, help="a scenario's JSON instead of a seed")
+    parser.add_argument("--show", action="store_true", help="print the scenario, too")
+    args = parser.parse_args()
+    if args.scenario is not None:
+        scenario = Scenario.from_json(args.scenario.read_text())
+    elif args.cell[0] == "none":
+        scenario = draw(args.seed, *args.cell).without_faults()
+    else:
+        scenario = make(args.seed, *args.cell)
+    if args.show:
+        print(scenario.to_json())
+    result = simulate(scenario)
+    print(json.dumps(asdict(result)))
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What one run is: a cluster, requests and faults, as plain data that travels as JSON.
+
+A scenario together with its seed determines a run completely. docs/design.md has its fields.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+BLOCK = 4
+CHUNK = 8
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of one client."""
+
+    name: str
+    at_s: float  # after the cluster is up
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    n: int = 1
+    timeout_s: float = 120.0
+    gateway: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Strikes when request `request` reaches `phase` for the index-th time (from 0)."""
+
+    kind: str
+    phase: str
+    request: str
+    index: int = 0
+    seed: int = 0  # of what the fault draws: durations, directions, bytes
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster and what happens to it."""
+
+    seed: int  # of delays, ids and routing
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...] = ()
+    gateways: int = 1
+    routers: int = 1
+    prefills: int = 2
+    decodes: int = 2
+    prefill_blocks: int = 48
+    decode_blocks: int = 48
+    window: int = 0  # tokens of the second layer group; 0: there is none
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Scenario":
+        data: dict[str, Any] = json.loads(text)
+        asks = tuple(Ask(**a | {"prompt": tuple(a["prompt"])}) for a in data.pop("asks"))
+        faults = tuple(Fault(**f) for f in data.pop("faults"))
+        return cls(asks=asks, faults=faults, **data)
+
+    def ask(self, name: str) -> Ask:
+        return next(a for a in self.asks if a.name == name)
+
+    def without_faults(self) -> "Scenario":
+        return replace(self, faults=())
+
+
+TARGET = "target"
+
+
+def draw(seed: int, kind: str, phase: str) -> Scenario:
+    """A scenario around one cell of the fault matrix."""
+    rng = Random(f"scenario {seed} {kind} {phase}")
+    prefix = tuple(rng.randrange(1, 64) for _ in range(12))
+
+    def prompt(low: int, high: int) -> tuple[int, ...]:
+        ids = tuple(rng.randrange(1, 64) for _ in range(rng.randint(low, high)))
+        return prefix + ids if rng.random() < 0.3 else ids
+
+    asks = [
+        Ask("warm", 0.0, prompt(20, 30), rng.randint(1, 3), rng.getrandbits(32)),
+        Ask(TARGET, rng.uniform(0.3, 0.5), prompt(26, 44), rng.randint(8, 14), rng.getrandbits(32),
+            n=rng.choice((1, 1, 1, 2))),
+    ]  # fmt: skip
+    gateways = 2 if "gateway" in kind or rng.random() < 0.2 else 1
+    for number in range(rng.randint(1, 4)):
+        short = rng.random() < 0.4
+        asks.append(
+            Ask(
+                f"other{number}",
+                rng.uniform(0.25, 0.7),
+                prompt(1, 14) if short else prompt(17, 40),
+                rng.randint(1, 16),
+                rng.getrandbits(32),
+                n=rng.choice((1, 1, 2)),
+                gateway=rng.randrange(gateways),
+            )
+        )
+    pair = kind.endswith("prefill-decode") or kind == "replay of a frame"
+    if kind == "other weights" and phase == "claimed":
+        asks = [a for a in asks if a.name == TARGET]  # the first contact of the pair
+    several = phase in ("computing", "transferring", "decoding")
+    index = rng.randint(0, 2) if several else 0
+    return Scenario(
+        seed=seed,
+        asks=tuple(sorted(asks, key=lambda a: a.at_s)),
+        faults=(Fault(kind, phase, TARGET, index, rng.getrandbits(32)),),
+        gateways=gateways,
+        routers=rng.choice((1, 2)),
+        prefills=1 if pair else rng.choice((1, 2, 2)),  # its connection is there from the start
+        decodes=1 if pair else rng.choice((1, 2, 2)),
+        prefill_blocks=rng.choice((24, 48)),
+        decode_blocks=rng.choice((48, 64)),
+        window=rng.choice((0, 0, 10)),
+    )

@@ -1,0 +1,380 @@
+"""Where the simulation enters the services: their clock, their threads and their network.
+
+Everything else is the code that runs in production. `entered` replaces the names below for one run
+at a time; each replacement is the same class without its thread, or a door to the network.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from pdserve.engine.handoff.machine import PROGRESS_S
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.thread import IDLE_TURN_S, EngineThread
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.services.host.join import (
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    REJOIN_S,
+    RESOLVE_S,
+    SILENT_S,
+    Membership,
+    _Lease,
+)
+from pdserve.services.router.main import RouterProcess
+from simulation.clock import Process, World
+from simulation.data_plane import DialThread, SimLink, SimTransport
+from simulation.network import Network
+from simulation.rpc import Channel, Server
+
+STEP_S = 0.002  # of a step, and what a token adds to it
+TOKEN_S = 0.0015
+PORT = 5000  # of every gRPC server
+SLOT_BYTES = 128  # small frames, so that a prompt has several
+
+
+def here() -> Any:
+    """The process that runs."""
+    return asyncio.get_running_loop()
+
+
+class LoopEngineThread(EngineThread):
+    """Turns are callbacks; a step takes its time between being planned and being told."""
+
+    watch: Callable[[Process, Any], None] = staticmethod(lambda process, plan: None)
+
+    def __init__(self, engine: Any, on_step: Any) -> None:
+        super().__init__(engine, on_step)
+        self._process: Process = here()
+        self._started = self._computing = self._soon = False
+        self._idle_turn: Any = None
+
+    def start(self) -> None:
+        self._started = True
+        self._turn_soon()
+
+    def close(self) -> None:
+        self._closing = True
+        self._cancel_posted()
+
+    def post(self, fn: Any) -> Any:
+        future = super().post(fn)
+        self._turn_soon()
+        return future
+
+    def wake(self) -> None:
+        self._turn_soon()
+
+    def _turn_soon(self) -> None:
+        if self._started and not self._computing and not self._soon and not self._closing:
+            self._soon = True
+            self._process.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._soon = False
+        if self._idle_turn is not None:
+            self._idle_turn.cancel()
+            self._idle_turn = None
+        if self._computing or self._closing:
+            return
+        self.steps += 1
+        self._carry_out_posted()
+        more = self._poll()
+        try:
+            plan = self._plan()
+        except Exception as error:
+            self._give_up(error)
+            more, plan = True, None
+        if plan is not None:
+            self._computing = True
+            self._process.call_later(STEP_S + TOKEN_S * plan.num_tokens, self._computed, plan)
+            self.watch(self._process, plan)
+        elif more or self._posted:
+            self._turn_soon()
+        elif self._engine.has_work:
+            self._idle_turn = self._process.call_later(IDLE_TURN_S, self._turn)
+
+    def _computed(self, plan: Any) -> None:
+        self._computing = False
+        if self._closing:
+            return
+        try:
+            self._compute(plan)
+        except Exception as error:
+            self._give_up(error)
+        self._turn_soon()
+
+
+class _Beats:
+    """The ticker thread of an Endpoint as a timer."""
+
+    _process: Process
+    _stop: threading.Event
+    _beat: Callable[[], None]
+
+    def start(self) -> None:
+        self._process.call_later(PROGRESS_S, self._tick)
+
+    def _tick(self) -> None:
+        if not self._stop.is_set():
+            self._beat()
+            self._process.call_later(PROGRESS_S, self._tick)
+
+
+class LoopReceiver(_Beats, Receiver):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._process = here()
+        super().__init__(*args, **kwargs, clock=self._process.time)
+
+
+class LoopSender(_Beats, Sender):
+    network: Network
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._process = here()
+        super().__init__(*args, **kwargs, clock=self._process.time)
+        self._dial_threads.shutdown()
+        self._dial_threads = DialThread(self._process, self.network)  # type: ignore[assignment]
+
+
+class LoopLease(_Lease):
+    """One join stream as a task."""
+
+    network: Network
+
+    def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
+        for event in prefixes:
+            self._prefixes.put(event)
+        self._load = load
+        self._changed = asyncio.Event()
+        self._heard = here().time()
+        self._over = False
+        self._task = here().create_task(self._hold(), name=f"join {self.address}")
+
+    def alive(self) -> bool:
+        return not self._over
+
+    def load(self, load: pb.Load) -> None:
+        super().load(load)
+        self._changed.set()
+
+    def prefixes(self, events: list[pb.PrefixEvents]) -> None:
+        super().prefixes(events)
+        self._changed.set()
+
+    def goodbye(self, reason: str) -> None:
+        super().goodbye(reason)
+        if hasattr(self, "_changed"):  # else it has not started
+            self._changed.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _hold(self) -> None:
+        import grpc
+
+        async with Channel(self.network, self.address) as channel:
+            call = FleetStub(channel).Join()
+            reader = here().create_task(self._read(call), name="join echo")
+            try:
+                await call.write(pb.WorkerReport(hello=self._owner.hello))
+                await self._report(call, reader)
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                self._over = True
+                reader.cancel()
+                self._owner.lease_ended()
+
+    async def _read(self, call: Any) -> None:
+        import grpc
+
+        try:
+            async for _ in call:
+                self._heard = here().time()
+        except grpc.aio.AioRpcError:
+            pass
+        self._changed.set()
+
+    async def _report(self, call: Any, reader: Any) -> None:
+        next_beat = next_load = 0.0
+        while not reader.done():
+            self._changed.clear()
+            now = here().time()
+            if now - self._heard > SILENT_S:
+                return
+            if self._goodbye is not None:
+                reason, self._goodbye = self._goodbye, None
+                await call.write(pb.WorkerReport(goodbye=pb.Goodbye(reason=reason)))
+            while not self._prefixes.empty():
+                await call.write(pb.WorkerReport(prefixes=self._prefixes.get()))
+            if self._load is not None and now >= next_load:
+                load, self._load = self._load, None
+                next_load = now + LOAD_INTERVAL_S
+                await call.write(pb.WorkerReport(load=load))
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_S
+                beat = pb.Heartbeat(step=self._owner.step())
+                await call.write(pb.WorkerReport(heartbeat=beat))
+            until = next_beat if self._load is None else min(next_beat, next_load)
+            timer = here().call_at(until, self._changed.set)
+            await self._changed.wait()
+            timer.cancel()
+
+
+class LoopMembership(Membership):
+    """Joins the routers from a task; their names need no resolving."""
+
+    def start(self) -> None:
+        self._wake = asyncio.Event()
+        self._task = here().create_task(self._keep(), name="membership")
+
+    async def _keep(self) -> None:
+        while True:
+            self._leases = {a: x for a, x in self._leases.items() if x.alive()}
+            for address in self._routers:
+                if address not in self._leases:
+                    self._leases[address] = self._new_lease(address)
+            self._wake.clear()
+            timer = here().call_later(RESOLVE_S, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            await asyncio.sleep(REJOIN_S)
+
+    def lease_ended(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+        for lease in self._leases.values():
+            lease.close()
+
+
+class LoopHost:
+    """GrpcHost on the network of the simulation; binds to NAME:0."""
+
+    network: Network
+
+    def __init__(self, bind: str, secret: str, *_: Any, **__: Any) -> None:
+        self.server = Server(here(), self.network)
+        self.serving = False
+
+    async def start(self) -> int:
+        self.network.listen(f"{here().name}:{PORT}", here(), self.server)
+        return PORT
+
+    def set_serving(self, serving: bool) -> None:
+        self.serving = serving
+
+    async def stop(self, grace_s: float) -> None:
+        await self.server.stop(grace_s)
+
+
+class LoadingThread:
+    """threading.Thread of a worker that loads its model."""
+
+    def __init__(self, target: Any, args: Any = (), **_: Any) -> None:
+        self._run = partial(target, *args)
+
+    def start(self) -> None:
+        here().call_soon(self._run)
+
+
+class SeenRouter(RouterProcess):
+    """Its process knows it."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        here().service = self
+
+
+class Errors(logging.Handler):
+    """What the services log as an error is a finding."""
+
+    def __init__(self, into: list[str], expected: tuple[str, ...]) -> None:
+        super().__init__(logging.ERROR)
+        self._into, self._expected = into, expected
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        if not any(word in text for word in self._expected):
+            self._into.append(f"{record.name}: {text}")
+
+
+NOT_FINDINGS = ("engine frozen", "engine moves again")
+
+
+@contextmanager
+def entered(world: World, network: Network, seed: object) -> Iterator[None]:
+    """The services live in this world while the context is open; log lines that say more than a
+    warning go to `world.errors`."""
+    entropy = Random(f"entropy {seed}")
+    logger = logging.getLogger("pdserve")
+    errors = Errors(world.errors, NOT_FINDINGS)
+    before = logger.level, logger.propagate
+
+    def channel(address: str, secret: str) -> Channel:
+        return Channel(network, address)
+
+    def build(config: Any, progress: Any) -> Any:
+        return here().build()
+
+    def transports(choice: str, options: Any) -> list[SimTransport]:
+        return [SimTransport(network, options.slot_bytes)]
+
+    # The bound class methods find the network on the class: one simulation runs at a time.
+    LoopSender.network = LoopLease.network = LoopHost.network = network
+    replaced: dict[str, Any] = {
+        "pdserve.engine.handoff.layout.SLOT_BYTES": SLOT_BYTES,
+        "pdserve.engine.handoff.receiver.Link": SimLink,
+        "pdserve.engine.transport.dial.Link": SimLink,
+        "pdserve.services.decode.part.EngineThread": LoopEngineThread,
+        "pdserve.services.decode.part.Receiver": LoopReceiver,
+        "pdserve.services.decode.part.make_transports": transports,
+        "pdserve.services.decode.part.shm_folder": lambda configured: "",
+        "pdserve.services.prefill.part.EngineThread": LoopEngineThread,
+        "pdserve.services.prefill.part.Sender": LoopSender,
+        "pdserve.services.prefill.part.make_transports": transports,
+        "pdserve.services.prefill.part.shm_folder": lambda configured: "",
+        "pdserve.services.host.join._Lease": LoopLease,
+        "pdserve.services.host.worker.Membership": LoopMembership,
+        "pdserve.services.host.worker.GrpcHost": LoopHost,
+        "pdserve.services.host.worker.threading": SimpleNamespace(Thread=LoadingThread),
+        "pdserve.services.decode.main.build_engine": build,
+        "pdserve.services.prefill.main.build_engine": build,
+        "pdserve.services.router.main.RouterProcess": SeenRouter,
+        "pdserve.services.router.core.random": SimpleNamespace(
+            Random=lambda: Random(entropy.random())
+        ),
+        "pdserve.services.router.main.GrpcHost": LoopHost,
+        "pdserve.services.router.links.open_channel": channel,
+        "pdserve.gateway.client.open_channel": channel,
+    }
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch(name, value))
+        stack.enter_context(patch.object(time, "monotonic", lambda: world.now))
+        stack.enter_context(patch.object(time, "monotonic_ns", lambda: int(world.now * 1e9)))
+        stack.enter_context(patch.object(os, "urandom", entropy.randbytes))
+        logger.addHandler(errors)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(errors)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]

@@ -1,0 +1,102 @@
+"""The fault matrix in simulation: a sample that hits every cell; runs replay exactly."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from simulation.faults import cells
+from simulation.run import make, simulate
+from simulation.scenario import TARGET, Scenario, draw
+from simulation.sweep import sweep
+
+ROOT = Path(__file__).parents[2]
+KNOWN = Path(__file__).parent / "regressions"
+MORE = 12  # tries for a cell that the first round missed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_cell_is_hit_and_nothing_is_lost_leaked_or_changed() -> None:
+    known = cells()
+    tally = sweep(0, len(known), cores=2)
+    for kind, phase in [cell for cell in known if not tally.hits[cell]]:
+        for seed in range(1, MORE):
+            result = simulate(make(seed, kind, phase))
+            tally.hits.update(result.hits)
+            if result.violations:
+                tally.failed.append((seed, kind, phase, result.violations))
+            if tally.hits[kind, phase]:
+                break
+    assert not tally.failed
+    assert not [cell for cell in known if not tally.hits[cell]]
+    # The faults did something: attempts were tried again, and not every client was answered.
+    assert tally.retries > len(known) // 10
+    assert tally.answers["DEADLINE_EXCEEDED"]
+    assert tally.answers["left"]
+    assert tally.answers["finished"] > 10 * tally.answers["DEADLINE_EXCEEDED"]
+
+
+def test_without_faults_every_request_is_answered_exactly() -> None:
+    for seed in range(5):
+        scenario = draw(seed, "none", "admitted").without_faults()
+        result = simulate(scenario)
+        assert not result.violations
+        assert set(result.answers.values()) == {"finished"}
+        assert result.retries == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        ("SIGKILL decode", "decoding"),
+        ("SIGSTOP prefill", "transferring"),
+        ("router restart", "last"),
+    ],
+)
+def test_a_seed_replays_exactly_in_another_process(kind: str, phase: str) -> None:
+    """Also from its JSON, and whatever the order of sets of strings."""
+    scenario = make(3, kind, phase)
+    assert Scenario.from_json(scenario.to_json()) == scenario
+    here = simulate(scenario)
+    path = ROOT / "build" / f"replay-{os.getpid()}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(scenario.to_json())
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "simulation.run", "--scenario", str(path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONHASHSEED": "7"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        path.unlink()
+    there = json.loads(done.stdout)
+    assert there == json.loads(json.dumps(asdict(here)))
+    assert here.hits
+
+
+def test_another_seed_is_another_run() -> None:
+    digests = {simulate(make(s, "SIGKILL prefill", "computing")).digest for s in range(4)}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("path", sorted(KNOWN.glob("*.json")), ids=lambda path: path.stem)
+def test_what_once_failed_does_not_fail_again(path: Path) -> None:
+    scenario = Scenario.from_json(path.read_text())
+    result = simulate(scenario)
+    assert not result.violations
+    assert result.hits or not scenario.faults
+
+
+def test_a_deadline_falls_into_its_phase() -> None:
+    scenario = make(2, "deadline", "decoding")
+    assert scenario.ask(TARGET).timeout_s < 10
+    result = simulate(scenario)
+    assert result.answers[TARGET] == "DEADLINE_EXCEEDED"
+    assert result.hits[0][0] == "deadline"
