@@ -8,7 +8,9 @@ on elsewhere costs the missing chunks only.
 from dataclasses import dataclass, replace
 
 SLOW_RATIO = 2.0  # times the longest chunk so far
-SLOW_S = 1.0  # but never sooner: a chunk is sized to take about 0.1 s
+# But never sooner: prefill sets a long prompt aside for shorter ones, and takes it up again, since
+# waiting counts in its favour (engine/scheduler.py).
+SLOW_S = 2.0
 LOOK_S = 0.5  # whoever looks less often than this was slow itself: that time does not count
 
 

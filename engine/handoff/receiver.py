@@ -295,7 +295,9 @@ class Receiver(Endpoint[Incoming]):
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
         if tokens and incoming.reservation is not None:
             kept = self._engine.verified(incoming.reservation, tokens)
-            self._on_verified(incoming.ticket.attempt, kept, incoming.reservation.cached_tokens)
+            if not incoming.sender:  # of use to its own kind of prefill only
+                before = incoming.reservation.cached_tokens
+                self._on_verified(incoming.ticket.attempt, kept, before)
 
     def _check(self, attempt: Incoming) -> None:
         super()._check(attempt)

@@ -1,12 +1,14 @@
 """A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import ask
+from engine_kit import ask, fake_engine
 from handoff_pair import MakePair, Pair, fresh, local, request
 
+from pdserve.engine.kv_identity import KvIdentity, Mixing
 from pdserve.engine.request import Computed, Request
 
 BLOCK = 4
@@ -198,3 +200,22 @@ def test_another_tenant_does_not_find_it(pair: Pair) -> None:
     pair.decode_thread.post(lambda e: e.submit(other)).result(10)
     assert pair.answer(other) == local(asked)
     assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 200
+
+
+def test_a_prefix_of_another_identity_is_not_told_as_decodes_own(tmp_path: Path) -> None:
+    """A prefill of the same identity goes on from it; decode itself cannot."""
+    engines = fake_engine(num_blocks=256), fake_engine(num_blocks=256)
+    for engine, weights in zip(engines, ("aa", "bb"), strict=True):
+        digest = weights.encode() * 8
+        engine.kv_identity = KvIdentity(digest, weights, "Q4_1", "cc", "70", "float32", "native")
+    pair = Pair(*engines, "tcp", tmp_path, mixing=Mixing(weights=True))
+    asked = request(200)
+    assert lose(pair, asked, 96) == 0
+    assert not pair.verified
+    again = fresh(asked)
+    attempt = pair.hand_off(again)
+    assert pair.answer(again) == local(asked)
+    assert pair.received[attempt].num_bytes <= (50 - 24) * BLOCK_BYTES
+    assert not pair.verified
+    pair.assert_clean()
+    pair.close()

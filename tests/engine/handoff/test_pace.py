@@ -47,7 +47,7 @@ def test_frames_of_a_chunk_are_progress() -> None:
         pace, now, slow = wait(pace, now, 0.9)
         assert slow is None
         pace = pace.arrived(now, chunk=False)
-    assert wait(pace, now, 2.0)[2] is not None
+    assert wait(pace, now, SLOW_S + 1.0)[2] is not None
 
 
 @given(st.floats(LOOK_S, 100.0))
