@@ -1,0 +1,41 @@
+"""Records that must change nothing: neither a byte of a block nor a bit of a bitmap."""
+
+from pathlib import Path
+
+import pytest
+from hostile_peer import Attack, Victim
+from shuffled_frames import ShuffledPair
+
+from pdserve.engine.transport.registry import transports
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["tagged", "sealed"])
+@pytest.mark.parametrize("transport", transports())
+def test_hostile_frames_change_nothing(transport: str, encrypted: bool, tmp_path: Path) -> None:
+    victim = Victim(transport, tmp_path, encrypted)
+    attack = Attack(victim, seed=1)
+    attack.run(500)
+    assert sum(attack.kinds.values()) == 500
+    assert not [kind for kind in (*attack.staying, *attack.closing) if not attack.kinds[kind]]
+    assert attack.kinds["truncated"] > 5
+    assert attack.outcomes["connection closed"] > 10
+    counters = victim.receiver.counters
+    for counter in ("corrupt_frames", "late_frames", "refused"):
+        assert counters[counter] > 0
+    assert not victim.received
+    attack.close()
+    victim.close()
+
+
+@pytest.mark.parametrize("window", [0, 10], ids=["full", "full and window"])
+@pytest.mark.parametrize("transport", transports())
+def test_frames_in_any_order_and_twice_arrive_once(
+    transport: str, window: int, tmp_path: Path
+) -> None:
+    with ShuffledPair(transport, tmp_path, seed=2, window=window) as shuffled:
+        for number in range(60):
+            shuffled.transfer(number)
+        shuffled.pair.assert_clean()
+    assert shuffled.commits == 60
+    assert shuffled.reordered > 45
+    assert shuffled.duplicates > 120

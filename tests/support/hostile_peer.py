@@ -1,0 +1,392 @@
+"""A peer that knows tickets and breaks every rule, against a real Receiver over a real transport.
+
+`Victim` is a Receiver over an engine that computes nothing, so nothing but frames can change its
+pool. `Attack` keeps a bystander's half-filled hand-off and one of its own there, sends records
+that must change nothing, and compares the pool's bytes and every bitmap before and after.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine_kit import ask, fake_engine
+
+from pdserve.engine.handoff import control, machine
+from pdserve.engine.handoff.frames import FrameHeader, Prefix
+from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys, derive_keys
+from pdserve.engine.handoff.layout import Piece, encode_spec, spec_digest
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.thread import EngineThread
+from pdserve.engine.transport.base import SLOTS, Target, TransportOptions, Wire, WireClosed
+from pdserve.engine.transport.registry import make_transports
+
+NUM_TOKENS = 60  # of every prompt; 15 blocks in each group
+BLOCK = 4
+GENUINE = range(7)  # the blocks that are really sent
+SLOT_BYTES = 1 << 16
+PATIENCE_S = 20.0
+Record = tuple[bytes, bytes]  # a frame's record, its payload
+
+
+class Victim:
+    """Decode's side. `lost` holds the reasons by attempt; `writes` counts writes into the pool."""
+
+    def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
+        self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
+        self.spec = self.engine.kv.spec
+        self.boot = os.urandom(16)
+        self.encrypted = encrypted
+        self.lost: dict[bytes, str] = {}
+        self.received: list[Any] = []
+        self.writes = 0
+        self.changed = threading.Condition()
+        self._limits = (machine.SILENCE_S, machine.FROZEN_S)
+        machine.SILENCE_S = machine.FROZEN_S = float("inf")  # a slow machine ends no attempt
+        write = self.engine.kv.write
+
+        def counted(*args: Any) -> None:
+            self.writes += 1
+            write(*args)
+
+        self.engine.kv.write = counted  # type: ignore[method-assign]
+        self.thread = EngineThread(self.engine, lambda step: None)
+        self.receiver = Receiver(
+            self.engine,
+            self.engine.kv,
+            boot=self.boot,
+            identity=self.engine.kv_identity,
+            on_received=self.received.append,
+            on_lost=self._lost,
+            wake=self.thread.wake,
+            progress=lambda: (self.thread.steps, True),
+            encrypted=encrypted,
+        )
+        options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)
+        (self.transport,) = make_transports(transport, options)
+        addresses = self.receiver.listen([self.transport], True)
+        self.target = Target(addresses.get("tcp", ""), self.boot)
+        self.thread.add_poll(self.receiver.poll)
+        self.thread.start()
+        self.receiver.start()
+
+    def admit(self, prefill_boot: bytes) -> Ticket:
+        request = ask(os.urandom(16).hex(), [7] * (NUM_TOKENS + 1))
+        attempt = bytes.fromhex(request.key)
+        ticket = self.thread.post(
+            lambda _: self.receiver.admit(attempt, request, prefill_boot, float("inf"))
+        ).result(PATIENCE_S)
+        assert ticket is not None, "busy"
+        return ticket
+
+    def state(self, tickets: list[bytes]) -> dict[str, Any]:
+        """Hash of every byte of the pool, and the bitmaps of these live tickets."""
+
+        def read(_: Any) -> dict[str, Any]:
+            pool = hashlib.sha256()
+            for data in self.engine.kv.data:
+                pool.update(data.numpy().tobytes())
+            bitmaps = {
+                ticket.hex(): repr(live.bitmap._have)
+                for ticket in tickets
+                if (live := self.receiver._live.get(ticket)) is not None and live.bitmap
+            }
+            return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
+
+        found: dict[str, Any] = self.thread.post(read).result(PATIENCE_S)
+        return found
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE_S)
+
+    def close(self) -> None:
+        self.thread.close()
+        self.receiver.close()
+        machine.SILENCE_S, machine.FROZEN_S = self._limits
+
+    def _lost(self, attempt: bytes, reason: str) -> None:
+        with self.changed:
+            self.lost[attempt] = reason
+            self.changed.notify_all()
+
+
+@dataclass
+class Held:
+    """A hand-off that was granted: its ticket, keys, and the frames that have been verified."""
+
+    ticket: Ticket
+    keys: TicketKeys
+    sequence: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    sent: list[Record] = field(default_factory=list)
+
+
+class Peer:
+    """One connection, introduced."""
+
+    def __init__(self, victim: Victim, boot: bytes) -> None:
+        self.victim = victim
+        self.boot = boot
+        self.wire: Wire = victim.transport.dial(victim.target, 5.0)
+        self.wire.deadline = time.monotonic() + 3600
+        hello = control.Hello(
+            boot,
+            victim.boot,
+            victim.engine.kv_identity,
+            victim.transport.name,
+            encode_spec(victim.spec),
+            victim.encrypted,
+        )
+        self.wire.write(control.encode(hello))
+        assert isinstance(self.reply(), control.Welcome)
+
+    def reply(self) -> control.Message | None:
+        """The next record; None: the connection is closed."""
+        try:
+            head = bytearray(8)
+            self.wire.read(memoryview(head))
+            body = bytearray(Prefix.unpack(bytes(head)).length)
+            self.wire.read(memoryview(body))
+        except WireClosed:
+            return None
+        return control.decode(bytes(head + body))
+
+    def claim(self) -> Held:
+        ticket = self.victim.admit(self.boot)
+        digest = spec_digest(self.victim.spec)
+        held = Held(ticket, derive_keys(ticket, digest, self.victim.engine.kv_identity.digest))
+        claim = control.sign(
+            control.Claim(NUM_TOKENS, 0), ticket.id, next(held.sequence), held.keys.to_decode
+        )
+        self.wire.write(claim)
+        while not isinstance(getattr(self.reply(), "body", None), control.Granted):
+            pass
+        return held
+
+    def frame(self, held: Held, piece: Piece, slot: int, key: Any = None) -> Record:
+        """A genuine frame of random content; `key`: signed with another key."""
+        key = key or held.keys.to_decode
+        group = self.victim.spec.groups[piece.group]
+        size = len(piece.layers) * len(piece.blocks) * group.block_bytes(BLOCK)
+        payload, sequence = os.urandom(size), next(held.sequence)
+        if self.victim.encrypted:
+            sealed = key.seal(sequence, payload)
+            payload, tag = bytes(sealed[:size]), bytes(sealed[size:])
+        else:
+            tag = key.tag(Domain.PAYLOAD, sequence, payload)
+        header = FrameHeader(
+            held.ticket.id, sequence, slot, piece.group, piece.layers,
+            range(piece.blocks.start * BLOCK, piece.blocks.stop * BLOCK),
+            range(group.head_start, group.head_end), size, tag,
+        )  # fmt: skip
+        return self.signed(header, key), payload
+
+    @staticmethod
+    def signed(header: FrameHeader, key: Any) -> bytes:
+        covered = header.pack()
+        return covered + bytes(key.tag(Domain.HEADER, header.sequence, covered))
+
+    def send(self, record: Record, slot: int) -> None:
+        head, payload = record
+        self.wire.outgoing(slot)[: len(payload)] = payload
+        self.wire.send_frame(head, slot, len(payload))
+
+    def outcome(self) -> str:
+        """What became of one frame: "credit", "closed"; Acks and Nacks are passed over."""
+        while True:
+            match self.reply():
+                case None:
+                    return "closed"
+                case control.Credit():
+                    return "credit"
+
+    def fill(self, held: Held) -> None:
+        """Send some genuine blocks, and wait until they are in the pool."""
+        before = self.victim.writes
+        for block in GENUINE:
+            record = self.frame(held, Piece(0, range(1), range(block, block + 1)), block % SLOTS)
+            self.send(record, block % SLOTS)
+            assert self.outcome() == "credit"
+            held.sent.append(record)
+        assert self.victim.writes == before + len(GENUINE)
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+class Attack:
+    """`run(count)` sends that many frames; `kinds` and `outcomes` count them."""
+
+    def __init__(self, victim: Victim, seed: int) -> None:
+        self.victim = victim
+        self.kinds: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.rng = random.Random(seed)
+        self.boot = os.urandom(16)
+        self.bystander = Peer(victim, self.boot)
+        self.by_held = self.bystander.claim()
+        self.bystander.fill(self.by_held)
+        self.stale: list[Record] = []
+        self.peer, self.held = self._fresh()
+        self.staying: dict[str, Callable[[int], Record]] = {
+            "payload bit flipped": self._bad_payload,
+            "payload of another frame": self._swapped_payload,
+            "replay of a verified frame": self._replay,
+            "verified header, other payload": self._replay_with_other_payload,
+            "stale: its attempt has ended": self._stale,
+            "foreign: an unknown ticket": self._unknown_ticket,
+            "foreign: of another connection": self._of_the_bystander,
+        }
+        self.closing: dict[str, Callable[[int], Record]] = {
+            "header bit flipped": self._bad_header,
+            "foreign: signed with another ticket's key": self._other_key,
+            "foreign: decode's own key": self._reflected,
+            "foreign: another ticket's frame renamed": self._renamed,
+            "slot out of range": self._bad_slot,
+        }
+
+    def run(self, count: int, closing_share: float = 0.1) -> None:
+        """Half of the closing ones are truncated frames: cut anywhere, then the end."""
+        left = count
+        while left:
+            if self.rng.random() < closing_share * 8:
+                self._closing()
+                left -= 1
+            batch = min(left, 8)
+            self._staying(batch)
+            left -= batch
+
+    def close(self) -> None:
+        self.peer.close()
+        self.bystander.close()
+
+    # the steps
+
+    def _fresh(self) -> tuple[Peer, Held]:
+        peer = Peer(self.victim, self.boot)
+        held = peer.claim()
+        peer.fill(held)
+        self._before = self._state(held)
+        return peer, held
+
+    def _state(self, held: Held) -> dict[str, Any]:
+        return self.victim.state([self.by_held.ticket.id, held.ticket.id])
+
+    def _staying(self, count: int) -> None:
+        for slot in range(count):
+            kind = self.rng.choice(list(self.staying))
+            self.peer.send(self.staying[kind](slot), slot)
+            self.kinds[kind] += 1
+        for _ in range(count):
+            outcome = self.peer.outcome()
+            assert outcome == "credit"
+            self.outcomes["connection goes on"] += 1
+        assert self._state(self.held) == self._before
+
+    def _closing(self) -> None:
+        kind = self.rng.choice([*self.closing, *["truncated"] * len(self.closing)])
+        attempt = self.held.ticket.attempt
+        if kind == "truncated":
+            head, payload = self.peer.frame(self.held, self._missing(), 0)
+            sent = head + payload if self.victim.transport.name == "tcp" else head
+            self.peer.wire.write(sent[: self.rng.randrange(1, len(sent))])
+            self.peer.close()
+            outcome = "closed"
+        else:
+            self.peer.send(self.closing[kind](0), 0)
+            outcome = self.peer.outcome()
+        self.kinds[kind] += 1
+        self.outcomes["connection closed" if outcome == "closed" else "connection goes on"] += 1
+        before = self._before
+        if outcome == "closed":
+            self.victim.wait(lambda: attempt in self.victim.lost)
+            del before["bitmaps"][self.held.ticket.id.hex()]
+        assert self._state(self.held) == before
+        if outcome == "closed":
+            self.peer.close()
+            self.stale = self.held.sent + self.stale[:20]
+            self.peer, self.held = self._fresh()
+
+    # the records
+
+    def _missing(self) -> Piece:
+        """Blocks that the hand-off still wants."""
+        group = self.rng.randrange(2)
+        first = self.rng.randrange(GENUINE.stop, 14)
+        return Piece(group, range(1), range(first, self.rng.randrange(first + 1, 16)))
+
+    def _flip(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[self.rng.randrange(len(changed))] ^= 1 << self.rng.randrange(8)
+        return bytes(changed)
+
+    def _bad_payload(self, slot: int) -> Record:
+        head, payload = self.peer.frame(self.held, self._missing(), slot)
+        return head, self._flip(payload)
+
+    def _swapped_payload(self, slot: int) -> Record:
+        piece = self._missing()
+        (head, _), (_, other) = (self.peer.frame(self.held, piece, slot) for _ in range(2))
+        return head, other
+
+    def _replay(self, slot: int) -> Record:
+        return self._in_slot(self.rng.choice(self.held.sent), slot, self.held)
+
+    def _replay_with_other_payload(self, slot: int) -> Record:
+        head, payload = self._replay(slot)
+        return head, os.urandom(len(payload))
+
+    def _stale(self, slot: int) -> Record:
+        """Before the first attempt has ended there is none; its ticket is unknown then."""
+        if not self.stale:
+            return self._unknown_ticket(slot)
+        return self._moved(self.rng.choice(self.stale), slot)
+
+    def _unknown_ticket(self, slot: int) -> Record:
+        head, payload = self.peer.frame(self.held, self._missing(), slot)
+        header, _, _ = FrameHeader.unpack(head)
+        unknown = replace(header, ticket=os.urandom(16))
+        return self.peer.signed(unknown, self.held.keys.to_decode), payload
+
+    def _of_the_bystander(self, slot: int) -> Record:
+        """Genuine, wanted, but on a connection that does not hold its ticket."""
+        return self.bystander.frame(self.by_held, self._missing(), slot)
+
+    def _bad_header(self, slot: int) -> Record:
+        head, payload = self.peer.frame(self.held, self._missing(), slot)
+        return self._flip(head), payload
+
+    def _other_key(self, slot: int) -> Record:
+        return self.peer.frame(self.held, self._missing(), slot, self.by_held.keys.to_decode)
+
+    def _reflected(self, slot: int) -> Record:
+        return self.peer.frame(self.held, self._missing(), slot, self.held.keys.to_prefill)
+
+    def _renamed(self, slot: int) -> Record:
+        head, payload = self.bystander.frame(self.by_held, self._missing(), slot)
+        return head.replace(self.by_held.ticket.id, self.held.ticket.id), payload
+
+    def _bad_slot(self, slot: int) -> Record:
+        head, payload = self.peer.frame(self.held, self._missing(), SLOTS + slot)
+        return head, payload
+
+    def _in_slot(self, record: Record, slot: int, held: Held) -> Record:
+        """A verified frame again, byte for byte; signed anew only if its slot is another."""
+        head, payload = record
+        header, _, _ = FrameHeader.unpack(head)
+        if header.slot == slot:
+            return record
+        return self.peer.signed(replace(header, slot=slot), held.keys.to_decode), payload
+
+    def _moved(self, record: Record, slot: int) -> Record:
+        """In the slot that it names, or its tag would be wrong; nobody looks so far."""
+        head, payload = record
+        header, _, _ = FrameHeader.unpack(head)
+        return replace(header, slot=slot).pack() + head[-16:], payload
