@@ -218,3 +218,7 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
     as_the_other_reads_it[2] += 1
     with pytest.raises(frames.OtherVersion, match=f"here, {frames.WIRE_VERSION + 1} there"):
         control.decode(bytes(as_the_other_reads_it))
+    asked = request(50)
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked), "its own version is still welcome"
+    pair.assert_clean()
