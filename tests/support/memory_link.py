@@ -1,0 +1,115 @@
+"""A data connection in memory, whose owner says when which record arrives; no threads."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import FrameError, FrameHeader
+from pdserve.engine.transport.base import SLOTS
+
+Frame = tuple[bytes, bytes]  # signed record, payload
+
+
+class MemoryLink:
+    """One end; stands for a Link (engine/transport/link.py). Ends are tied by `tie`."""
+
+    transport = "memory"
+
+    def __init__(self, handler: Any, peer: bytes, slot_bytes: int, clock: Callable[[], float]):
+        self.handler = handler
+        self.peer = peer
+        self.hello: control.Hello | None = None
+        self.genuine = False
+        self.reason = ""
+        self.heard = clock()
+        self.inbox: deque[bytes] = deque()  # records on their way here
+        self.frames: list[Frame] = []  # likewise
+        self.jobs: deque[Any] = deque()
+        self.free = deque(range(SLOTS))
+        self.other: MemoryLink = self
+        self._slot_bytes = slot_bytes
+        self._clock = clock
+
+    @property
+    def open(self) -> bool:
+        return not self.reason
+
+    @property
+    def ended(self) -> bool:
+        return not self.open
+
+    # what a Sender or a Receiver does
+
+    def post(self, record: bytes) -> None:
+        if self.open:
+            self.other.inbox.append(record)
+
+    def push(self, job: Any) -> None:
+        self.jobs.append(job)
+
+    def trust(self) -> None:
+        self.genuine = True
+
+    def credit(self, slot: int) -> None:
+        if slot not in self.other.free:
+            self.other.free.append(slot)
+
+    def take_busy_s(self) -> float:
+        return 0.0
+
+    def end(self, reason: str) -> None:
+        if self.open:
+            self.reason = reason
+            self.handler.closed(self, reason)
+
+    def close(self, reason: str = "closed here") -> None:
+        self.end(reason)
+
+    # what its owner does
+
+    def hear(self) -> control.Message | None:
+        """The next record arrives; None: it has closed the connection."""
+        message = control.decode(self.inbox.popleft())
+        self.heard = self._clock()
+        return message if self._safely(lambda: self.handler.message(self, message)) else None
+
+    def write_frame(self) -> bool:
+        """The next frame is read, signed and sent, if a slot is free; False: it was given up."""
+        built = self.jobs.popleft()(slot := self.free.popleft(), self._buffer())
+        if built is None:
+            self.free.appendleft(slot)
+            return False
+        record, size = built
+        self.other.frames.append((record, bytes(self._written[:size])))
+        return True
+
+    def hear_frame(self, frame: Frame) -> bool:
+        """False: it has closed the connection."""
+        record, payload = frame
+        self.heard = self._clock()
+
+        def read() -> None:
+            header, covered, tag = FrameHeader.unpack(record)
+            if self.handler.frame(self, header, covered, tag):
+                self.handler.payload(self, header, memoryview(bytearray(payload)))
+            else:
+                self.credit(header.slot)
+
+        return self._safely(read)
+
+    def _buffer(self) -> memoryview:
+        self._written = memoryview(bytearray(self._slot_bytes))
+        return self._written
+
+    def _safely(self, read: Callable[[], None]) -> bool:
+        try:
+            read()
+        except FrameError as err:
+            self.end(str(err))
+            return False
+        return True
+
+
+def tie(one: MemoryLink, other: MemoryLink) -> None:
+    one.other, other.other = other, one
