@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pdserve.engine import reservation as reservations
 from pdserve.engine.block_hash import cache_seed
+from pdserve.engine.block_pool import NULL_BLOCK
 from pdserve.engine.block_tables import BlockTables
 from pdserve.engine.errors import InvalidRequest, QueueFull
 from pdserve.engine.kv_cache import KvCache
@@ -63,7 +64,8 @@ class Engine:
         self._clock = clock
         tables = BlockTables(kv.spec, kv.num_blocks, prefix_cache)
         # The group that stands for all in figures and prefix events.
-        self._main_pool = tables.pools[tables.windows.index(0) if 0 in tables.windows else 0]
+        self._main_group = tables.windows.index(0) if 0 in tables.windows else 0
+        self._main_pool = tables.pools[self._main_group]
         self._roster = Roster(tables, limits.max_running)
         self._scheduler = Scheduler(self._roster, limits)
         self._progress = Progress(self._roster, limits)
@@ -105,6 +107,26 @@ class Engine:
         self._events += self._progress.abort(job, known)
         if key not in self._roster.jobs and key in self._reservations:
             self._reservations.pop(key).state = ReservationState.ABORTED
+        return True
+
+    def park(self, key: str) -> bool:
+        """Gives a queued or running request no steps until unpark; it keeps its blocks.
+
+        They are taken only when others lack blocks: then it ends with Evicted, the longest parked
+        first. False if it is neither queued nor running.
+        """
+        job = self._roster.jobs.get(key)
+        if job is None or not (key in self._roster.waiting or job in self._roster.running):
+            return False
+        self._roster.park(job)
+        return True
+
+    def unpark(self, key: str) -> bool:
+        """A parked request goes on where it was. False if it is not parked."""
+        job = self._roster.parked.get(key)
+        if job is None:
+            return False
+        self._roster.unpark(job)
         return True
 
     def schedule(self) -> Plan | None:
@@ -159,7 +181,7 @@ class Engine:
         return None if plan is None else self.collect(self.launch(plan))
 
     def fail_all(self, message: str) -> None:
-        """Gives up every request that is not a hand-off; the next step tells."""
+        """Gives up every request that is queued or running; the next step tells."""
         for job in [*self._roster.running, *self._roster.waiting.values()]:
             self._events += self._progress.fail(job, message)
 
@@ -182,6 +204,8 @@ class Engine:
             raise InvalidRequest("every choice has ended", "choices")
         first = self._scheduler.comes_first(job.order)
         made = None if first else reservations.reserve(self._roster, job)
+        while made is None and not first and self._scheduler.evict(self._events):
+            made = reservations.reserve(self._roster, job)
         if made is None:
             self._head_claim = (job.key, job.order)
             self._scheduler.hold_up(job.order)
@@ -237,6 +261,13 @@ class Engine:
             + sum(s.num_left for s in computing),
             held=len(roster.held),
             reserved=len(roster.reserved),
+            parked=len(roster.parked),
+            parked_blocks=sum(
+                block != NULL_BLOCK
+                for job in roster.parked.values()
+                for sequence in job.sequences
+                for block in sequence.block_tables[self._main_group]
+            ),
             blocks=self._main_pool.counts(),
             step=self._meter.step,
             prefill_tokens_s=self._meter.prefill_tokens_s,

@@ -147,7 +147,17 @@ class RequestFailed:
     message: str  # internal text: for the log, not for a client
 
 
-Event = Scheduled | Computed | NewTokens | PromptScored | Finished | RequestFailed
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A parked request was given up, because its blocks were needed: every block is back.
+
+    The last event of a request.
+    """
+
+    key: str
+
+
+Event = Scheduled | Computed | NewTokens | PromptScored | Finished | RequestFailed | Evicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Every job of an engine by state, and the one place where jobs gain and lose blocks. Pure.
 
-A job is in one of: waiting (with blocks only after a hand-off), running (has slots of the batch),
-held (a computed prefill_only request), reserved (the KV is on its way from a prefill worker).
+A job is in one of: waiting (with blocks only after a hand-off or a park), running (has slots of the
+batch), held (a computed prefill_only request), reserved (the KV is on its way from a prefill
+worker), parked (nobody listens: its blocks stay, unless others need them; it has no slots).
 """
 
 from bisect import insort
@@ -20,6 +21,7 @@ class Roster:
         self.running: list[Job] = []  # oldest first
         self.held: dict[str, Job] = {}
         self.reserved: dict[str, Job] = {}
+        self.parked: dict[str, Job] = {}  # the longest parked first
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
         self.prefix_hits = 0  # of them found
@@ -67,7 +69,9 @@ class Roster:
         del self.waiting[job.key]
         insort(self.running, job, key=lambda j: j.order)
         job.slots = [self._free_slots.pop() for _ in range(job.num_places)]
-        job.sequences[0].slot = job.slots.pop()
+        for sequence in job.sequences:  # several only after a park
+            sequence.slot = job.slots.pop()
+            sequence.rewritten_from = [0] * len(sequence.block_tables)
         return copies
 
     def _spare(self, job: Job) -> int:
@@ -86,6 +90,25 @@ class Roster:
             self.running.remove(job)
         self.waiting[job.key] = job
         self.preemptions += 1
+
+    def park(self, job: Job) -> None:
+        """Takes a waiting or running job out of the steps: its blocks stay, its slots do not."""
+        self._return_slots(job)
+        if job in self.running:
+            self.running.remove(job)
+        self.waiting.pop(job.key, None)
+        self.parked[job.key] = job
+
+    def unpark(self, job: Job) -> None:
+        """Back to the queue, with its blocks."""
+        self.waiting[job.key] = self.parked.pop(job.key)
+
+    def evict(self) -> Job | None:
+        """Gives up the longest parked job that has blocks; None: there is none."""
+        job = next((j for j in self.parked.values() if j.sequences), None)
+        if job is not None:
+            self.end(job)
+        return job
 
     def victim(self, spared: set[int]) -> Job | None:
         """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
@@ -121,16 +144,21 @@ class Roster:
         """The job leaves, in whatever state it is; every block is back."""
         self._close_sequences(job, reserved=job.key in self.reserved)
         del self.jobs[job.key]
-        for state in (self.waiting, self.held, self.reserved):
+        for state in (self.waiting, self.held, self.reserved, self.parked):
             state.pop(job.key, None)
         if job in self.running:
             self.running.remove(job)
 
     def _close_sequences(self, job: Job, reserved: bool = False) -> None:
+        self._return_slots(job)
         for sequence in reversed(job.sequences):
             self.tables.close(sequence, reserved)
+        job.sequences = []
+
+    def _return_slots(self, job: Job) -> None:
+        for sequence in reversed(job.sequences):
             if sequence.slot >= 0:
                 self._free_slots.append(sequence.slot)
                 sequence.slot = -1
         self._free_slots.extend(job.slots)
-        job.sequences, job.slots = [], []
+        job.slots = []

@@ -2,13 +2,14 @@
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
 is computed together does not depend on the load. Prefill takes the shortest remaining first, and
-waiting counts in a request's favour. When blocks run out, the youngest request is preempted: it
-loses its blocks, keeps its tokens and is computed again later.
+waiting counts in a request's favour. When blocks run out, parked requests are given up, the
+longest parked first; then the youngest request is preempted: it loses its blocks, keeps its tokens
+and is computed again later.
 """
 
 from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Plan, Row
-from pdserve.engine.request import Computed, Event, Scheduled
+from pdserve.engine.request import Computed, Event, Evicted, Scheduled
 from pdserve.engine.roster import Roster
 from pdserve.engine.sequence import Job, Sequence
 
@@ -31,6 +32,13 @@ class Scheduler:
     def hold_up(self, order: int) -> None:
         """A reservation waits: in the next step no job that arrived after it takes blocks."""
         self._claim = order
+
+    def evict(self, events: list[Event]) -> bool:
+        """Gives up one parked request for its blocks; False: none has any."""
+        job = self._roster.evict()
+        if job is not None:
+            events.append(Evicted(job.key))
+        return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
         """The next step with `events` to tell first, or None when there is nothing to do."""
@@ -125,11 +133,11 @@ class Scheduler:
         return [(job, sequence) for _, _, job, sequence in queue]
 
     def _admit(self, job: Job, plan: Plan) -> Sequence | None:
-        copies = self._roster.admit(job)
-        if copies is None:
-            return None
+        while (copies := self._roster.admit(job)) is None:
+            if not self.evict(plan.events):
+                return None
         plan.copies += copies
-        (sequence,) = job.sequences
+        sequence = job.sequences[0]  # the others of a job that was parked run from the next step
         if not job.announced:
             job.announced = True
             plan.events.append(Scheduled(job.key, job.cached_tokens))
@@ -142,6 +150,8 @@ class Scheduler:
         """Blocks for the rows of a job, if need be those of the youngest; False: not this step."""
         for row in rows:
             while (copies := self._roster.tables.extend(row.sequence, row.end)) is None:
+                if self.evict(plan.events):
+                    continue
                 victim = self._roster.victim(in_step)
                 if victim is None:
                     return False

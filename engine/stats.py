@@ -17,6 +17,8 @@ class EngineStats:
     waiting_tokens: int  # prefix tokens not yet computed
     held: int  # prefill_only requests that hold their blocks
     reserved: int  # hand-offs that are not committed
+    parked: int  # requests that nobody listens to: they have no steps
+    parked_blocks: int  # that they hold; shared ones count each time
     blocks: BlockCounts  # of the first full-attention group
     step: int
     prefill_tokens_s: float  # measured rate; 0: unknown

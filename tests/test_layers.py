@@ -64,6 +64,8 @@ PURE = (
     "engine/handoff/timeline.py",
     "engine/handoff/life.py",
     "engine/handoff/conform.py",
+    "services/decode/transcript.py",
+    "services/router/migrations.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
 )

@@ -60,6 +60,7 @@ class Incoming(Attempt):
         self.promised = promised  # blocks
         self.sender = b""  # digest of the KV identity that computes it, if another than ours
         self.cancelled: set[int] = set()  # choices, before it joins the batch
+        self.parked = False  # nobody listens: it joins without steps
         self.reservation: ReservationLike | None = None
         self.bitmap: Bitmap | None = None
         self.num_verified = 0  # leading blocks that are there in all layers

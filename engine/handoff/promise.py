@@ -23,8 +23,9 @@ class Promises:
     def offer(self, blocks: int, available: int, running: int) -> bool:
         """Promise `blocks` if they fit beside what is promised already.
 
-        available: blocks free or evictable; running: sequences in the batch. An idle decode
-        promises whatever could fit its pool at all, since nothing else competes.
+        available: blocks free or evictable, those of parked requests too; running: sequences in
+        the batch. An idle decode promises whatever could fit its pool at all, since nothing else
+        competes.
         """
         room = available - self._growth * running - self.blocks
         if blocks > room and (self.blocks or running):

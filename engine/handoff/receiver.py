@@ -53,6 +53,7 @@ class ReceivingEngine(Protocol):
     def commit(self, reservation: Any) -> None: ...
     def release(self, reservation: Any) -> None: ...
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
+    def park(self, key: str) -> bool: ...
     def stats(self) -> Any: ...
 
 
@@ -148,7 +149,8 @@ class Receiver(Endpoint[Incoming]):
         stats = self._engine.stats()
         blocks = promise_blocks(tokens, choices, self._kv.spec.block_size)
         blocks = min(blocks, stats.blocks.total)  # the engine knows what can never fit
-        if not self.promises.offer(blocks, stats.blocks.free + stats.blocks.cached, stats.running):
+        available = stats.blocks.free + stats.blocks.cached + stats.parked_blocks
+        if not self.promises.offer(blocks, available, stats.running):
             return None
         ticket = Ticket(
             os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
@@ -165,6 +167,12 @@ class Receiver(Endpoint[Incoming]):
             return False
         found.cancelled.update(choices)
         return True
+
+    def park(self, attempt: bytes, parked: bool) -> bool:
+        """Let it join the engine parked or not; the hand-off goes on. False: it is not live."""
+        if (found := self._by_attempt.get(attempt)) is not None:
+            found.parked = parked
+        return found is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
         """It is live and has no blocks yet."""
@@ -314,6 +322,8 @@ class Receiver(Endpoint[Incoming]):
         incoming.times.committed = self._clock()
         self._engine.commit(incoming.reservation)
         self._note(incoming, Mark.HANDED)
+        if incoming.parked:
+            self._engine.park(incoming.request.key)
 
     def _free(self, incoming: Incoming) -> None:
         self._engine.release(incoming.reservation)

@@ -2,7 +2,8 @@
 
 Everything runs on the loop; the engine thread is reached through DecodePart and answers through
 call_soon_threadsafe. An attempt is forgotten here before its terminal event is put, or without
-one if a router cancelled it; whatever the engine still says of it is ignored.
+one if a router cancelled it; whatever the engine still says of it is ignored. Whose it is, and what
+becomes of it when its session is lost, say its lease and services/decode/leases.py.
 """
 
 import asyncio
@@ -16,9 +17,11 @@ from typing import Any
 from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.lease import Lease, Phase
 from pdserve.engine.request import (
     Computed,
     Event,
+    Evicted,
     Finished,
     NewTokens,
     PromptScored,
@@ -30,13 +33,14 @@ from pdserve.engine.request import (
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
+from pdserve.services.decode.leases import Leases
 from pdserve.services.decode.part import DecodePart
 from pdserve.services.decode.served import RouterSession, Served
+from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-SESSION_GRACE_S = 5.0  # a lost session may have been a network's hiccup: then its attempts end
 ID_BYTES = 16
 
 
@@ -45,6 +49,7 @@ class DecodeCore:
 
     def __init__(self) -> None:
         self.num_stale = 0  # messages of unknown attempts
+        self.leases = Leases(self)
         self._part: DecodePart | None = None
         self._served: dict[bytes, Served] = {}
         self._by_key: dict[str, Served] = {}
@@ -73,9 +78,9 @@ class DecodeCore:
         return RouterSession()
 
     def close_session(self, session: RouterSession) -> None:
-        """The stream is over: its attempts end too, after a grace."""
+        """The stream is over: its attempts wait for another one."""
         session.outbox.close()
-        asyncio.get_running_loop().call_later(SESSION_GRACE_S, self._orphaned, session)
+        self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: RouterSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
         """Answered, now or later, with Admitted, Busy or Failed."""
@@ -94,7 +99,16 @@ class DecodeCore:
         remote = bool(admit.prefill_boot) and not nothing_to_send
         now = time.monotonic()
         served = Served(
-            admit.attempt, start.request, start.epoch, request, session, remote, arrived=now
+            attempt=admit.attempt,
+            name=start.request,
+            epoch=start.epoch,
+            request=request,
+            session=session,
+            remote=remote,
+            arrived=now,
+            lease=Lease(start.epoch),
+            transcript=Transcript(request),
+            prefill_boot=admit.prefill_boot,
         )
         self._served[served.attempt] = served
         self._by_key[request.key] = served
@@ -107,19 +121,38 @@ class DecodeCore:
             future = part.admit_local(served.attempt, request)
         self._when_done(future, partial(self._admitted, served))
 
-    def cancel(self, attempt: bytes, choices: Sequence[int]) -> None:
-        """One-way. Whole: no event follows. Single choices: they finish as ABORTED."""
+    def cancel(self, session: RouterSession, attempt: bytes, choices: Sequence[int]) -> None:
+        """One-way. Whole: no event follows. Single choices: they finish as ABORTED.
+
+        Of a session that no longer owns the attempt it is stale; a parked one has no owner.
+        """
         served = self._served.get(attempt)
         if served is None or self._part is None:
+            self.num_stale += 1
+            self.leases.forget_kept(attempt)
+            return
+        if served.session is not session and served.lease.phase is Phase.OWNED:
             self.num_stale += 1
             return
         if not choices:
             self._forget(served)
+            self.leases.cancelled(served)
         self._part.cancel(attempt, choices)
 
     def resume(self, session: RouterSession, resume: wire.Resume) -> None:
-        """Nothing is parked: the router tries again under a new attempt."""
-        session.outbox.put(wire.DecodeEvent(gone=wire.Gone(attempt=resume.attempt)))
+        """Answered with Resumed and what the asker lacks, or with Gone."""
+        self.leases.resume(session, resume, self._served.get(resume.attempt))
+
+    # what leases say
+
+    def park(self, served: Served, parked: bool) -> None:
+        if self._part is not None:
+            self._part.park(served.attempt, parked)
+
+    def give_up(self, served: Served) -> None:
+        self._forget(served)
+        if self._part is not None:
+            self._part.cancel(served.attempt)
 
     # what the engine thread says, brought to the loop
 
@@ -160,15 +193,20 @@ class DecodeCore:
             case NewTokens():
                 served.first_token = served.first_token or now
                 served.num_generated += len(event.ids)
+                served.transcript.take(event)
                 tokens = to_tokens(served.name, served.attempt, served.epoch, event)
                 served.session.outbox.put(wire.DecodeEvent(tokens=tokens))
             case PromptScored(_, logprobs):
+                served.transcript.take(event)
                 for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):
                     served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
             case Finished(_, cached_tokens):
                 finished = served.finished(cached_tokens)
                 log.info("%s", served.line(finished), extra={"request": served.name})
                 self._end(served, wire.DecodeEvent(finished=finished))
+            case Evicted():
+                self._forget(served)
+                self.leases.evicted(served)
             case RequestFailed(_, message):
                 log.error("the engine gave up: %s", message, extra={"request": served.name})
                 self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))
@@ -203,6 +241,8 @@ class DecodeCore:
                     decode_boot=ticket.decode_boot,
                 )
             )
+            served.ticket = admitted.ticket
+        served.admitted = True
         served.session.outbox.put(wire.DecodeEvent(admitted=admitted))
 
     def _busy(self, served: Served) -> None:
@@ -244,17 +284,14 @@ class DecodeCore:
             self._fail(served, ServiceError(code, message, retry_after_s=1.0))
             self._part.cancel(served.attempt)
 
-    def _orphaned(self, session: RouterSession) -> None:
-        for served in [s for s in self._served.values() if s.session is session]:
-            log.info("its session is lost", extra={"request": served.name})
-            self.cancel(served.attempt, ())
-
     def _fail(self, served: Served, error: ServiceError) -> None:
         failed = _failed(served.name, served.attempt, served.epoch, error)
         self._end(served, wire.DecodeEvent(failed=failed))
 
     def _end(self, served: Served, event: wire.DecodeEvent) -> None:
         self._forget(served)
+        awaited = served.admitted and event.WhichOneof("event") in ("finished", "failed")
+        self.leases.ended(served, event if awaited else None)
         served.session.outbox.put(event)
 
     def _forget(self, served: Served) -> None:

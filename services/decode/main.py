@@ -43,7 +43,8 @@ class DecodeRole:
             lost=on_loop(loop, core.on_lost),
             verified=on_loop(loop, core.on_verified),
         )
-        self._part = DecodePart(self._settings, engine, card, boot, sink)
+        leases = core.leases.figures
+        self._part = DecodePart(self._settings, engine, card, boot, sink, leases)
         return self._part
 
     def attach(self) -> None:

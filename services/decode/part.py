@@ -21,6 +21,7 @@ from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
+from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.addresses import advertised
 from pdserve.services.host.card import model_card
@@ -45,11 +46,18 @@ class DecodePart:
     """See services/host/worker.py Part. Constructed on the loading thread."""
 
     def __init__(
-        self, settings: DecodeSettings, engine: Engine, card: CardData, boot: bytes, sink: Sink
+        self,
+        settings: DecodeSettings,
+        engine: Engine,
+        card: CardData,
+        boot: bytes,
+        sink: Sink,
+        leases: LeaseFigures,
     ) -> None:
         self.engine = engine
         self.thread = EngineThread(engine, self._on_step)
         self._sink = sink
+        self._leases = leases
         self._changed = True
         self._last_command = b""
         self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
@@ -148,6 +156,16 @@ class DecodePart:
 
         self.thread.post(cancel)
 
+    def park(self, attempt: bytes, parked: bool) -> None:
+        """No steps from here on, or steps again; a hand-off goes on either way."""
+
+        def park(engine: Engine) -> None:
+            if not self._receiver.park(attempt, parked):
+                (engine.park if parked else engine.unpark)(attempt.hex())
+            self._changed = True
+
+        self.thread.post(park)
+
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
         """Whether a hand-off is live and has no blocks yet."""
         return self.thread.post(lambda _: self._receiver.is_waiting(attempt))
@@ -157,12 +175,15 @@ class DecodePart:
     def snapshot(self) -> Snapshot:
         receiver = self._receiver
         stats = self.engine.stats()
-        stale = receiver.counters["stale"] + receiver.counters["late_frames"]
+        leases = self._leases
+        stale = receiver.counters["stale"] + receiver.counters["late_frames"] + leases.stale
         load = load_of(stats, receiver.figures, {}, stale)
         load.waiting += receiver.num_waiting
         load.promised_tokens = receiver.promised_tokens
         load.inexact_handoffs = receiver.counters["inexact"]
         load.last_command = self._last_command
+        load.parked, load.adopted = leases.parked, leases.adopted
+        load.park_expired, load.park_evicted = leases.expired, leases.evicted
         added, removed = self.engine.take_prefix_events()
         return load, added, removed
 

@@ -4,15 +4,17 @@ import asyncio
 from dataclasses import dataclass, field
 
 from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.request import Request
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.worker_pb2 import DecodeEvent
+from pdserve.protos.worker_pb2 import DecodeEvent, Ticket
+from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.outbox import Outbox
 
 
 @dataclass(eq=False, slots=True)
 class RouterSession:
-    """One router's stream; its attempts outlive it for a grace."""
+    """One router's stream; its attempts outlive it as their leases say."""
 
     outbox: Outbox[DecodeEvent] = field(default_factory=Outbox[DecodeEvent])
 
@@ -28,6 +30,12 @@ class Served:
     session: RouterSession
     remote: bool
     arrived: float
+    lease: Lease
+    transcript: Transcript
+    prefill_boot: bytes = b""  # who sends its KV
+    ticket: Ticket | None = None  # for whom
+    admitted: bool = False  # the router was told
+    last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0
     computed: float = 0.0
     first_token: float = 0.0

@@ -49,7 +49,8 @@ class DecodeService(DecodeServicer):
                     prompt_ids = ids.take(start.request, start.prompt_ids)
                     self._core.admit(session, command.admit, prompt_ids)
                 case "cancel":
-                    self._core.cancel(command.cancel.attempt, command.cancel.choices)
+                    cancel = command.cancel
+                    self._core.cancel(session, cancel.attempt, cancel.choices)
                 case "resume":
                     self._core.resume(session, command.resume)
                 case "hello":

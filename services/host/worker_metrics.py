@@ -29,6 +29,7 @@ class WorkerMetrics:
             ("vllm:num_requests_running", "Requests in the batch", load.running),
             ("vllm:num_requests_waiting", "Requests that wait", load.waiting),
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
+            ("pdserve_parked_requests", "Requests of lost router sessions", load.parked),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -41,6 +42,9 @@ class WorkerMetrics:
             ("vllm:prefix_cache_hits", "Prompt tokens found", load.prefix_hits),
             ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
             ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
+            ("pdserve_adopted_requests", "Requests taken over after a loss", load.adopted),
+            ("pdserve_park_expired_requests", "Parked, and nobody came", load.park_expired),
+            ("pdserve_park_evicted_requests", "Parked, until others needed it", load.park_evicted),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))
             counter.add_metric((self._model,), value)

@@ -1,12 +1,14 @@
 """What prefill does for its routers: attempts from PrefillStart to Done or Failed.
 
 Everything runs on the loop; the engine thread is reached through PrefillPart. A lost session does
-not end its attempts: decode answers the Claim of one that nobody wants any more with Gone.
+not end its attempts: decode answers the Claim of one that nobody wants any more with Gone. A router
+that adopted an attempt says its PrefillStart again and is told of it from then on.
 """
 
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -25,12 +27,15 @@ from pdserve.services.prefill.part import PrefillPart
 
 log = logging.getLogger(__name__)
 
+MAX_DONE = 1024  # attempts whose end is remembered, for a router that asks late
+
 
 @dataclass(eq=False, slots=True)
 class RouterSession:
-    """One router's stream."""
+    """One router's stream; its attempts outlive it."""
 
     outbox: Outbox[wire.PrefillEvent] = field(default_factory=Outbox[wire.PrefillEvent])
+    lost: bool = False
 
 
 class PrefillCore:
@@ -40,6 +45,8 @@ class PrefillCore:
         self.num_stale = 0  # messages of unknown attempts
         self._part: PrefillPart | None = None
         self._sessions: dict[bytes, RouterSession] = {}  # by attempt
+        self._tickets: dict[bytes, bytes] = {}  # their public ids, by attempt
+        self._done: OrderedDict[bytes, wire.PrefillDone] = OrderedDict()  # the oldest first
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -59,10 +66,13 @@ class PrefillCore:
         return RouterSession()
 
     def close_session(self, session: RouterSession) -> None:
+        session.lost = True
         session.outbox.close()
 
     def start(self, session: RouterSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
-        """Answered with PrefillAccepted, Busy or PrefillFailed."""
+        """Answered with PrefillAccepted, Busy, PrefillFailed, or PrefillDone if it is over."""
+        if self._again(session, start):
+            return
         try:
             part = self._part
             if part is None or self._draining:
@@ -72,6 +82,7 @@ class PrefillCore:
             session.outbox.put(_failed(start.attempt, error))
             return
         self._sessions[start.attempt] = session
+        self._tickets[start.attempt] = ticket.id
         self._empty.clear()
         deadline = float("inf")
         if start.remaining_ms:
@@ -88,11 +99,13 @@ class PrefillCore:
 
         future.add_done_callback(done)
 
-    def cancel(self, attempt: bytes) -> None:
-        """One-way: no event follows."""
-        if self._forget(attempt) is None or self._part is None:
+    def cancel(self, session: RouterSession, attempt: bytes) -> None:
+        """One-way: no event follows. Stale if another session has taken the attempt over."""
+        owner = self._sessions.get(attempt)
+        if self._part is None or owner is None or (owner is not session and not owner.lost):
             self.num_stale += 1
             return
+        self._forget(attempt)
         self._part.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
@@ -112,7 +125,22 @@ class PrefillCore:
             transport=sent.transport,
             phases=_phases(sent),
         )
+        self._done[sent.attempt] = done
+        if len(self._done) > MAX_DONE:
+            self._done.popitem(last=False)
         session.outbox.put(wire.PrefillEvent(done=done))
+
+    def _again(self, session: RouterSession, start: wire.PrefillStart) -> bool:
+        """Whether the attempt is known under this ticket: the session that says it again has it."""
+        if start.attempt in self._done:
+            session.outbox.put(wire.PrefillEvent(done=self._done[start.attempt]))
+            return True
+        if self._tickets.get(start.attempt) != start.ticket.id or not start.ticket.id:
+            return False
+        self._sessions[start.attempt] = session
+        accepted = wire.PrefillAccepted(attempt=start.attempt)
+        session.outbox.put(wire.PrefillEvent(accepted=accepted))
+        return True
 
     def _ticket(self, start: wire.PrefillStart, part: PrefillPart) -> Ticket:
         given = start.ticket
@@ -157,6 +185,7 @@ class PrefillCore:
 
     def _forget(self, attempt: bytes) -> RouterSession | None:
         session = self._sessions.pop(attempt, None)
+        self._tickets.pop(attempt, None)
         if not self._sessions:
             self._empty.set()
         return session

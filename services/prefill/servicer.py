@@ -51,7 +51,7 @@ class PrefillService(PrefillServicer):
                     start = command.start
                     self._core.start(session, start, ids.take(start.attempt.hex(), start.ids))
                 case "cancel":
-                    self._core.cancel(command.cancel.attempt)
+                    self._core.cancel(session, command.cancel.attempt)
                 case "hello":
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:

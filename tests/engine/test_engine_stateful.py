@@ -22,6 +22,7 @@ from pdserve.engine.errors import ContextLengthExceeded
 from pdserve.engine.request import (
     ChoiceState,
     Computed,
+    Evicted,
     Finished,
     NewTokens,
     Request,
@@ -155,6 +156,21 @@ class EngineMachine(RuleBasedStateMachine):
                 self.held.discard(key)
                 self.ends[key] = 1  # counted before if it was held already
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.asked)))
+        roster = self.engine._roster
+        steps = key in roster.waiting or key in {job.key for job in roster.running}
+        if key not in self.held:
+            assert self.engine.park(key) == steps
+
+    @precondition(lambda self: len(self.engine._roster.parked) > 1)
+    @rule()
+    def unpark(self) -> None:
+        self.engine.unpark(list(self.engine._roster.parked)[-1])
+        event("unparked")
+
     @precondition(lambda self: self.held)
     @rule()
     def release_held(self) -> None:
@@ -174,7 +190,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert not isinstance(e, RequestFailed), e
             if isinstance(e, NewTokens):
                 self.got.setdefault((e.key, e.choice), []).extend(e.ids)
-            if isinstance(e, Finished) or (
+            if isinstance(e, Evicted):
+                event("evicted")
+                self.aborted.add(e.key)
+            if isinstance(e, Finished | Evicted) or (
                 isinstance(e, Computed) and e.done and self.asked[e.key].prefill_only
             ):
                 self.ends[e.key] += 1
@@ -201,6 +220,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         while self.reservations:
             self.end_reservation(commit=True)
+        for key in list(self.engine._roster.parked):
+            assert self.engine.unpark(key)
         for _ in range(3000):
             self.release_held()
             step = self.engine.step()

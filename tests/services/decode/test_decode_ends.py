@@ -1,6 +1,5 @@
 """Requests of the decode service that end early: cancel, deadlines, lost hand-offs and sessions."""
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -83,23 +82,6 @@ def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
         assert lost.reason == "claim of 30 tokens, not 59"
         failed = await pair.prefill.wait("failed", attempt)
         assert failed.failure.code == pb.UNAVAILABLE
-        await pair.at_rest()
-
-    with_pair(test)
-
-
-def test_a_lost_session_ends_its_attempts_after_a_grace(
-    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.services.decode.core.SESSION_GRACE_S", 0.2)
-
-    async def test(pair: Pair) -> None:
-        attempt = pair.admit(prompt(50))  # a promise
-        await pair.decode.wait("admitted", attempt)
-        await pair.decode.close()
-        assert pair.decode_role.core.num_served == 1
-        await asyncio.sleep(0.4)
-        assert pair.decode_role.core.num_served == 0
         await pair.at_rest()
 
     with_pair(test)

@@ -1,0 +1,178 @@
+"""Runs the lease of every attempt (engine/handoff/lease.py): parks, hands over, gives up.
+
+Everything runs on the loop. A live attempt is the core's; one that has ended with last words is
+kept here until its lease ends, so that a router that comes for them finds them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.engine.handoff.lease import (
+    Action,
+    Ended,
+    Event,
+    Evicted,
+    Phase,
+    Resumed,
+    SessionLost,
+    Tick,
+    step,
+)
+from pdserve.engine.request import NewTokens
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
+from pdserve.services.decode.served import RouterSession, Served
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_WEIGHT = 1 << 20  # token ids in transcripts of ended attempts: some 30 MB
+TICK_SLACK_S = 0.005  # a loop's timer may be early by its clock's resolution
+
+
+@dataclass(slots=True)
+class LeaseFigures:
+    """Written on the loop; any thread may read them."""
+
+    parked: int = 0
+    adopted: int = 0
+    expired: int = 0
+    evicted: int = 0
+    stale: int = 0
+
+
+class Tenants(Protocol):
+    """The engine's side of leases."""
+
+    def park(self, served: Served, parked: bool) -> None:
+        """No steps, or steps again."""
+
+    def give_up(self, served: Served) -> None:
+        """End it in the engine; nobody is told."""
+
+
+class Leases:
+    """The leases of one decode process."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.figures = LeaseFigures()
+        self._tenants = tenants
+        self._kept: dict[bytes, Served] = {}  # the oldest first
+        self._kept_weight = 0
+
+    def session_lost(self, session: RouterSession, live: Iterable[Served]) -> None:
+        """Its attempts wait for another session from now on."""
+        for served in [s for s in (*live, *self._kept.values()) if s.session is session]:
+            self._advance(served, SessionLost(served.lease.epoch))
+
+    def resume(self, session: RouterSession, resume: wire.Resume, live: Served | None) -> None:
+        """Answered with Resumed and what comes after the counts, or with Gone."""
+        served = live or self._kept.get(resume.attempt)
+        if served is None or not served.admitted or not served.transcript.covers(resume.counts):
+            self.figures.stale += 1
+            session.outbox.put(_gone(resume.attempt))
+        else:
+            self._advance(served, Resumed(resume.epoch), session, resume.counts)
+
+    def ended(self, served: Served, last: wire.DecodeEvent | None) -> None:
+        """It is over, and its blocks are free; `last`: words that a router must not miss."""
+        served.last = last
+        self._advance(served, Ended(keep=last is not None))
+        if served.lease.phase is Phase.KEPT:
+            self._kept[served.attempt] = served
+            self._kept_weight += served.transcript.weight
+            while self._kept_weight > MAX_KEPT_WEIGHT:
+                self._advance(next(iter(self._kept.values())), Evicted())
+
+    def cancelled(self, served: Served) -> None:
+        """It is over, and nobody waits for its last words."""
+        self._advance(served, Ended())
+
+    def forget_kept(self, attempt: bytes) -> None:
+        """Nobody waits for the last words of this attempt."""
+        if attempt in self._kept:
+            self.cancelled(self._kept[attempt])
+
+    def evicted(self, served: Served) -> None:
+        """The engine gave its blocks to others."""
+        self._advance(served, Evicted())
+
+    # ---
+
+    def _advance(
+        self,
+        served: Served,
+        event: Event,
+        asker: RouterSession | None = None,
+        counts: Sequence[int] = (),
+    ) -> None:
+        before = served.lease
+        served.lease, actions = step(before, event, time.monotonic())
+        self.figures.parked += served.lease.phase is Phase.PARKED
+        self.figures.parked -= before.phase is Phase.PARKED
+        for action in actions:
+            self._act(served, action, asker, counts)
+        if served.lease.until != before.until and served.lease.until != float("inf"):
+            wait_s = served.lease.until - time.monotonic() + TICK_SLACK_S
+            asyncio.get_running_loop().call_later(wait_s, self._advance, served, Tick())
+
+    def _act(
+        self, served: Served, action: Action, asker: RouterSession | None, counts: Sequence[int]
+    ) -> None:
+        match action:
+            case Action.PARK:
+                log.info("its session is lost: parked", extra={"request": served.name})
+                self._tenants.park(served, True)
+            case Action.UNPARK:
+                self._tenants.park(served, False)
+            case Action.HAND_OVER:
+                assert asker is not None  # who asks for it
+                log.info("handed over", extra={"request": served.name})
+                self._hand_over(served, asker, counts)
+            case Action.GIVE_UP:
+                log.info("nobody came for it: given up", extra={"request": served.name})
+                self._tenants.give_up(served)
+            case Action.FORGET:
+                if self._kept.pop(served.attempt, None) is not None:
+                    self._kept_weight -= served.transcript.weight
+            case Action.SEND_GONE:
+                (asker or served.session).outbox.put(_gone(served.attempt))
+            case Action.COUNT_STALE:
+                self.figures.stale += 1
+            case Action.COUNT_ADOPTED:
+                self.figures.adopted += 1
+            case Action.COUNT_EXPIRED:
+                self.figures.expired += 1
+            case Action.COUNT_EVICTED:
+                self.figures.evicted += 1
+
+    def _hand_over(self, served: Served, session: RouterSession, counts: Sequence[int]) -> None:
+        served.session, served.epoch = session, served.lease.epoch
+        resumed = wire.Resumed(attempt=served.attempt, epoch=served.epoch)
+        if served.lease.live and served.ticket is not None and served.received is None:
+            resumed.ticket.CopyFrom(served.ticket)
+            resumed.prefill_boot = served.prefill_boot
+        session.outbox.put(wire.DecodeEvent(resumed=resumed))
+        for event in _said_again(served, counts):
+            session.outbox.put(event)
+        if served.last is not None:
+            again = wire.DecodeEvent()
+            again.CopyFrom(served.last)
+            session.outbox.put(again)
+
+
+def _said_again(served: Served, counts: Sequence[int]) -> Iterator[wire.DecodeEvent]:
+    for event in served.transcript.since(counts):
+        if isinstance(event, NewTokens):
+            tokens = to_tokens(served.name, served.attempt, served.epoch, event)
+            yield wire.DecodeEvent(tokens=tokens)
+        else:
+            for part in to_prompt_logprobs(served.name, served.attempt, event.logprobs):
+                yield wire.DecodeEvent(prompt_logprobs=part)
+
+
+def _gone(attempt: bytes) -> wire.DecodeEvent:
+    return wire.DecodeEvent(gone=wire.Gone(attempt=attempt))

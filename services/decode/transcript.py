@@ -1,0 +1,80 @@
+"""Everything that one attempt has said, so that it can be said again from any point; pure."""
+
+from collections.abc import Iterator, Sequence
+
+from pdserve.engine.request import (
+    FinishReason,
+    NewTokens,
+    PromptScored,
+    Request,
+    TokenLogprob,
+)
+
+MAX_IDS = 1024  # said again in one event; with log-probabilities:
+MAX_LOGPROBS = 256
+
+
+class Transcript:
+    """The ids, log-probabilities and ends of a request's choices, since its first start."""
+
+    def __init__(self, request: Request) -> None:
+        self._key = request.key
+        self._scored = request.params.logprobs is not None
+        num = len(request.choices) or request.params.n
+        given = [list(choice.generated_ids) for choice in request.choices]
+        self._ids: list[list[int]] = given or [[] for _ in range(num)]
+        self._base = [len(ids) for ids in self._ids]  # ids that other attempts generated
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num)]
+        self._ends: list[FinishReason | None] = [None] * num
+        self._prompt: PromptScored | None = None
+        self._prompt_len = len(request.prompt_ids)
+
+    @property
+    def weight(self) -> int:
+        """About the memory that it takes, in token ids, the prompt's with it."""
+        scores = [row for choice in self._logprobs for row in choice]
+        scores += self._prompt.logprobs if self._prompt is not None else ()
+        candidates = sum(1 + len(score.top) for score in scores)
+        return self._prompt_len + sum(map(len, self._ids)) + 4 * candidates
+
+    def take(self, event: NewTokens | PromptScored) -> None:
+        """Note what is said; events of a choice come in order."""
+        if isinstance(event, PromptScored):
+            self._prompt = event
+            return
+        self._ids[event.choice] += event.ids
+        self._logprobs[event.choice] += event.logprobs
+        self._ends[event.choice] = event.finish or self._ends[event.choice]
+
+    def covers(self, counts: Sequence[int]) -> bool:
+        """Whether all after the first `counts` ids of each choice can be said again.
+
+        Of ids that another attempt generated the log-probabilities are not known here.
+        """
+        return not self._scored or all(
+            self._count(counts, choice) >= base for choice, base in enumerate(self._base)
+        )
+
+    def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored]:
+        """All after the first `counts` ids of each choice, in parts; 0 where none is given."""
+        if self._prompt is not None:
+            yield self._prompt
+        for choice in range(len(self._ids)):
+            yield from self._choice_since(choice, self._count(counts, choice))
+
+    def _choice_since(self, choice: int, count: int) -> Iterator[NewTokens]:
+        ids, base, end = self._ids[choice], self._base[choice], self._ends[choice]
+        most = MAX_LOGPROBS if self._scored else MAX_IDS
+        at = min(count, len(ids))
+        while at < len(ids):
+            to = min(len(ids), at + most)
+            logprobs = self._logprobs[choice][max(0, at - base) : max(0, to - base)]
+            finish = end if to == len(ids) else None
+            yield NewTokens(self._key, choice, at, tuple(ids[at:to]), tuple(logprobs), finish)
+            at = to
+        if end is not None and count >= len(ids):
+            yield NewTokens(self._key, choice, len(ids), (), (), end)
+
+    @staticmethod
+    def _count(counts: Sequence[int], choice: int) -> int:
+        return counts[choice] if choice < len(counts) else 0

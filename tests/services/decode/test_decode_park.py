@@ -1,0 +1,338 @@
+"""Requests of lost router sessions: parked, adopted by another session, or given up."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from eventually import eventually
+from fake_decoder import FakeDecoder, fake_spec
+from worker_kit import Pair, SessionClient, expected, prompt
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
+from pdserve.services.decode.leases import LeaseFigures
+
+EPOCH = 3  # of every Admit
+SAMPLED = {"n": 2, "temperature": 1.0, "max_tokens": 100, "logprobs": 2}
+
+
+class Slow(FakeDecoder):
+    """Ten milliseconds a step, so that a session can break in the middle."""
+
+    def forward(self, batch: Any, kv: Any) -> Any:
+        threading.Event().wait(0.01)
+        return super().forward(batch, kv)
+
+
+def slow() -> dict[str, Any]:
+    return {"model": Slow(fake_spec())}
+
+
+def figures(pair: Pair) -> LeaseFigures:
+    return pair.decode_role.core.leases.figures
+
+
+async def engine_stats(pair: Pair) -> Any:
+    part: Any = pair.decode_worker.part
+    return await asyncio.wrap_future(part.thread.post(lambda engine: engine.stats()))
+
+
+async def load(pair: Pair) -> Any:
+    """The Load that routers are told."""
+    part: Any = pair.decode_worker.part
+    return (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
+
+
+async def lose(pair: Pair) -> None:
+    """The router dies: its session breaks, and its requests are parked."""
+    served = pair.decode_role.core.num_served
+    await pair.decode.close()
+    await eventually(lambda: figures(pair).parked == served)
+
+
+def another(pair: Pair) -> SessionClient:
+    return SessionClient(DecodeStub, pair.decode_worker.address)
+
+
+def ask_again(
+    client: SessionClient, attempt: bytes, counts: Sequence[int] = (), epoch: int = EPOCH + 1
+) -> None:
+    resume = wire.Resume(attempt=attempt, epoch=epoch, counts=counts)
+    client.send(wire.DecodeCommand(resume=resume))
+
+
+def heard(client: SessionClient, attempt: bytes) -> dict[int, dict[int, tuple[int, str]]]:
+    """By choice and position: (id, log-probability)."""
+    found: dict[int, dict[int, tuple[int, str]]] = {}
+    for kind, message in client.events:
+        if kind == "tokens" and message.attempt == attempt:
+            choice = found.setdefault(message.choice, {})
+            for at, token in enumerate(message.ids):
+                scores = message.logprobs
+                choice[message.position + at] = (token, str(scores[at]) if scores else "")
+    return found
+
+
+def test_an_adopted_stream_misses_nothing_and_computes_nothing_again(
+    with_pair: Callable[..., None],
+) -> None:
+    async def test(pair: Pair) -> None:
+        ids = prompt(50)
+        attempt = pair.admit(ids, remote=False, params=SAMPLED, seed=7)
+        await eventually(lambda: len(heard(pair.decode, attempt).get(0, {})) > 3)
+        before = (await engine_stats(pair)).prompt_tokens
+        await lose(pair)
+        stats = await engine_stats(pair)
+        assert (stats.running, stats.parked) == (0, 1)
+        assert stats.blocks.used > 0
+        assert (await load(pair)).parked == 1
+        first = heard(pair.decode, attempt)
+        counts = [max(0, len(first.get(choice, {})) - 1) for choice in range(2)]
+        assert 0 < max(counts) < 90, "the session broke in the middle"
+
+        client = another(pair)
+        ask_again(client, attempt, counts)
+        resumed = await client.wait("resumed", attempt)
+        assert (resumed.epoch, resumed.HasField("ticket")) == (EPOCH + 1, False)
+        await client.wait("finished", attempt)
+        second = heard(client, attempt)
+        found = {c: {**first[c], **second[c]} for c in range(2)}
+        tokens = {c: [found[c][at][0] for at in range(100)] for c in range(2)}
+        assert tokens == expected(ids, seed=7, **SAMPLED)
+        assert min(second[0]) == counts[0], "from the asker's count on"
+        assert all(score for choice in found.values() for _, score in choice.values())
+        overlap = [at for at in first[0] if at in second[0]]
+        assert overlap
+        assert all(first[0][at] == second[0][at] for at in overlap)
+        assert {m.epoch for k, m in client.events if k == "tokens"} == {EPOCH + 1}
+        stats = await engine_stats(pair)
+        assert stats.prompt_tokens == before == 50
+        assert figures(pair) == LeaseFigures(adopted=1)
+        told = await load(pair)
+        assert (told.parked, told.adopted) == (0, 1)
+        await client.close()
+        await pair.at_rest()
+
+    with_pair(test, engine=slow())
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_hand_off_goes_on_and_its_request_waits(
+    with_pair: Callable[..., None], started: bool
+) -> None:
+    """`started`: prefill had begun when the router died; else its Admitted was all it had."""
+
+    async def test(pair: Pair) -> None:
+        ids = prompt(90)
+        attempt = pair.admit(ids)
+        admitted = await pair.decode.wait("admitted", attempt)
+        if started:
+            pair.start_prefill(attempt, ids[:-1], admitted.ticket)
+            await pair.prefill.wait("accepted", attempt)
+        await lose(pair)
+        assert "tokens" not in pair.decode.kinds(attempt)
+        if started:
+            await pair.prefill.wait("done", attempt)
+            assert (await engine_stats(pair)).generation_tokens == 0
+        client = another(pair)
+        ask_again(client, attempt)
+        resumed = await client.wait("resumed", attempt)
+        assert resumed.HasField("ticket") != started
+        if not started:
+            assert resumed.prefill_boot == pair.prefill_worker.boot
+            assert resumed.ticket == admitted.ticket
+            pair.start_prefill(attempt, ids[:-1], resumed.ticket)
+        finished = await client.wait("finished", attempt)
+        assert finished.remote
+        assert client.tokens(attempt) == expected(ids)
+        assert (await engine_stats(pair)).prompt_tokens == 1
+        await client.close()
+        await pair.at_rest()
+
+    with_pair(test, engine=slow())
+
+
+def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        ids = prompt(90)
+        attempt = pair.admit(ids)
+        admitted = await pair.decode.wait("admitted", attempt)
+        pair.start_prefill(attempt, ids[:-1], admitted.ticket)
+        await pair.prefill.wait("accepted", attempt)
+        old, pair.prefill = pair.prefill, SessionClient(PrefillStub, pair.prefill_worker.address)
+        pair.start_prefill(attempt, ids[:-1], admitted.ticket)
+        await pair.prefill.wait("accepted", attempt)
+        cancel = wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=attempt))
+        old.send(cancel)  # it is no longer that session's
+        await pair.decode.wait("finished", attempt)
+        await pair.prefill.wait("done", attempt)
+        assert old.kinds() == ["accepted"]
+        pair.start_prefill(attempt, ids[:-1], admitted.ticket)
+        await eventually(lambda: pair.prefill.kinds() == ["accepted", "done", "done"])
+        part: Any = pair.prefill_worker.part
+        assert part.thread.post(lambda e: e.stats().prompt_tokens).result(5) == 89
+        forged = wire.Ticket()
+        forged.CopyFrom(admitted.ticket)
+        forged.id = b"f" * 16
+        other = await pair.hand_off(prompt(60))
+        pair.start_prefill(other, prompt(60)[:-1], forged)
+        failed = await pair.prefill.wait("failed", other)
+        assert failed.failure.code == pb.INVALID_ARGUMENT
+        await pair.decode.wait("finished", other)
+        assert pair.prefill_role.core.num_stale == 1
+        await old.close()
+        await pair.at_rest()
+
+    with_pair(test, engine=slow())
+
+
+def test_last_words_wait_for_whoever_missed_them(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        params = {"prompt_logprobs": 1, "logprobs": 0}
+        attempt = pair.admit(prompt(30), remote=False, params=params)
+        finished = await pair.decode.wait("finished", attempt)
+        await pair.decode.close()
+        client = another(pair)
+        ask_again(client, attempt, [3])
+        again = await client.wait("finished", attempt)
+        assert client.kinds() == ["resumed", "prompt_logprobs", "tokens", "finished"]
+        tokens = client.events[2][1]
+        assert (tokens.position, list(tokens.ids)) == (3, expected(prompt(30))[0][3:])
+        assert (len(tokens.logprobs), tokens.finish) == (5, pb.LENGTH)
+        assert again.cached_tokens == finished.cached_tokens
+        assert figures(pair).adopted == 1
+        cancel = wire.CancelAttempt(attempt=attempt)
+        client.send(wire.DecodeCommand(cancel=cancel))
+        ask_again(client, attempt, epoch=EPOCH + 2)
+        await client.wait("gone", attempt)
+        await client.close()
+
+    with_pair(test)
+
+
+def test_ids_of_another_attempt_are_said_without_scores_or_not_at_all(
+    with_pair: Callable[..., None],
+) -> None:
+    async def test(pair: Pair) -> None:
+        whole = expected(prompt(30))[0]
+        given = [pb.ChoiceState(generated_ids=whole[:4])]
+        for logprobs, kind in ((None, "resumed"), (0, "gone")):
+            params = {} if logprobs is None else {"logprobs": logprobs}
+            attempt = pair.admit(prompt(30), remote=False, choices=given, params=params)
+            await pair.decode.wait("finished", attempt)
+            ask_again(pair.decode, attempt, [2])
+            await pair.decode.wait(kind, attempt)
+        said = [m for k, m in pair.decode.events if k == "tokens" and m.position == 2]
+        assert [list(m.ids) for m in said] == [whole[2:]]
+
+    with_pair(test)
+
+
+def test_nobody_comes(with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.engine.handoff.lease.PARK_S", 0.2)
+
+    async def test(pair: Pair) -> None:
+        promised = pair.admit(prompt(50))
+        await pair.decode.wait("admitted", promised)
+        running = pair.admit(prompt(9), remote=False, params={"max_tokens": 200})
+        await pair.decode.wait("tokens", running)
+        await lose(pair)
+        assert pair.decode_role.core.num_served == 2
+        await eventually(lambda: pair.decode_role.core.num_served == 0)
+        await pair.at_rest()
+        assert figures(pair) == LeaseFigures(expired=2)
+        assert (await load(pair)).park_expired == 2
+        client = another(pair)
+        for attempt in (promised, running):
+            ask_again(client, attempt)
+            await client.wait("gone", attempt)
+        await client.close()
+
+    with_pair(test, engine=slow())
+
+
+def test_parked_blocks_go_to_whoever_needs_them(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(60), remote=False, params={"max_tokens": 60})
+        await pair.decode.wait("tokens", attempt)
+        await lose(pair)
+        pair.decode = another(pair)
+        other = await pair.hand_off(prompt(100, 1))
+        assert (await pair.decode.wait("finished", other)).remote
+        assert figures(pair) == LeaseFigures(evicted=1)
+        assert (await load(pair)).park_evicted == 1
+        ask_again(pair.decode, attempt)
+        await pair.decode.wait("gone", attempt)
+        await pair.at_rest()
+
+    with_pair(test, engine=slow() | {"num_blocks": 34})
+
+
+def test_the_highest_epoch_has_it_and_the_old_session_no_say(
+    with_pair: Callable[..., None],
+) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(20), remote=False, params={"max_tokens": 100})
+        await pair.decode.wait("tokens", attempt)
+        client = another(pair)
+        ask_again(client, attempt, epoch=EPOCH)
+        await eventually(lambda: figures(pair).stale == 1)
+        assert not client.events, "an equal epoch is not answered"
+        ask_again(client, attempt, epoch=EPOCH + 4)
+        await client.wait("resumed", attempt)
+        cancel = wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt))
+        pair.decode.send(cancel)
+        await eventually(lambda: pair.decode_role.core.num_stale == 1)
+        await pair.decode.close()
+        await client.wait("finished", attempt)
+        assert client.tokens(attempt) == expected(prompt(20), max_tokens=100)
+        assert figures(pair) == LeaseFigures(stale=1), "taken over, not adopted; never parked"
+        await client.close()
+
+    with_pair(test, engine=slow())
+
+
+def test_a_deadline_passes_while_it_is_parked(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(20), remote=False, params={"max_tokens": 200}, remaining_ms=400)
+        await pair.decode.wait("tokens", attempt)
+        await lose(pair)
+        await eventually(lambda: pair.decode_role.core.num_served == 0)
+        await pair.at_rest()
+        client = another(pair)
+        ask_again(client, attempt)
+        failed = await client.wait("failed", attempt)
+        assert failed.failure.code == pb.DEADLINE_EXCEEDED
+        assert client.kinds()[0] == "resumed"
+        await client.close()
+
+    with_pair(test, engine=slow())
+
+
+@pytest.mark.parametrize("choices", [[], [1]])
+def test_cancelled_while_parked(with_pair: Callable[..., None], choices: list[int]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(20), remote=False, params=SAMPLED, seed=7)
+        await pair.decode.wait("tokens", attempt)
+        await lose(pair)
+        client = another(pair)
+        cancel = wire.CancelAttempt(attempt=attempt, choices=choices)
+        client.send(wire.DecodeCommand(cancel=cancel))
+        if choices:
+            ask_again(client, attempt)
+            await client.wait("finished", attempt)
+            whole = expected(prompt(20), seed=7, **SAMPLED)
+            found = heard(client, attempt)
+            assert [found[0][at][0] for at in range(100)] == whole[0]
+            assert 0 < len(found[1]) < 100
+        else:
+            await pair.at_rest()
+            ask_again(client, attempt)
+            await client.wait("gone", attempt)
+        await client.close()
+        await pair.at_rest()
+
+    with_pair(test, engine=slow())
