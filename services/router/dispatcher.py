@@ -10,18 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from pdserve.engine.block_hash import cache_seed, chain_hashes
 from pdserve.engine.handoff.trace import Trace
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.router import adoption
 from pdserve.services.router.answer import Answer
+from pdserve.services.router.facts import FactsOfWorkers
 from pdserve.services.router.fleet import Fleet, Worker
-from pdserve.services.router.flow import MAX_CANDIDATES, MAX_STRIKES, Flow
+from pdserve.services.router.flow import MAX_CANDIDATES, Flow
 from pdserve.services.router.kinship import Kinship
-from pdserve.services.router.policy import Decision, PromptFacts, Rules, WorkerFacts, decide
+from pdserve.services.router.migrations import Migrations
+from pdserve.services.router.policy import Decision, PromptFacts, Rules, decide
+from pdserve.services.router.refusal import refusal
 from pdserve.services.router.switchboard import Attempt, Client
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ class Dispatcher:
         self.reasons: Counter[str] = Counter()  # of decisions
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
+        self.num_adopted = 0  # attempts that went on where another session had left them
+        self.migrations: Migrations[Flow] = Migrations()
         self.num_stale = 0
         self.kinship = Kinship(rules.mixing)
 
@@ -71,7 +76,8 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._queues.values())) + len(self.kinship.stranded)
+        waiting = sum(map(len, self._queues.values())) + self.migrations.num_waiting
+        return waiting + len(self.kinship.stranded)
 
     # --- clients
 
@@ -84,37 +90,22 @@ class Dispatcher:
             if start.epoch <= old.epoch:
                 self.num_stale += 1
                 return
-            old.replace()
+            old.hand_on(start)
             self._forget(old)
         self._num_flows += 1
         flow = Flow(self, answer, client, self._num_flows, now)
         self._flows[key] = flow
-        error = self._refusal(flow, now)
+        full = self.num_queued >= self._max_queued and not self._can_begin(flow, now)
+        young = now - self._started < YOUNG_S
+        error = refusal(flow, self.draining, full, self._models, young)
         if error is not None:
             flow.fail(error.code, error.message, now, error.param, error.retry_after_s)
         elif answer.complete:
             flow.fail(pb.INVALID_ARGUMENT, "every choice has already ended", now, "choices")
+        elif start.HasField("placement"):
+            adoption.seek(flow, now)
         else:
             self.place(flow, now)
-
-    def _refusal(self, flow: Flow, now: float) -> ServiceError | None:
-        start = flow.answer.start
-        if self.draining:
-            return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
-        if flow.strikes >= MAX_STRIKES:
-            return ServiceError(pb.STRUCK_TWICE, "the request was running on two workers that died")
-        resumed = start.HasField("placement") or flow.answer.begun  # taken once, so taken again
-        full = self.num_queued >= self._max_queued and not self._can_begin(flow, now)
-        if full and not resumed:
-            return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
-        if flow.model in self._models:
-            return None
-        joining = now - self._started < YOUNG_S
-        if joining and (resumed or not self._models):
-            return None
-        if not self._models:
-            return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
-        return ServiceError(pb.MODEL_NOT_FOUND, f"model {flow.model!r} is not served", "model")
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
         """A client's Cancel; of an unknown request it is stale."""
@@ -134,7 +125,21 @@ class Dispatcher:
     # --- Switchboard
 
     def emit(self, flow: Flow, event: RequestEvent) -> None:
+        if event.HasField("tokens"):
+            self.migrations.runs(flow)
         flow.owner.put(event)
+
+    def find(self, boot: bytes) -> Worker | None:
+        worker = self.fleet.get(boot)
+        return worker if worker is not None and worker.connected else None
+
+    def may_join(self, boot: bytes, now: float) -> bool:
+        return self.fleet.get(boot) is not None or now - self._started < YOUNG_S
+
+    def adopted(self, flow: Flow) -> None:
+        self.num_adopted += 1
+        if flow.answer.begun:
+            self.migrations.runs(flow)
 
     def to_decode(self, worker: Worker, command: wire.DecodeCommand) -> None:
         self._send(worker, command)
@@ -143,8 +148,10 @@ class Dispatcher:
         self._send(worker, command)
 
     def opened(self, flow: Flow, attempt: Attempt, now: float) -> None:
-        self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
         self._by_attempt[attempt.id] = flow
+        if attempt.adopted:  # no new work, and its beginning is in the trace
+            return
+        self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
         self._admitting[attempt.decode.boot] += 1
         local = attempt.prefill is None
         attempt.decode.commanded(attempt.id, len(attempt.ids) if local else 0, now)
@@ -153,8 +160,12 @@ class Dispatcher:
         self.num_retries += flow.num_attempts > 1
 
     def closed(self, attempt: Attempt) -> None:
-        self.trace.unroute(attempt.id, attempt.lost)
-        if self._by_attempt.pop(attempt.id, None) is not None and not attempt.answered:
+        if not attempt.adopted:
+            self.trace.unroute(attempt.id, attempt.lost)
+        flow = self._by_attempt.pop(attempt.id, None)
+        if flow is not None:
+            self.migrations.stopped(flow)
+        if flow is not None and not attempt.answered:
             self._answered(attempt)
         attempt.decode.unreported.pop(attempt.id, None)
         if attempt.prefill is not None:
@@ -186,6 +197,7 @@ class Dispatcher:
         key = (flow.owner.key, flow.request)
         if self._flows.get(key) is flow:
             del self._flows[key]
+        self.migrations.forget(flow)
         queue = self._queues.get(flow.model)
         if queue and (flow.ordinal, flow) in queue:
             queue.remove((flow.ordinal, flow))
@@ -194,9 +206,20 @@ class Dispatcher:
     # --- placing
 
     def place(self, flow: Flow, now: float) -> None:
-        if not self._can_begin(flow, now) or not self._begin(flow, now):
+        if flow.answer.begun:
+            self._migrate(flow, now)
+        elif not self._can_begin(flow, now) or not self._begin(flow, now):
             flow.refused.clear()
             heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
+
+    def _migrate(self, flow: Flow, now: float) -> None:
+        """Begin to compute a running request again, or have it wait for its turn."""
+        free = self.migrations.room and bool(self._candidates(flow, now))
+        if free and self._begin(flow, now):
+            self.migrations.begun(flow)
+        else:
+            flow.refused.clear()
+            self.migrations.wait(flow)
 
     def _can_begin(self, flow: Flow, now: float) -> bool:
         """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
@@ -236,47 +259,24 @@ class Dispatcher:
 
     def _decide(self, flow: Flow, now: float) -> Decision | None:
         ids = flow.answer.prefix_ids()
-        salt = flow.answer.start.cache_salt
-        chains: dict[tuple[bytes, int], list[bytes]] = {}
-
-        def facts(worker: Worker) -> WorkerFacts:
-            card = worker.hello.card
-            cached = 0
-            block_size = card.kv_spec.block_size
-            if len(worker.prefixes) and block_size:
-                kind = (card.kv_identity, block_size)
-                if kind not in chains:
-                    # The last prompt token always runs as a decode row, so it is never a hit.
-                    seed = cache_seed(card.kv_identity, salt)
-                    chains[kind] = chain_hashes(ids[:-1], block_size, seed)
-                cached = worker.prefixes.num_cached(chains[kind]) * block_size
-            # Its prefix events may be on their way.
-            cached = max(cached, flow.verified.get(worker.boot, 0))
-            requests, waiting = worker.expected(now)
-            return WorkerFacts(
-                boot=worker.boot,
-                kv_identity=worker.identity,
-                requests=requests,
-                waiting_tokens=waiting,
-                cached_tokens=cached,
-                wire_version=worker.hello.wire_version,
-                transports=tuple(worker.hello.transports),
-                layout=worker.layout,
-                encrypts=worker.hello.encrypt_kv,
-            )
-
+        facts = FactsOfWorkers(ids, flow.answer.start.cache_salt, flow.verified, now)
         prompt = PromptFacts(
             num_tokens=len(ids) - 1,
             may_go_remote=flow.answer.may_go_remote,
             prefill_failures=flow.num_prefill_failures,
             failed_prefills=frozenset(flow.failed_prefills),
         )
-        decodes = [facts(w) for w in self._candidates(flow, now)]
-        prefills = [facts(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
+        decodes = [facts.of(w) for w in self._candidates(flow, now)]
+        prefills = [facts.of(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
         return decide(prompt, decodes, prefills, self._rules, self._rng)
 
     def pump(self, now: float) -> None:
         """Begin what waits, in order of arrival, as far as workers take it."""
+        if self.migrations.num_waiting and self.migrations.room:
+            for flow in self.migrations.take_waiting():
+                workers = self.fleet.of(DECODE, flow.model)
+                if not self.kinship.strand(flow, workers, now):
+                    self._migrate(flow, now)
         for model, queue in list(self._queues.items()):
             self.kinship.set_aside(queue, self.fleet.of(DECODE, model), now)
             while queue and self._can_begin(queue[0][1], now):
@@ -299,8 +299,8 @@ class Dispatcher:
         worker.connected = True
         if worker.hello.role == DECODE:
             for flow in self.kinship.welcome(worker):
-                heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
-        self.pump(now)
+                self.place(flow, now)
+        self.tick(now)  # requests may be looking for it
 
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
         """The session to it is down, or it is dead: its attempts are lost."""
@@ -331,7 +331,7 @@ class Dispatcher:
         if kind == "verified":
             flow.on_verified(message)
             return
-        if kind in ("admitted", "busy", "failed", "gone") and not flow.attempt.answered:
+        if kind in ("admitted", "busy", "failed", "gone", "resumed") and not flow.attempt.answered:
             self._answered(flow.attempt)
         if kind == "admitted":
             self.kinship.admitted(flow, flow.attempt)
@@ -341,6 +341,9 @@ class Dispatcher:
             flow.on_busy(now)
         elif kind == "gone":
             flow.on_gone(now)
+        elif kind == "resumed":
+            self.kinship.admitted(flow, flow.attempt)
+            adoption.resumed(flow, message, now)
         elif kind == "prompt_logprobs":
             self._count(flow, flow.attempt)
             flow.on_prompt_logprobs(message, now)

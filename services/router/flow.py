@@ -4,26 +4,28 @@
       ^  ^                  |   |                     |                               |
       |  +----- Busy -------+   +--Admitted (local)---|----------------> RUNNING      |
       +-- a lost attempt (PrefillFailed, HandoffLost, Gone, a dead worker) -----------+
+      |                                   +--Resumed with a ticket--> PREFILLING
+      |   SEEKING --its worker is here--> RESUMING --Resumed--> RUNNING
+      +-- not in time -+------ Gone, no answer, a dead worker -+
     any --Finished | Failed | Cancel | deadline--> ENDED
 
-Every try has an attempt id of its own; messages of another attempt never reach this object.
+SEEKING and RESUMING are adoption.py's. Messages of another attempt never reach this object.
 Invariant: exactly one terminal event, and on the way into QUEUED or ENDED the attempt is
 cancelled on every worker that may still run it. `Switchboard` is all it knows of the world.
 """
 
 import logging
 import os
-from enum import Enum
 
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import send_ids
+from pdserve.services.router import adoption, commands
 from pdserve.services.router.answer import Answer, LostTokens
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.switchboard import Attempt, Client, Switchboard
+from pdserve.services.router.switchboard import ASKING, Attempt, Client, Stage, Switchboard
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +35,6 @@ MAX_STRIKES = 2
 ANSWER_S = 10.0  # for Admitted, Busy or PrefillAccepted
 ORPHAN_S = 5.0  # a lost gateway may come back and issue again
 OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
-
-
-class Stage(Enum):
-    """Where a request stands."""
-
-    QUEUED = "queued"
-    ADMITTING = "admitting"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-    ENDED = "ended"
 
 
 class Flow:
@@ -57,7 +49,7 @@ class Flow:
         now: float,
     ) -> None:
         start = answer.start
-        self._board = board
+        self.board = board
         self.answer = answer
         self.owner = owner
         self.ordinal = ordinal  # of arrival, kept over retries
@@ -84,6 +76,8 @@ class Flow:
         if self.answer.begun and start.placement.HasField("identity"):
             self.origin = KvIdentity.of(start.placement.identity)
         self.inexact = False  # it was resumed on another identity
+        self.placement = pb.Placement()  # of the attempt that it has, or is to adopt
+        self.placement.CopyFrom(start.placement)
 
     # --- tries
 
@@ -94,22 +88,15 @@ class Flow:
         self.attempt = attempt
         self.stage = Stage.ADMITTING
         self.num_attempts += 1
-        self._board.opened(self, attempt, now)
-        start = self.answer.to_start(
-            self.epoch, self.strikes, _left_ms(self.deadline, now), self._queue_left_ms(now)
-        )
-        parts, tail = send_ids(self.request, self.answer.prompt_ids)
-        for part in parts:
-            self._board.to_decode(decode, wire.DecodeCommand(ids_part=part))
-        start.prompt_ids.extend(tail)
-        admit = wire.Admit(attempt=attempt.id, start=start)
-        if prefill is not None:
-            admit.prefill_boot = prefill.boot
-        self._board.to_decode(decode, wire.DecodeCommand(admit=admit))
-
-    def _queue_left_ms(self, now: float) -> int:
+        self.board.opened(self, attempt, now)
         # A request that had its first step does not wait for one again.
-        return 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
+        queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
+        start = self.answer.to_start(
+            self.epoch, self.strikes, _left_ms(self.deadline, now), queue_ms
+        )
+        boot = b"" if prefill is None else prefill.boot
+        for command in commands.admit(attempt.id, start, self.answer.prompt_ids, boot):
+            self.board.to_decode(decode, command)
 
     def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
         """The promise: say where the request runs, and start the remote prefill."""
@@ -118,38 +105,44 @@ class Flow:
             return
         self.refused.clear()
         prefill = attempt.prefill
-        placement = pb.Placement(
+        self.placement = pb.Placement(
             attempt=attempt.id,
             decode_boot=attempt.decode.boot,
             decode_address=attempt.decode.hello.address,
             identity=pb.KvIdentity(**(self.origin or attempt.decode.identity).parts()),
         )
-        placed = Placed(request=self.request, epoch=self.epoch, placement=placement)
-        if prefill is not None:
-            placed.prefill_address = prefill.hello.address
-        self._board.emit(self, RequestEvent(placed=placed))
+        self.emit_placed(prefill)
         if prefill is None:
             self.stage = Stage.RUNNING
             return
         self.stage = Stage.PREFILLING
-        attempt.asked = now
-        self._start_prefill(attempt, prefill, admitted.ticket, now)
+        self.start_prefill(attempt, prefill, admitted.ticket, now)
 
-    def _start_prefill(
+    def emit_placed(self, prefill: Worker | None) -> None:
+        """Say where the attempt runs."""
+        placed = Placed(
+            request=self.request,
+            epoch=self.epoch,
+            placement=self.placement,
+            prefill_address="" if prefill is None else prefill.hello.address,
+            strikes=self.strikes,
+        )
+        self.board.emit(self, RequestEvent(placed=placed))
+
+    def start_prefill(
         self, attempt: Attempt, prefill: Worker, ticket: wire.Ticket, now: float
     ) -> None:
-        parts, tail = send_ids(attempt.id.hex(), attempt.ids)
-        for part in parts:
-            self._board.to_prefill(prefill, wire.PrefillCommand(ids_part=part))
+        """Have its KV computed and sent."""
+        attempt.prefill, attempt.asked = prefill, now
         start = wire.PrefillStart(
             attempt=attempt.id,
-            ids=tail,
             ticket=ticket,
             cache_salt=self.answer.start.cache_salt,
             remaining_ms=_left_ms(self.deadline, now),
             kv_identity=pb.KvIdentity(**attempt.decode.identity.parts()),
         )
-        self._board.to_prefill(prefill, wire.PrefillCommand(start=start))
+        for command in commands.start_prefill(start, attempt.ids):
+            self.board.to_prefill(prefill, command)
 
     def on_busy(self, now: float) -> None:
         """Decode has no room: the next candidate, or the queue."""
@@ -162,12 +155,12 @@ class Flow:
         if self.answer.complete:  # its choices were cancelled meanwhile
             self._finish_here(now)
         else:
-            self._board.place(self, now)
+            self.board.place(self, now)
 
     def _close_attempt(self, lost: str = "") -> None:
         if self.attempt is not None:
             self.attempt.lost = lost
-            self._board.closed(self.attempt)
+            self.board.closed(self.attempt)
             self.attempt = None
         self.stage = Stage.QUEUED
 
@@ -178,10 +171,10 @@ class Flow:
             return
         cancel = wire.CancelAttempt(attempt=attempt.id)
         if not attempt.decode_over:
-            self._board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
+            self.board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
         started = self.stage is not Stage.ADMITTING
         if attempt.prefill is not None and started and not attempt.prefill_over:
-            self._board.to_prefill(attempt.prefill, wire.PrefillCommand(cancel=cancel))
+            self.board.to_prefill(attempt.prefill, wire.PrefillCommand(cancel=cancel))
 
     def retry(self, reason: str, now: float) -> None:
         """The attempt is lost: cancel what is left of it and try again from what is known."""
@@ -197,7 +190,7 @@ class Flow:
         elif self.num_attempts >= MAX_ATTEMPTS:
             self.fail(pb.INTERNAL, "the request failed on every try", now)
         else:
-            self._board.place(self, now)
+            self.board.place(self, now)
 
     def _finish_here(self, now: float) -> None:
         """Every choice has ended, and no worker is left to say so."""
@@ -222,8 +215,7 @@ class Flow:
             return
         how = "died" if died else "session lost"
         if attempt.decode is worker:
-            computing = attempt.prefill is None or attempt.prefill_done or attempt.produced
-            if died and computing and self.stage is not Stage.ADMITTING:
+            if died and attempt.computing and self.stage not in ASKING:
                 self.strikes += 1
             self.retry(f"decode {worker.hello.address} {how}", now)
         elif attempt.prefill is worker:
@@ -234,7 +226,7 @@ class Flow:
     def on_tokens(self, tokens: pb.Tokens, now: float) -> None:
         """New ids: pass on what continues the answer."""
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None or self.stage is Stage.RESUMING:  # of before: it is said again
             return
         attempt.produced = True
         self.stage = Stage.RUNNING
@@ -247,12 +239,12 @@ class Flow:
             fresh.request = self.request
             fresh.epoch = self.epoch
             self.origin = self.origin or attempt.decode.identity
-            self._board.emit(self, RequestEvent(tokens=fresh))
+            self.board.emit(self, RequestEvent(tokens=fresh))
 
     def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs, now: float) -> None:
         """Once per request, though every attempt may compute them."""
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None or self.stage is Stage.RESUMING:
             return
         attempt.produced = True
         try:
@@ -263,12 +255,12 @@ class Flow:
         if fresh is not None:
             fresh.request = self.request
             self.origin = self.origin or attempt.decode.identity
-            self._board.emit(self, RequestEvent(prompt_logprobs=fresh))
+            self.board.emit(self, RequestEvent(prompt_logprobs=fresh))
 
     def on_finished(self, finished: pb.Finished, now: float) -> None:
         """Every choice has ended at decode."""
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None or self.stage is Stage.RESUMING:
             return
         finished.request = self.request
         finished.epoch = self.epoch
@@ -315,6 +307,8 @@ class Flow:
 
     def on_failed(self, failure: pb.Failure, now: float) -> None:
         """Decode refused or failed it: terminal, unless another worker may still take it."""
+        if self.stage is Stage.RESUMING:
+            return
         if self.attempt is not None:
             self.attempt.decode_over = True
         if failure.code in (pb.UNAVAILABLE, pb.OVERLOADED) and self.stage is Stage.ADMITTING:
@@ -333,13 +327,20 @@ class Flow:
         self.answer.abort(choices)
         if self.attempt is not None:  # decode ends them, and says Finished after the last one
             cancel = wire.CancelAttempt(attempt=self.attempt.id, choices=choices)
-            self._board.to_decode(self.attempt.decode, wire.DecodeCommand(cancel=cancel))
+            self.board.to_decode(self.attempt.decode, wire.DecodeCommand(cancel=cancel))
         elif self.answer.complete:
             self._finish_here(now)
 
-    def replace(self) -> None:
-        """The same request was issued again under a higher epoch: end without an event."""
-        self._cancel_attempt()
+    def hand_on(self, start: pb.Start) -> None:
+        """The same request was issued again, under a higher epoch: end without an event.
+
+        An attempt that decode has admitted goes on under the new flow, which will find it.
+        """
+        start.strikes = max(start.strikes, self.strikes)
+        if self.attempt is not None and self.stage is not Stage.ADMITTING:
+            start.placement.CopyFrom(self.placement)
+        else:
+            self._cancel_attempt()
         self._close_attempt()
         self.stage = Stage.ENDED
 
@@ -352,14 +353,20 @@ class Flow:
             self.fail(pb.CANCELLED, "its gateway is gone", now)
         elif self.deadline is not None and now >= self.deadline + (OVERDUE_S if attempt else 0):
             self.fail(pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout", now)
+        elif self.stage is Stage.SEEKING:
+            adoption.seek(self, now)
         elif attempt is None:
             waited = self.queue_deadline is not None and now >= self.queue_deadline
             if waited and not self.answer.begun:
                 self.fail(pb.QUEUE_TIMEOUT, "no worker took the request in time", now, "", 1.0)
+        elif self.stage is Stage.PREFILLING and attempt.prefill is None and attempt.ticket:
+            adoption.seek_prefill(self, attempt, attempt.ticket, now)
         elif now - attempt.asked >= ANSWER_S:
             if self.stage is Stage.ADMITTING:
                 self._cancel_attempt()
                 self.on_busy(now)
+            elif self.stage is Stage.RESUMING:
+                self.retry("no answer", now)
             elif self.stage is Stage.PREFILLING and not attempt.prefill_accepted:
                 self.prefill_lost("no answer", now)
 
@@ -382,8 +389,8 @@ class Flow:
         self._end(RequestEvent(failed=failed), now, error)
 
     def _end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
-        self._board.emit(self, event)
-        self._board.ended(self, now, error)
+        self.board.emit(self, event)
+        self.board.ended(self, now, error)
         self._close_attempt()
         self.stage = Stage.ENDED
 

@@ -72,13 +72,16 @@ class Kinship:
         self, queue: list[tuple[int, Flow]], workers: Sequence[Worker], now: float
     ) -> None:
         """Take flows off a queue's head that none of its model's workers may go on with."""
-        while queue and workers:
-            flow = queue[0][1]
-            if any(self.may_continue(flow, w.identity) for w in workers):
-                return
+        while queue and self.strand(queue[0][1], workers, now):
             heapq.heappop(queue)
-            self.stranded[flow] = now
-            log.warning("no worker has its weights any more", extra={"request": flow.request})
+
+    def strand(self, flow: Flow, workers: Sequence[Worker], now: float) -> bool:
+        """Whether none of its model's workers may go on with a flow: it is set aside then."""
+        if not workers or any(self.may_continue(flow, w.identity) for w in workers):
+            return False
+        self.stranded[flow] = now
+        log.warning("no worker has its weights any more", extra={"request": flow.request})
+        return True
 
     def welcome(self, worker: Worker) -> list[Flow]:
         """The flows that a new decode worker may go on with; they are no longer set aside."""

@@ -64,6 +64,16 @@ class RouterMetrics:
             "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
         )
         yield CounterMetricFamily(
+            "pdserve_router_adopted",
+            "Attempts that went on where another session left them",
+            value=dispatcher.num_adopted,
+        )
+        yield GaugeMetricFamily(
+            "pdserve_router_migrating",
+            "Running requests that are being computed again",
+            value=dispatcher.migrations.num_under_way,
+        )
+        yield CounterMetricFamily(
             "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
         )
 

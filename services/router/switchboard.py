@@ -4,6 +4,7 @@ A Flow knows a Switchboard only, so the same automaton runs under sockets and un
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.protos import worker_pb2 as wire
@@ -13,6 +14,21 @@ from pdserve.services.router.fleet import Worker
 
 if TYPE_CHECKING:
     from pdserve.services.router.flow import Flow
+
+
+class Stage(Enum):
+    """Where a request stands."""
+
+    QUEUED = "queued"
+    SEEKING = "seeking"
+    RESUMING = "resuming"
+    ADMITTING = "admitting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+ASKING = (Stage.ADMITTING, Stage.RESUMING)  # nothing is known to run
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +48,15 @@ class Attempt:
     prefill_done: bool = False
     produced: bool = False  # ids or prompt log-probabilities came
     lost: str = ""  # why it was given up
+    adopted: bool = False  # another flow began it; if its KV is awaited, with whom it may be:
+    ticket: wire.Ticket | None = None
+    prefill_boot: bytes = b""
+
+    @property
+    def computing(self) -> bool:
+        """Its KV is complete or computed at decode: a step there may be its own."""
+        local = self.prefill is None and self.ticket is None
+        return local or self.prefill_done or self.produced
 
 
 class Switchboard(Protocol):
@@ -42,6 +67,15 @@ class Switchboard(Protocol):
 
     def place(self, flow: "Flow", now: float) -> None:
         """Begin an attempt now, or queue the flow in order of arrival."""
+
+    def find(self, boot: bytes) -> Worker | None:
+        """The worker with this boot id, if commands can be sent to it."""
+
+    def may_join(self, boot: bytes, now: float) -> bool:
+        """Whether that worker may be heard of yet."""
+
+    def adopted(self, flow: "Flow") -> None:
+        """It goes on where another session left it."""
 
     def opened(self, flow: "Flow", attempt: Attempt, now: float) -> None:
         """Messages of this attempt belong to the flow."""

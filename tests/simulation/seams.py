@@ -362,6 +362,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.router.main.GrpcHost": LoopHost,
         "pdserve.services.router.links.open_channel": channel,
         "pdserve.gateway.client.open_channel": channel,
+        "pdserve.gateway.client.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

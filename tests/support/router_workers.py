@@ -128,10 +128,16 @@ class FakeWorker(ABC):
                 self.collector.add(command.ids_part)
             elif kind == "cancel":
                 await self.cancel(command.cancel)
+            elif kind == "resume":
+                self.resume(command.resume)
             elif kind in ("admit", "start"):
                 message = getattr(command, kind)
                 self.tasks[message.attempt] = asyncio.create_task(self.run(message))
             await self.note(command)
+
+    def resume(self, resume: wire.Resume) -> None:
+        """Answer one Resume."""
+        self.put(wire.DecodeEvent(gone=wire.Gone(attempt=resume.attempt)))
 
     @abstractmethod
     async def run(self, message: Any) -> None:
@@ -145,7 +151,7 @@ class FakeBlobs(BlobsServicer):
 
 
 class FakeDecode(FakeWorker, DecodeServicer):
-    """Generates max_tokens per choice, one event per token."""
+    """Generates max_tokens per choice, one event per token; says it all again on a Resume."""
 
     role = fleet_pb2.DECODE
 
@@ -157,6 +163,32 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.released = asyncio.Event()
         self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
         self.prompts: dict[bytes, list[int]] = {}
+        self.said: dict[bytes, list[wire.DecodeEvent]] = {}  # tokens and Finished, by attempt
+        self.tickets: dict[bytes, tuple[wire.Ticket, bytes]] = {}  # and who prefills
+        self.mute = False  # do not answer Resume
+
+    def resume(self, resume: wire.Resume) -> None:
+        attempt = resume.attempt
+        if self.mute:
+            return
+        if attempt not in self.said:
+            super().resume(resume)
+            return
+        resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch)
+        if attempt in self.arrived and not self.arrived[attempt].is_set():
+            ticket, resumed.prefill_boot = self.tickets[attempt]
+            resumed.ticket.CopyFrom(ticket)
+        self.put(wire.DecodeEvent(resumed=resumed))
+        for event in self.said[attempt]:
+            again = wire.DecodeEvent()
+            again.CopyFrom(event)
+            self.put(again)
+
+    def say(self, attempt: bytes, event: wire.DecodeEvent) -> None:
+        kept = wire.DecodeEvent()
+        kept.CopyFrom(event)
+        self.said[attempt].append(kept)
+        self.put(event)
 
     def register(self) -> None:
         add_DecodeServicer_to_server(self, self.host.server)
@@ -178,6 +210,8 @@ class FakeDecode(FakeWorker, DecodeServicer):
             self.arrived[attempt] = asyncio.Event()
             admitted.ticket.id = attempt
             admitted.ticket.data_address = self.address
+            self.tickets[attempt] = (admitted.ticket, message.prefill_boot)
+        self.said[attempt] = []
         self.put(wire.DecodeEvent(admitted=admitted))
         if message.prefill_boot:
             await self.arrived[attempt].wait()
@@ -199,7 +233,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
                     ids=[token(prompt, start.seed, index, position)],
                     finish=pb.LENGTH if position == total - 1 else pb.FINISH_REASON_UNSPECIFIED,
                 )
-                self.put(wire.DecodeEvent(tokens=tokens))
+                self.say(attempt, wire.DecodeEvent(tokens=tokens))
         remote = bool(message.prefill_boot)
         finished = pb.Finished(
             request=start.request,
@@ -207,7 +241,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
             remote=remote,
             cached_tokens=self.cached_tokens,
         )
-        self.put(wire.DecodeEvent(finished=finished))
+        self.say(attempt, wire.DecodeEvent(finished=finished))
         self.tasks.pop(attempt, None)
 
 

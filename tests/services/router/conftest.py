@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ class Cluster:
         await gateway.open()
         self.gateways.append(gateway)
         return gateway
+
+    async def restart(self) -> None:
+        """Another router on the same port, after this one is gone with all that it knew."""
+        address, settings = self.router.address, self.router._settings
+        await self.router.stop(0)
+        self.router = RouterProcess(replace(settings, bind=address))
+        await self.router.start()
 
     async def close(self) -> None:
         for gateway in self.gateways:

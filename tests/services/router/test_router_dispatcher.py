@@ -20,6 +20,7 @@ from pdserve.services.router.answer import Answer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.policy import Rules
+from pdserve.services.router.switchboard import Stage
 
 NUM_TOKENS = 12
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
@@ -70,6 +71,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.client = Recorder(b"gateway")
         self.at_decode: dict[bytes, Remote] = {}
         self.at_prefill: dict[bytes, Remote] = {}
+        self.kept: dict[bytes, Remote] = {}  # ended at decode; a Resume is answered all the same
+        self.asked: dict[bytes, tuple[Worker, wire.Resume]] = {}
+        # Whose prefill worker the router may not know: it hears of the end from decode.
+        self.adopted: set[bytes] = set()
         rules = Rules(mode, 10)
         self.dispatcher = Dispatcher(self.fleet, rules, self.send, Random(seed), 5, 0.0)
         self.started: dict[str, int] = {}
@@ -91,8 +96,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         elif kind == "start":
             assert command.start.attempt in self.at_decode
             self.at_prefill[command.start.attempt] = Remote(worker, command.start)
+        elif kind == "resume":
+            self.asked[command.resume.attempt] = (worker, command.resume)
+            self.adopted.add(command.resume.attempt)
         elif kind == "cancel" and not command.cancel.choices:
             side = self.at_decode if worker.hello.role == fleet_pb2.DECODE else self.at_prefill
+            if self.asked.pop(command.cancel.attempt, None) and command.cancel.attempt not in side:
+                return  # it cannot know whether the worker still has it
             # Both sides are told only of attempts that they may still have.
             assert side.pop(command.cancel.attempt).worker is worker
             HITS["cancelled"] += 1
@@ -122,6 +132,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for side in (self.at_decode, self.at_prefill):
             for attempt in [a for a, r in side.items() if r.worker is worker]:
                 del side[attempt]
+        self.asked = {a: found for a, found in self.asked.items() if found[0] is not worker}
         worker.connected = False
         if died:
             self.fleet.lost(worker)
@@ -246,9 +257,42 @@ class DispatcherMachine(RuleBasedStateMachine):
         if attempt not in self.at_decode:
             return
         if all(ended[c] or remote.sent.get(c, had[c]) >= NUM_TOKENS for c in range(n)):
-            del self.at_decode[attempt]
+            self.kept[attempt] = self.at_decode.pop(attempt)
             finished = pb.Finished(attempt=attempt)
             self.dispatcher.on_decode(remote.worker, wire.DecodeEvent(finished=finished), self.now)
+
+    @rule(which=st.integers(0, 5), gone=st.sampled_from([False, False, False, True]))
+    def answer_resume(self, which: int, gone: bool) -> None:
+        asked = list(self.asked)
+        if not asked:
+            return
+        attempt = asked[which % len(asked)]
+        worker, resume = self.asked.pop(attempt)
+        remote = self.at_decode.get(attempt) or self.kept.get(attempt)
+        if remote is None or gone:
+            self.at_decode.pop(attempt, None)
+            HITS["resume gone"] += 1
+            event = wire.DecodeEvent(gone=wire.Gone(attempt=attempt))
+            self.dispatcher.on_decode(worker, event, self.now)
+            return
+        resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch)
+        if attempt in self.at_prefill:
+            resumed.ticket.id = attempt
+            resumed.prefill_boot = remote.command.prefill_boot
+            HITS["adopted with a ticket"] += 1
+        HITS["adopted"] += 1
+        self.dispatcher.on_decode(worker, wire.DecodeEvent(resumed=resumed), self.now)
+        for choice, end in remote.sent.items():
+            first = resume.counts[choice] if choice < len(resume.counts) else 0
+            finish = pb.LENGTH if end == NUM_TOKENS else pb.FINISH_REASON_UNSPECIFIED
+            ids = range(first, end)
+            tokens = pb.Tokens(
+                attempt=attempt, choice=choice, position=first, ids=ids, finish=finish
+            )
+            self.dispatcher.on_decode(worker, wire.DecodeEvent(tokens=tokens), self.now)
+        if attempt in self.kept:
+            finished = wire.DecodeEvent(finished=pb.Finished(attempt=attempt))
+            self.dispatcher.on_decode(worker, finished, self.now)
 
     @rule(which=st.integers(0, 5))
     def lose_handoff(self, which: int) -> None:
@@ -286,7 +330,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         current = {f.attempt.id for f in flows if f.attempt is not None}
         assert set(self.dispatcher._by_attempt) == current
         assert set(self.at_decode) <= current
-        assert set(self.at_prefill) <= current
+        assert set(self.at_prefill) - self.adopted <= current
         unanswered = Counter(
             f.attempt.decode.boot for f in flows if f.attempt and not f.attempt.answered
         )
@@ -294,7 +338,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         for worker in self.fleet.workers.values():
             assert set(worker.unreported) <= current
         queued = {flow for q in self.dispatcher._queues.values() for _, flow in q}
-        assert queued == {f for f in flows if f.attempt is None}
+        queued |= {flow for _, flow in self.dispatcher.migrations._waiting}
+        seeking = {f for f in flows if f.stage is Stage.SEEKING}
+        assert queued | seeking == {f for f in flows if f.attempt is None}
+        assert not queued & seeking
+        begun = sum(f.answer.begun for f in flows)
+        assert self.dispatcher.migrations.num_under_way <= max(1, begun)
 
     @invariant()
     def every_request_is_alive_or_has_ended_once(self) -> None:
@@ -314,7 +363,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not self.dispatcher._by_attempt
         assert not self.dispatcher._queues
         assert not self.at_decode
-        assert not self.at_prefill
+        assert not set(self.at_prefill) - self.adopted
 
 
 def test_nothing_is_begun_past_its_deadline() -> None:
@@ -342,7 +391,7 @@ TestDispatcherMachine.settings = settings(max_examples=60, stateful_step_count=5
 
 
 WEIGHTS = {"submit": 4, "admit": 12, "generate": 14, "prefill": 10, "time": 4, "join": 2}
-WEIGHTS |= {"lose": 8, "handoff": 3, "cancel": 1, "again": 1}
+WEIGHTS |= {"lose": 8, "handoff": 3, "cancel": 1, "again": 4, "resume": 9}
 
 
 def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
@@ -367,6 +416,8 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
             machine.join(random.choice([fleet_pb2.DECODE, fleet_pb2.PREFILL]))
         elif what == "lose":
             machine.lose(which, random.random() < 0.5)
+        elif what == "resume":
+            machine.answer_resume(which, random.random() < 0.2)
         elif what == "handoff":
             machine.lose_handoff(which)
         elif what == "cancel":
@@ -385,6 +436,7 @@ def test_long_runs_reach_every_interesting_state() -> None:
     wanted = [
         *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "STRUCK_TWICE"),
         *("OVERLOADED", "cancelled", "lost", "replaced", "repeated", "tokens", "handoff lost"),
+        *("adopted", "adopted with a ticket", "resume gone"),
         *("prefill done", "prefill failed", "admit ok", "admit busy", "admit gone"),
     ]
     print({name: HITS[name] for name in wanted})

@@ -262,6 +262,7 @@ def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None
     world.begin("r")
     (placed,) = [e.placed for e in world.events if e.WhichOneof("event") == "placed"]
     assert placed.placement.identity.weights == "aa"
+    placed.placement.decode_boot = b"dead" * 4
     other = World(Mixing(), "never")
     other.join(DECODE, **WEIGHTS)
     state = pb.ChoiceState(generated_ids=[7])

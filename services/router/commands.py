@@ -1,0 +1,35 @@
+"""What the router says to workers, as messages; pure."""
+
+from collections.abc import Iterator, Sequence
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.host.fragments import send_ids
+
+
+def admit(
+    attempt: bytes, start: pb.Start, prompt_ids: Sequence[int], prefill_boot: bytes
+) -> Iterator[wire.DecodeCommand]:
+    """Hand the request over; `start` comes without prompt ids, which go ahead in parts."""
+    parts, tail = send_ids(start.request, prompt_ids)
+    for part in parts:
+        yield wire.DecodeCommand(ids_part=part)
+    start.prompt_ids.extend(tail)
+    yield wire.DecodeCommand(
+        admit=wire.Admit(attempt=attempt, start=start, prefill_boot=prefill_boot)
+    )
+
+
+def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:
+    """Ask for an attempt that another session has, or had."""
+    counts = [len(choice.generated_ids) for choice in choices]
+    return wire.DecodeCommand(resume=wire.Resume(attempt=attempt, epoch=epoch, counts=counts))
+
+
+def start_prefill(start: wire.PrefillStart, ids: Sequence[int]) -> Iterator[wire.PrefillCommand]:
+    """Have the KV of `ids` computed; `start` comes without them."""
+    parts, tail = send_ids(start.attempt.hex(), ids)
+    for part in parts:
+        yield wire.PrefillCommand(ids_part=part)
+    start.ids.extend(tail)
+    yield wire.PrefillCommand(start=start)

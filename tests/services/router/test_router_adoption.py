@@ -1,0 +1,229 @@
+"""Routers that die or lose a session: their requests' attempts are adopted, not tried anew."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.router import adoption, dispatcher, flow
+
+pytestmark = pytest.mark.anyio
+
+
+LONG = list(range(600))
+SHORT = list(range(20))
+
+
+def have(gateway: Any, request: str, n: int = 1) -> list[pb.ChoiceState]:
+    return [pb.ChoiceState(generated_ids=gateway.ids(request, c)) for c in range(n)]
+
+
+async def issue_again(
+    cluster: Any, old: Any, request: str, prompt: list[int], **fields: Any
+) -> Any:
+    """What a gateway does after a lost session: with what it has, and a higher epoch."""
+    placement = old.of(request, "placed")[-1].placement
+    gateway = await cluster.gateway(boot=old.boot)
+    fields = {"epoch": 1, "remaining_ms": 60_000, "placement": placement} | fields
+    await gateway.start(request, prompt, max_tokens=12, **fields)
+    return gateway
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stream_is_adopted_after_a_restart(
+    make_cluster: Any, expected: Any, n: int
+) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode(hold_at=5)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12, n=n)
+    await gateway.until(lambda: all(len(gateway.ids("r", c)) == 5 for c in range(n)))
+    await cluster.restart()
+    again = await issue_again(cluster, gateway, "r", SHORT, n=n, choices=have(gateway, "r", n))
+    decode.released.set()
+    assert isinstance(await again.end("r"), pb.Finished)
+    for choice in range(n):
+        tokens = [t for t in again.of("r", "tokens") if t.choice == choice]
+        assert tokens[0].position == 5
+        ids = gateway.ids("r", choice) + [i for t in tokens for i in t.ids]
+        assert ids == expected(SHORT, 12, choice)
+    assert {t.epoch for t in again.of("r", "tokens")} == {1}
+    (resume,) = decode.of("resume")
+    assert (resume.epoch, list(resume.counts)) == (1, [5] * n)
+    assert len(decode.of("admit")) == 1
+    (placed,) = again.of("r", "placed")
+    assert placed.placement == gateway.of("r", "placed")[0].placement
+    dispatch = cluster.router.core.dispatcher
+    assert (dispatch.num_adopted, dispatch.num_retries) == (1, 0)
+    assert not dispatch.prefills, "the router before counted it"
+    assert not cluster.router.core.dispatcher._by_attempt
+
+
+async def test_a_request_that_finished_meanwhile_is_told(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode(hold_at=5)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await gateway.until(lambda: len(gateway.ids("r")) == 5)
+    await cluster.restart()
+    decode.released.set()
+    await decode.until(lambda: not decode.tasks)
+    again = await issue_again(cluster, gateway, "r", SHORT, choices=have(gateway, "r"))
+    assert isinstance(await again.end("r"), pb.Finished)
+    ids = gateway.ids("r") + [i for t in again.of("r", "tokens") for i in t.ids]
+    assert ids == expected(SHORT, 12)
+    assert len(decode.of("admit")) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_hand_off_goes_on_after_a_restart(
+    make_cluster: Any, expected: Any, known: bool
+) -> None:
+    """`known`: prefill has the attempt; else the router died before it said PrefillStart."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG, max_tokens=12)
+    await prefill.until(lambda: bool(prefill.ids))
+    if not known:
+        prefill.ids.clear()
+    prefill.hang = False
+    await cluster.restart()
+    again = await issue_again(cluster, gateway, "r", LONG)
+    assert (await again.end("r")).remote
+    assert again.ids("r") == expected(LONG, 12)
+    first, second = prefill.of("start")
+    assert (first.attempt, first.ticket) == (second.attempt, second.ticket)
+    assert prefill.ids[first.attempt] == LONG[:-1]
+    assert len(decode.of("admit")) == 1
+    assert not decode.cancelled
+    assert not prefill.cancelled
+    assert cluster.router.core.view().prefill_remote == 1
+
+
+async def test_a_prefill_worker_that_never_joins_is_tried_without(
+    make_cluster: Any, expected: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
+    cluster = await make_cluster()
+    await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG, max_tokens=12)
+    await prefill.until(lambda: bool(prefill.ids))
+    await prefill.kill()
+    await gateway.close()
+    cluster.gateways.remove(gateway)
+    await cluster.restart()
+    again = await issue_again(cluster, gateway, "r", LONG)
+    assert not (await again.end("r")).remote
+    assert again.ids("r") == expected(LONG, 12)
+    assert cluster.router.core.dispatcher.num_adopted == 1
+
+
+@pytest.mark.parametrize("why", ["gone", "mute", "dead"])
+async def test_what_cannot_be_adopted_is_placed_anew(
+    make_cluster: Any, expected: Any, monkeypatch: Any, why: str
+) -> None:
+    monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
+    monkeypatch.setattr(flow, "ANSWER_S", 0.3)
+    cluster = await make_cluster()
+    decode = await cluster.decode(hold_at=5)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await gateway.until(lambda: len(gateway.ids("r")) == 5)
+    (attempt,) = decode.said
+    if why == "gone":
+        decode.said.clear()
+    decode.mute = why == "mute"
+    if why == "dead":
+        await decode.kill()
+    await cluster.restart()
+    decode.released.set()
+    other = await cluster.decode() if why == "dead" else decode
+    again = await issue_again(cluster, gateway, "r", SHORT, choices=have(gateway, "r"))
+    assert isinstance(await again.end("r"), pb.Finished)
+    ids = gateway.ids("r") + [i for t in again.of("r", "tokens") for i in t.ids]
+    assert ids == expected(SHORT, 12)
+    (admit,) = [a for a in other.of("admit") if a.attempt != attempt]
+    assert list(admit.start.choices[0].generated_ids) == expected(SHORT, 5)
+    assert not admit.start.HasField("placement")
+    assert cluster.router.core.dispatcher.num_adopted == 0
+    assert (attempt, ()) in decode.cancelled or why != "mute", "an answer would come too late"
+
+
+async def test_a_worker_of_another_replica_is_not_waited_for(
+    make_cluster: Any, expected: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(dispatcher, "YOUNG_S", 0.0)
+    monkeypatch.setattr(adoption, "SEEK_S", 30.0)
+    cluster = await make_cluster()
+    await cluster.decode()
+    gateway = await cluster.gateway()
+    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"b" * 16, decode_address="x:1")
+    await gateway.start("r", SHORT, epoch=4, placement=placement)
+    await gateway.end("r", 5)
+    assert gateway.ids("r") == expected(SHORT, 8)
+
+
+async def test_a_gateway_that_comes_back_to_the_same_router_goes_on(
+    make_cluster: Any, expected: Any
+) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode(hold_at=5)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await gateway.until(lambda: len(gateway.ids("r")) == 5)
+    again = await issue_again(cluster, gateway, "r", SHORT, choices=have(gateway, "r"))
+    await decode.until(lambda: bool(decode.of("resume")))
+    decode.released.set()
+    assert isinstance(await again.end("r"), pb.Finished)
+    ids = gateway.ids("r") + [i for t in again.of("r", "tokens") for i in t.ids]
+    assert ids == expected(SHORT, 12)
+    assert not decode.cancelled
+    assert len(decode.of("admit")) == 1
+
+
+async def test_choices_that_ended_meanwhile_are_cancelled_at_decode(
+    make_cluster: Any, expected: Any
+) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode(hold_at=5)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12, n=2)
+    await gateway.until(lambda: all(len(gateway.ids("r", c)) == 5 for c in range(2)))
+    await cluster.restart()
+    choices = have(gateway, "r", 2)
+    choices[1].finish = pb.ABORTED
+    again = await issue_again(cluster, gateway, "r", SHORT, n=2, choices=choices)
+    await decode.until(lambda: bool(decode.cancelled))
+    decode.released.set()
+    assert isinstance(await again.end("r"), pb.Finished)
+    assert [c[1] for c in decode.cancelled] == [(1,)]
+    assert {t.choice for t in again.of("r", "tokens")} == {0}
+
+
+async def test_strikes_are_told_and_survive_a_router(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    first = await cluster.decode(hold_at=2)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await gateway.until(lambda: len(gateway.ids("r")) == 2)
+    second = await cluster.decode(hold_at=4)
+    await first.kill()
+    await gateway.until(lambda: len(gateway.ids("r")) == 4)
+    placed = gateway.of("r", "placed")
+    assert [p.strikes for p in placed] == [0, 1]
+    await cluster.restart()
+    again = await issue_again(
+        cluster, gateway, "r", SHORT, choices=have(gateway, "r"), strikes=placed[-1].strikes
+    )
+    await second.until(lambda: bool(second.of("resume")))
+    await again.until(lambda: bool(again.of("r", "placed")))
+    third = await cluster.decode()
+    await second.kill()
+    assert (await again.end("r")).failure.code == pb.STRUCK_TWICE
+    assert not third.of("admit")
