@@ -1,15 +1,15 @@
 """The gateway's one session to the routers, on which all its requests travel.
 
 Invariant: every open request gets exactly one terminal event. A lost router does not end
-requests: they are issued again, with what they have and a higher epoch, to the next one.
+requests: they are issued again, with what they have, where they ran and a higher epoch, to the
+next one. One that ran somewhere waits for it until its deadline; others fail after GRACE_S.
 """
 
 import asyncio
-import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import grpc
 
@@ -30,6 +30,7 @@ from pdserve.protos.router_pb2 import (
     RequestEvent,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.addresses import resolve
 from pdserve.services.host.channel import open_channel
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import send_ids
@@ -37,10 +38,10 @@ from pdserve.services.host.fragments import send_ids
 log = logging.getLogger("pdserve.gateway.client")
 
 CONNECT_S = 2.0  # to open a connection before the next router is tried
-GRACE_S = 10.0  # a request without a router for longer fails
+GRACE_S = 10.0  # a request that never ran fails after this without a router
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 STABLE_S = 1.0  # a session that lasted longer worked
-MAX_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 0.5  # a router that is back is found well before decode gives its requests up
 
 
 class _Inbox:
@@ -72,6 +73,7 @@ class RouterClient:
         if not routers:
             raise ValueError("no router address given")
         self._routers = tuple(routers)
+        self._num_routers = len(self._routers)  # addresses that the names stood for
         self._secret = secret
         self._boot = boot
         self._inboxes: dict[str, _Inbox] = {}
@@ -167,7 +169,7 @@ class RouterClient:
     async def _keep_session(self) -> None:
         backoff = 0.05
         loop = asyncio.get_running_loop()
-        for address in itertools.cycle(self._routers):
+        async for address in self._addresses():
             try:
                 async with open_channel(address, self._secret) as channel:
                     await _connect(channel)
@@ -182,10 +184,21 @@ class RouterClient:
             if self._down_since == math.inf:
                 backoff, self._down_since = 0.05, now
             for inbox in list(self._inboxes.values()):
-                if now - max(inbox.opened, self._down_since) > GRACE_S:
+                waits = inbox.flight.placed and inbox.flight.deadline is not None
+                if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
                     inbox.put(inbox.flight.fail(UNAVAILABLE, "no router can be reached", 1000))
             backoff = min(MAX_BACKOFF_S, backoff * 2)
             await asyncio.sleep(backoff)
+
+    async def _addresses(self) -> AsyncIterator[str]:
+        """All that the names stand for, in turn and for ever; looked up anew each time around."""
+        while True:
+            found: list[str] = []
+            for name in self._routers:
+                found += await asyncio.to_thread(resolve, name) or [name]
+            self._num_routers = len(found)
+            for address in found:
+                yield address
 
     async def _run_session(self, channel: grpc.aio.Channel, address: str) -> None:
         call = RouterStub(channel).Session()
@@ -230,7 +243,7 @@ class RouterClient:
         failed = event.failed
         if kind == "failed" and failed.failure.code == UNAVAILABLE and not failed.attempt:
             inbox.turned_away += 1
-            if inbox.turned_away < len(self._routers):
+            if inbox.turned_away < self._num_routers:
                 return False
         inbox.put(inbox.flight.take(event))
         return True

@@ -40,6 +40,7 @@ class Flight:
         self._issued = False
         self._num_scored = 0  # prompt tokens whose log-probabilities were handed on
         self._placement: Placement | None = None
+        self._strikes = start.strikes
         self._choices = [ChoiceState() for _ in range(max(1, start.params.n))]
         for mine, given in zip(self._choices, start.choices, strict=False):
             mine.CopyFrom(given)
@@ -47,6 +48,11 @@ class Flight:
     @property
     def deadline(self) -> float | None:
         return self._deadline
+
+    @property
+    def placed(self) -> bool:
+        """A worker has it, or had it: it may go on there."""
+        return self._placement is not None
 
     def issue(self, now: float) -> Start | None:
         """The message that starts or continues the request; a higher epoch each time.
@@ -72,6 +78,7 @@ class Flight:
             start.remaining_ms = max(1, int((self._deadline - now) * 1000))
         if self._placement is not None:
             start.placement.CopyFrom(self._placement)
+        start.strikes = self._strikes
         return start
 
     def abort(self, choices: Sequence[int]) -> None:
@@ -91,6 +98,7 @@ class Flight:
             if event.placed.epoch != self._epoch:
                 return None
             self._placement = event.placed.placement
+            self._strikes = event.placed.strikes
         elif kind == "prompt_logprobs":
             return self._take_scores(event.prompt_logprobs)
         else:

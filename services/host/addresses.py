@@ -1,7 +1,22 @@
-"""Under which address others reach a process that is bound to some other."""
+"""Under which address others reach a process, and which addresses a name stands for."""
 
 import ipaddress
+import logging
 import socket
+
+log = logging.getLogger(__name__)
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses that host:port stands for now; empty if it cannot be resolved."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        log.debug("%s: %s", name, error)
+        return []
+    hosts = {str(address[4][0]) for address in found}
+    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
 
 
 def advertised(bound: str, advertise: str = "") -> str:

@@ -6,7 +6,6 @@ called from any thread. A lease first sends the hello, then the whole prefix sta
 
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ import grpc
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.services.host.addresses import resolve
 from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer
 from pdserve.services.host.errors import ServiceError
 
@@ -26,18 +26,6 @@ RESOLVE_S = 1.0
 SILENT_S = 5.0  # a router that echoes no heartbeat for longer is joined anew
 REJOIN_S = 0.1  # least time between two rounds
 HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
-
-
-def resolve(name: str) -> list[str]:
-    """The addresses that a router's host:port stands for now; empty if it cannot be resolved."""
-    host, _, port = name.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        log.debug("router %s: %s", name, error)
-        return []
-    hosts = {str(address[4][0]) for address in found}
-    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
 
 
 class _Lease:

@@ -31,6 +31,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.hang_up_after: int | None = None  # tokens of the next session
         self.silent = False
         self.refuses = False  # new requests
+        self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
         self.blob_calls = 0
         self.wrong_blob = False
@@ -73,6 +74,9 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         for position in range(max(0, have - 1), 6):  # one token again: it must not count twice
             if position - have == self.hang_up_after:
                 return
+            if position - have == self.hold_after:
+                self.hold_after = None
+                await asyncio.Event().wait()
             yield Event(
                 tokens=pb.Tokens(
                     request=start.request, epoch=start.epoch, position=position,
@@ -212,6 +216,55 @@ async def test_a_router_restarts_on_its_port(client, served):
     await served.start()
     ids, _ = await waiting
     assert ids == list(range(100, 106))
+
+
+async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
+    other = Served(Router())
+    addresses = [f"127.0.0.1:{served.port}", await other.start()]
+    asked: list[str] = []
+
+    def resolve(name: str) -> list[str]:
+        asked.append(name)
+        return addresses
+
+    monkeypatch.setattr(client_module, "resolve", resolve)
+    client = RouterClient(["routers:1"], SECRET, b"g" * 16)
+    await client.start()
+    try:
+        served.router.silent = True
+        waiting = asyncio.create_task(ids_of(client, start()))
+        await eventually(lambda: served.router.starts)
+        addresses.remove(f"127.0.0.1:{served.port}")  # as its pod is gone
+        await served.stop()
+        ids, _ = await asyncio.wait_for(waiting, 10)
+    finally:
+        await client.close()
+        await other.stop()
+    assert ids == list(range(100, 106))
+    assert len(other.router.starts) == 1
+    assert set(asked) == {"routers:1"}
+
+
+async def test_a_request_that_ran_waits_for_a_router_until_its_deadline(
+    client, served, monkeypatch
+):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(client_module, "LATE_S", 0.1)
+    served.router.hold_after = 2
+    events = client.open(start("ran"))
+    got = [await anext(events) for _ in range(3)]
+    await served.stop()
+    _, never = await ids_of(client, start("new"))
+    assert never.failed.failure.code == pb.UNAVAILABLE, "the grace is over"
+    await served.start()
+    got += [event async for event in events]
+    assert [i for event in got for i in event.tokens.ids] == list(range(100, 106))
+    served.router.hold_after = 2
+    short = client.open(start("short", remaining_ms=1500))
+    got = [await anext(short) for _ in range(3)]
+    await served.stop()
+    got += [event async for event in short]
+    assert got[-1].failed.failure.code == pb.DEADLINE_EXCEEDED
 
 
 async def test_leaving_cancels(client, served):

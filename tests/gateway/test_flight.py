@@ -126,3 +126,16 @@ def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
     assert flight.take(now) is now
     assert flight.ended
     assert flight.take(now) is None
+
+
+def test_where_it_ran_and_its_strikes_travel_with_it() -> None:
+    flight = Flight(start(strikes=0), 0.0)
+    flight.issue(0.0)
+    assert not flight.placed
+    placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
+    placed = router_pb2.Placed(request="r", epoch=0, placement=placement, strikes=1)
+    assert flight.take(Event(placed=placed)) is not None
+    assert flight.placed
+    again = flight.issue(1.0)
+    assert again is not None
+    assert (again.epoch, again.placement, again.strikes) == (1, placement, 1)

@@ -1,0 +1,129 @@
+"""The only router is killed while eight streams run: their requests are adopted, none is lost."""
+
+import os
+import signal
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from fleet import Fleet, wait_for
+
+WORDS = "one two three four five six seven eight nine ten eleven twelve "
+OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "64", "--kv-transport", "tcp")
+LONG = "Far too long to be computed where it is answered: " + WORDS * 130  # about 1,700 tokens
+
+
+@dataclass
+class Stream:
+    """One request and what came of it, by choice."""
+
+    options: dict[str, Any]
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    num_chunks: int = 0
+    usage: Any = None
+    error: str = ""
+
+    def run(self, api: openai.OpenAI, model: str) -> None:
+        try:
+            for chunk in api.completions.create(
+                model=model,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+                **self.options,
+            ):
+                self.num_chunks += 1
+                self.usage = chunk.usage or self.usage
+                for choice in chunk.choices:
+                    self._take(choice)
+        except openai.OpenAIError as error:
+            self.error = repr(error)
+
+    def _take(self, choice: Any) -> None:
+        self.text[choice.index] = self.text.get(choice.index, "") + choice.text
+        if choice.logprobs is not None:
+            scores = self.logprobs.setdefault(choice.index, [])
+            scores += choice.logprobs.token_logprobs
+        if choice.finish_reason:
+            self.ends[choice.index] = choice.finish_reason
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        tokens = self.usage.completion_tokens if self.usage else None
+        return self.text, self.logprobs, self.ends, tokens
+
+
+def streams() -> list[Stream]:
+    """Greedy and sampled ones, one with two choices and log-probabilities, one with a long
+    prompt that a prefill worker computes."""
+    each: list[dict[str, Any]] = [{"temperature": 0.0} for _ in range(3)]
+    each += [{"temperature": 1.0, "seed": seed} for seed in range(3)]
+    each += [{"temperature": 1.0, "seed": 9, "n": 2, "logprobs": 2}]
+    short = [
+        Stream({"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": 160, **options})
+        for n, options in enumerate(each)
+    ]
+    return [*short, Stream({"prompt": LONG, "max_tokens": 40, "temperature": 0.0})]
+
+
+def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
+    """Runs them together; `kill`: the router dies while the long prompt's KV is on its way."""
+    api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
+    model = api.models.list().data[0].id
+    threads = [threading.Thread(target=s.run, args=(api, model)) for s in asked]
+    for thread in threads[:-1]:
+        thread.start()
+    wait_for(lambda: all(s.num_chunks > 3 for s in asked[:-1]), 60, "streams under way")
+    threads[-1].start()
+    if kill:
+        sent = fleet.metric("pdserve_transfer_bytes_total", transport="tcp")
+        wait_for(
+            lambda: fleet.metric("pdserve_transfer_bytes_total", transport="tcp") > sent,
+            60,
+            "a first frame",
+        )
+        (victim,) = fleet.pids("router")
+        os.kill(victim, signal.SIGKILL)
+        assert not asked[-1].num_chunks, "the hand-off was over before the kill"
+        assert not any(s.ends for s in asked), "a stream was over before the kill"
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def loads(fleet: Fleet) -> dict[str, Any]:
+    """The workers' loads by role, once both have joined."""
+
+    def both() -> dict[str, Any]:
+        found = {w.hello.data_address != "": w.load for w in fleet.fleet_view().workers}
+        return found if len(found) == 2 else {}
+
+    found = wait_for(both, 20, "both workers")
+    return {"decode": found[True], "prefill": found[False]}
+
+
+def test_a_killed_router_costs_no_stream_a_token() -> None:
+    whole = streams()
+    with Fleet("--prefill", "1", "--decode", "1", *OPTIONS) as fleet:
+        run_all(fleet, whole, kill=False)
+        assert not any(s.error for s in whole), [s.error for s in whole]
+        calm = {role: load.prompt_tokens for role, load in loads(fleet).items()}
+    assert calm["prefill"] > 1000, "the long prompt went to the prefill worker"
+
+    # A cached prefix would hide what is computed twice, so other workers run it with the kill.
+    asked = streams()
+    with Fleet("--prefill", "1", "--decode", "1", *OPTIONS) as struck:
+        run_all(struck, asked, kill=True)
+        assert not any(s.error for s in asked), [s.error for s in asked]
+        for before, after in zip(whole, asked, strict=True):
+            assert after.answer == before.answer
+        after_kill = loads(struck)
+        decode = after_kill["decode"]
+        assert decode.adopted == len(asked)
+        assert (decode.parked, decode.park_expired, decode.park_evicted) == (0, 0, 0)
+        computed = {role: load.prompt_tokens for role, load in after_kill.items()}
+        assert computed == calm, "no prompt token was computed again"
+        wait_for(struck.all_blocks_back, 10, "blocks back")
