@@ -72,6 +72,8 @@ class World:
         self.rng = Random(f"world {seed}")
         self.errors: list[str] = []  # what nobody caught
         self.num_callbacks = 0
+        self.over = False  # what is left only ends
+        self.notes: list[Any] = []  # of each life of a process: notes.py
         self.processes: list[Process] = []
         self._heap: list[tuple[float, int, Handle]] = []
         self._order = itertools.count()
@@ -142,6 +144,7 @@ class World:
 
     def close(self) -> None:
         """Ends what coroutines are left, so that none is ended by the garbage collector."""
+        self.over = True
         for process in self.processes:
             process.state = State.STOPPED
             self.resume(process)

@@ -2,12 +2,14 @@
 
 Every request has one terminal answer, complete or a typed error, and a stream is a prefix of what a
 run without faults gives. Every block is back, nothing is promised, reserved or remembered, each
-request is counted once, and no service has logged an error.
+request is counted once, no service has logged an error, and what the processes have noted of their
+hand-offs is what the machine says (engine/handoff/conform.py).
 """
 
 from collections import Counter
 from typing import Any
 
+from pdserve.engine.handoff.conform import check
 from simulation.cluster import Cluster, Node, Reply
 from simulation.faults import MAY_FAIL, Faults
 from simulation.model import reference
@@ -27,6 +29,8 @@ def violations(cluster: Cluster, faults: Faults) -> list[str]:
     found = [v for reply in cluster.replies.values() for v in _of_reply(cluster, faults, reply)]
     found += leftovers(cluster)
     found += _of_metrics(cluster, faults)
+    notes = [life.recording() for life in cluster.world.notes]
+    found += [f"the trace of attempt {str(v)[8:]}" for v in check(notes)]
     found += [f"error in {e}" for e in cluster.world.errors]
     return found
 

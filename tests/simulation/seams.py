@@ -36,6 +36,7 @@ from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World
 from simulation.data_plane import DialThread, SimLink, SimTransport
 from simulation.network import Network
+from simulation.notes import Notes
 from simulation.rpc import Channel, Server
 
 STEP_S = 0.002  # of a step, and what a token adds to it
@@ -332,6 +333,10 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     def build(config: Any, progress: Any) -> Any:
         return here().build()
 
+    def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Notes:
+        world.notes.append(Notes(world, role, boot))
+        return world.notes[-1]
+
     def transports(choice: str, options: Any) -> list[SimTransport]:
         return [SimTransport(network, options.slot_bytes)]
 
@@ -344,6 +349,9 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.decode.part.EngineThread": LoopEngineThread,
         "pdserve.services.decode.part.Receiver": LoopReceiver,
         "pdserve.services.decode.part.make_transports": transports,
+        "pdserve.services.decode.part.open_ring": open_ring,
+        "pdserve.services.prefill.part.open_ring": open_ring,
+        "pdserve.services.router.main.open_ring": open_ring,
         "pdserve.services.decode.part.shm_folder": lambda configured: "",
         "pdserve.services.prefill.part.EngineThread": LoopEngineThread,
         "pdserve.services.prefill.part.Sender": LoopSender,

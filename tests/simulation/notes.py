@@ -1,0 +1,45 @@
+"""What a process notes of its hand-offs, in memory: its ring (engine/handoff/ring.py), no file.
+
+A killed process has noted what it has; one that ends in order says so.
+"""
+
+from pdserve.engine.handoff.ring import FIRST_WORDS
+from pdserve.engine.handoff.trace import Mark, Record, Recording
+from simulation.clock import World
+
+HOST = b"the simulation.."
+
+
+class Notes:
+    """Of one life of a process; the clock is the world's."""
+
+    def __init__(self, world: World, role: str, boot: bytes) -> None:
+        self._world = world
+        self._role, self._boot = role, boot
+        self._records: list[Record] = []
+        self._words: dict[str, int] = {text: number for number, text in enumerate(FIRST_WORDS)}
+        self._closed = False
+
+    def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
+        if not self._closed and not self._world.over:
+            at, number = int(self._world.now * 1e9), len(self._records) + 1
+            prefix = attempt[:8].ljust(8, b"\0")
+            self._records.append(Record(at, int(kind), prefix, number, state, detail, argument))
+
+    def word(self, text: str) -> int:
+        return self._words.setdefault(text, len(self._words))
+
+    def close(self) -> None:
+        self.append(Mark.END, b"", 0, 0, 0)
+        self._closed = True
+
+    def recording(self) -> Recording:
+        return Recording(
+            role=self._role,
+            boot=self._boot,
+            host=HOST,
+            epoch_ns=0,
+            wall_ns=0,
+            words=tuple(self._words),
+            records=self._records,
+        )
