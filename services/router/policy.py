@@ -22,6 +22,9 @@ from pdserve.engine.kv_spec import KvSpec, spec_difference
 ROW_TOKENS = 64
 # Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
 NEAR_RATIO = 1.10
+# Where no cached prefix is at stake, within this: a load report is up to 50 ms old, other routers'
+# commands are not in it, and all of them would go for the one or two that were best then.
+SPREAD_RATIO = 1.5
 # A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
 BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
@@ -198,7 +201,11 @@ def power_of_two(
     """Of two drawn among those near the least cost, the less loaded (Mitzenmacher, 2001)."""
     if not workers:
         return None
-    bound = min(costs) * NEAR_RATIO
-    near = [(w, c) for w, c in zip(workers, costs, strict=True) if c <= bound]
+    least, best = min(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+    near = [
+        (w, c)
+        for w, c in zip(workers, costs, strict=True)
+        if c <= least * (SPREAD_RATIO if w.cached_tokens >= best.cached_tokens else NEAR_RATIO)
+    ]
     drawn = rng.sample(near, min(2, len(near)))
     return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]

@@ -12,6 +12,7 @@ from pdserve.services.router.policy import (
     BUSIER_RATIO,
     BUSIER_REQUESTS,
     NEAR_RATIO,
+    SPREAD_RATIO,
     PromptFacts,
     Rules,
     WorkerFacts,
@@ -100,7 +101,22 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
     costs = [decode_cost(prompt, w, w.boot in within) for w in fleet]
     chosen = power_of_two(fleet, costs, Random(seed))
     assert chosen is not None
-    assert costs[fleet.index(chosen)] <= min(costs) * NEAR_RATIO
+    least = min(costs)
+    best = fleet[costs.index(least)]
+    as_much_cached = chosen.cached_tokens >= best.cached_tokens
+    event(f"as much cached as the best: {as_much_cached}")
+    ratio = SPREAD_RATIO if as_much_cached else NEAR_RATIO
+    assert costs[fleet.index(chosen)] <= least * ratio
+
+
+def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
+    """Within the wide ratio, but the prefix would be computed again."""
+    warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=500)
+    cold = WorkerFacts(b"c" * 16, A, requests=19)
+    prompt = PromptFacts(500)
+    costs = [decode_cost(prompt, w, credit=True) for w in (warm, cold)]
+    assert NEAR_RATIO < costs[1] / costs[0] < SPREAD_RATIO
+    assert all(power_of_two([warm, cold], costs, Random(s)) is warm for s in range(20))
 
 
 def test_two_are_drawn_among_equals() -> None:

@@ -1,0 +1,91 @@
+"""Router replicas: each knows its own requests and the workers' loads only, and still they spread.
+
+The load is looked at when the whole burst is there: by then every choice of a worker has been made,
+and none of the answers' different lengths has unmade the balance.
+"""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from pdserve.protos import worker_pb2 as wire
+from simulation.clock import World
+from simulation.cluster import Cluster
+from simulation.network import Message, Network
+from simulation.oracle import expected, leftovers
+from simulation.scenario import Ask, Scenario
+from simulation.seams import entered
+
+ROUTERS, WORKERS, BURST = 3, 8, 200
+MAX_TO_MEAN = 1.3
+
+
+def burst(seed: int) -> Scenario:
+    rng = Random(f"burst {seed}")
+    asks = tuple(
+        Ask(
+            f"burst{i}",
+            rng.uniform(0.0, 0.2),
+            tuple(rng.randrange(1, 64) for _ in range(rng.randint(4, 40))),
+            rng.randint(4, 24),
+            rng.getrandbits(32),
+            gateway=i % ROUTERS,
+        )
+        for i in range(BURST)
+    )
+    return Scenario(
+        seed=seed,
+        asks=asks,
+        gateways=ROUTERS,
+        routers=ROUTERS,
+        prefills=2,
+        decodes=WORKERS,
+        prefill_blocks=400,
+        decode_blocks=1000,
+    )
+
+
+def to_mean(loads: list[int]) -> float:
+    return max(loads) * len(loads) / sum(loads)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_burst_over_three_routers_spreads_over_eight_workers(seed: int) -> None:
+    world = World(seed)
+    network = Network(world)
+    admitted: Counter[str] = Counter()
+    fullest: list[int] = [0]
+
+    def on_message(message: Message) -> None:
+        if isinstance(message.body, wire.DecodeCommand) and message.body.HasField("admit"):
+            admitted[message.dst.name] += 1
+
+    network.watchers.append(on_message)
+    with entered(world, network, seed):
+        cluster = Cluster(world, network, burst(seed))
+        try:
+            cluster.start()
+            cluster.ask_all()
+
+            def answered() -> bool:
+                nonlocal fullest
+                loads = [n.process.service.core.num_served for n in cluster.of("decode")]
+                fullest = max(fullest, loads, key=sum)
+                return all(reply.over for reply in cluster.replies.values())
+
+            assert world.run(answered, world.now + 120)
+            for reply in cluster.replies.values():
+                assert reply.terminal == ["finished"]
+                assert reply.ids == expected(cluster, reply.ask)
+            world.run(lambda: not leftovers(cluster), world.now + 10)
+            assert not leftovers(cluster)
+            assert not world.errors
+            outcomes = [n.process.service.core.dispatcher.outcomes for n in cluster.of("router")]
+        finally:
+            network.closed = True
+            world.close()
+    assert sum(fullest) > 0.75 * BURST, "the burst was never there at once"
+    assert to_mean(fullest) <= MAX_TO_MEAN
+    assert to_mean([admitted[node.name] for node in cluster.of("decode")]) <= MAX_TO_MEAN
+    assert all(counted.total() > BURST / ROUTERS / 2 for counted in outcomes)
