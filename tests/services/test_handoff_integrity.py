@@ -179,7 +179,7 @@ def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked)
     assert pair.receiver.counters["corrupt_frames"] == pair.sender.counters["resent"] == 2
-    assert len(seen) == len(set(seen)) >= 4
+    assert len(seen) == len(set(seen)) >= 3
     pair.assert_clean()
 
 

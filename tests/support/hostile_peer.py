@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_kit import ask, fake_engine
+from patience import Patience
 
-from pdserve.engine.handoff import control, machine
+from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import FrameHeader, Prefix
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys, derive_keys
 from pdserve.engine.handoff.layout import Piece, encode_spec, spec_digest
@@ -48,8 +49,7 @@ class Victim:
         self.received: list[Any] = []
         self.writes = 0
         self.changed = threading.Condition()
-        self._limits = (machine.SILENCE_S, machine.FROZEN_S)
-        machine.SILENCE_S = machine.FROZEN_S = float("inf")  # a slow machine ends no attempt
+        self._patience = Patience()
         write = self.engine.kv.write
 
         def counted(*args: Any) -> None:
@@ -110,7 +110,7 @@ class Victim:
     def close(self) -> None:
         self.thread.close()
         self.receiver.close()
-        machine.SILENCE_S, machine.FROZEN_S = self._limits
+        self._patience.end()
 
     def _lost(self, attempt: bytes, reason: str) -> None:
         with self.changed:
@@ -288,7 +288,7 @@ class Attack:
             outcome = self.peer.outcome()
             assert outcome == "credit"
             self.outcomes["connection goes on"] += 1
-        assert self._state(self.held) == self._before
+        self._expect(self._before, "frames of a batch")
 
     def _closing(self) -> None:
         kind = self.rng.choice([*self.closing, *["truncated"] * len(self.closing)])
@@ -308,11 +308,15 @@ class Attack:
         if outcome == "closed":
             self.victim.wait(lambda: attempt in self.victim.lost)
             del before["bitmaps"][self.held.ticket.id.hex()]
-        assert self._state(self.held) == before
+        self._expect(before, kind)
         if outcome == "closed":
             self.peer.close()
             self.stale = self.held.sent + self.stale[:20]
             self.peer, self.held = self._fresh()
+
+    def _expect(self, before: dict[str, Any], kind: str) -> None:
+        now = self._state(self.held)
+        assert now == before, (kind, before, now, self.victim.lost.get(self.by_held.ticket.attempt))
 
     # the records
 

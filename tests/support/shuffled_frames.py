@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
+from patience import Patience
 
 from pdserve.engine.handoff.layout import Piece
 from pdserve.engine.handoff.machine import Action
@@ -60,6 +61,7 @@ class ShuffledPair:
 
     def __enter__(self) -> "ShuffledPair":
         kept = self._kept
+        self._patience = Patience()
         Outgoing.push = (  # type: ignore[method-assign]
             lambda outgoing, kv, piece, table, resends: kept.append((kv, piece, table, resends))
         )
@@ -68,6 +70,7 @@ class ShuffledPair:
     def __exit__(self, *_: object) -> None:
         Outgoing.push = self._push  # type: ignore[method-assign]
         self.pair.close()
+        self._patience.end()
 
     def transfer(self, number: int) -> None:
         """One hand-off; raises AssertionError if a byte, a token or a count is wrong."""
