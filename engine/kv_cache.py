@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.block_tables import BlockCopy
+from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
 
 
@@ -75,6 +76,21 @@ class KvCache:
         source = torch.frombuffer(data, dtype=torch.uint8).view(len(layers), len(blocks), -1)
         for i, layer in enumerate(layers):
             target[layer].index_copy_(0, index.to(target.device), source[i].to(target.device))
+
+    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages:
+        """Where whole blocks lie, for a copy on the device; call on the thread that computes:
+        what it has launched comes before the copy. Raises like `read`; ValueError without one."""
+        self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
+        if not layers or not blocks:
+            raise ValueError("no blocks")
+        data = self._bytes[group]
+        ready = None
+        if data.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(data.device))
+        return Pages(
+            data.data_ptr(), data.stride(0), int(data.shape[2]), layers, tuple(blocks), ready
+        )
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Block copies in order, over all layers of their group."""

@@ -175,3 +175,15 @@ class Stack:
     @property
     def shares(self) -> int: ...
     def logits(self, hidden: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
+
+def copy_and_hash(
+    pool: NDArray[np.uint8],
+    layer_bytes: int,
+    block_bytes: int,
+    first_layer: int,
+    num_layers: int,
+    blocks: NDArray[np.int32],
+    slot: NDArray[np.uint8],
+    key: NDArray[np.uint64],
+    to_slot: bool,
+) -> tuple[int, int]: ...

@@ -70,6 +70,14 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """decode -> prefill, once trusted: what a device transport needs to open the window."""
+
+    TYPE: ClassVar[int] = 7
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """prefill -> decode: the blocks of `num_tokens` tokens are held here; yours?"""
 
@@ -134,7 +142,7 @@ class Abort:
     reason: str
 
 
-Plain = Hello | Welcome | Refused | Gone | Credit
+Plain = Hello | Welcome | Refused | Gone | Credit | Window
 Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
 
 
@@ -275,6 +283,7 @@ _CODECS: dict[int, _Codec] = {
     Refused.TYPE: _text(Refused),
     Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
     Credit.TYPE: _fixed(Credit, "H", "slot"),
+    Window.TYPE: _Codec(lambda m: bytes(m.data), Window),
     Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
     Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),

@@ -1,15 +1,37 @@
 """One attempt at decode, as plain data: the Receiver acts on it, on the engine thread."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
 from pdserve.engine.handoff.keys import Ticket, TicketKeys
-from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.layout import Bitmap, Piece
 from pdserve.engine.handoff.machine import Handoff
 from pdserve.engine.handoff.pace import Pace, granted
+from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
+
+
+class ReceivingEngine(Protocol):
+    """The part of Engine that a Receiver uses."""
+
+    def reserve(self, request: Request, sender: bytes = b"") -> Any: ...
+    def verified(self, reservation: Any, num_tokens: int) -> int: ...
+    def commit(self, reservation: Any) -> None: ...
+    def release(self, reservation: Any) -> None: ...
+    def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
+    def park(self, key: str) -> bool: ...
+    def stats(self) -> Any: ...
+
+
+class WritableKv(Protocol):
+    spec: KvSpec
+    num_blocks: int
+
+    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
+    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
 
 
 class ReservationLike(Protocol):
@@ -95,3 +117,9 @@ class Incoming(Attempt):
             return False
         self.pace = self.pace.look(now)
         return self.pace.slow(now)
+
+    def pool_blocks(self, piece: Piece) -> list[int]:
+        """The blocks of decode's pool that a piece goes into."""
+        assert self.reservation is not None
+        table = self.reservation.blocks[piece.group]
+        return [table[block] for block in piece.blocks]

@@ -41,6 +41,7 @@ class TagKey:
 
     def __init__(self, key: bytes) -> None:
         self._gcm = AESGCM(key)
+        self._copy_key = hmac.digest(key, b"pdserve copy hash", "sha256")
 
     def tag(self, domain: Domain, sequence: int, data: bytes | memoryview) -> bytes:
         """GMAC (NIST SP 800-38D): AES-GCM over no plaintext, the data as associated data."""
@@ -60,6 +61,10 @@ class TagKey:
             return memoryview(self._gcm.decrypt(nonce, b"".join((sealed, tag)), None))
         except InvalidTag:
             return None
+
+    def copy_key(self, sequence: int) -> bytes:
+        """The key of one frame's hash on a device (kernels/copy_hash.py): 32 bytes, used once."""
+        return hmac.digest(self._copy_key, sequence.to_bytes(8, "little"), "sha256")
 
 
 @dataclass(frozen=True, slots=True)

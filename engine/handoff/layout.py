@@ -86,6 +86,16 @@ class Piece:
     layers: range  # within the group
     blocks: range  # logical: block i holds tokens [i * block_size, (i + 1) * block_size)
 
+    def overlaps(self, other: "Piece") -> bool:
+        """They have a block of a layer in common."""
+        return (
+            self.group == other.group
+            and max(self.layers.start, other.layers.start)
+            < min(self.layers.stop, other.layers.stop)
+            and max(self.blocks.start, other.blocks.start)
+            < min(self.blocks.stop, other.blocks.stop)
+        )
+
 
 def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
     """Pieces of at most `limit` bytes that cover `blocks` of every layer of a group once."""
@@ -155,6 +165,11 @@ class Bitmap:
         mask = self._mask(piece)
         have = self._have[piece.group]
         return all(have[layer] & mask == mask for layer in piece.layers)
+
+    def touches(self, piece: Piece) -> bool:
+        """Some of it is there."""
+        mask = self._mask(piece)
+        return any(self._have[piece.group][layer] & mask for layer in piece.layers)
 
     def add(self, piece: Piece) -> None:
         mask = self._mask(piece)

@@ -1,27 +1,36 @@
 """One attempt at prefill, and the reading and signing of its frames.
 
 A frame is built on the connection's writer thread, under the attempt's lock; freeing the blocks
-takes the same lock first, so no frame is ever signed over bytes that have a new owner.
+takes the same lock first, so no frame is ever signed over bytes that have a new owner. On a device
+a frame's copy may still run then: `settle` waits for it.
 """
 
+import logging
 import threading
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
-from pdserve.engine.handoff.frames import FrameHeader
+from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Piece
 from pdserve.engine.handoff.machine import Handoff
 from pdserve.engine.handoff.trace import Mark, Trace
+from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.transport.base import Outlet
+from pdserve.engine.transport.device import Copy, DeviceError
+
+log = logging.getLogger(__name__)
 
 
 class ReadableKv(Protocol):
     spec: KvSpec
 
     def read(self, group: int, layers: range, blocks: list[int], out: memoryview) -> None: ...
+    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
 
 
 @dataclass(slots=True)
@@ -70,6 +79,7 @@ class Outgoing(Attempt):
         self.cached_tokens = 0
         self.lock = threading.Lock()  # held while a job reads blocks
         self.readable = True  # until the blocks are given back; under the lock
+        self.copies: deque[Copy] = deque()  # on the device, the newest last; under the lock
         self.next_blocks: list[int] = []  # per group, once granted
         self.pending: dict[int, tuple[Piece, int]] = {}  # sequence -> what, resends so far
         self.num_bytes = 0  # sent, resends included
@@ -82,7 +92,20 @@ class Outgoing(Attempt):
         """Queue one frame; it is read and signed when a slot is free."""
         if self.link is not None:
             blocks = [table[block] for block in piece.blocks]
-            self.link.push(partial(self._build, kv, piece, blocks, resends))
+            direct = self.link.direct
+            pages = kv.pages(piece.group, piece.layers, blocks) if direct else None
+            self.link.push(partial(self._build, kv, piece, blocks, resends, pages))
+
+    def settle(self) -> None:
+        """The blocks are about to be given back: no frame reads them any more. Engine thread."""
+        with self.lock:
+            self.readable = False
+            copies, self.copies = self.copies, deque()
+        for copy in copies:
+            try:
+                copy.wait()  # as long as the copy itself, whatever the peer does
+            except DeviceError:
+                log.exception("a copy on the device failed")
 
     def _build(
         self,
@@ -90,28 +113,39 @@ class Outgoing(Attempt):
         piece: Piece,
         blocks: list[int],
         resends: int,
+        pages: Pages | None,
         slot: int,
-        buffer: memoryview,
+        space: memoryview | Outlet,
     ) -> tuple[bytes, int] | None:
         """The frame's signed record and payload size; None if the blocks are given back."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
-        payload = buffer[:size]
+        direct = not isinstance(space, memoryview)
+        assert not (direct and self.encrypted), "decode refuses the connection"
         # What will be sealed never lies in the slot: on shm the peer and others can read that.
-        plain = memoryview(bytearray(size)) if self.encrypted else payload
+        plain = memoryview(bytearray(size)) if self.encrypted else None
+        sequence = next(self.sequence)
+        tag = bytes(TAG_BYTES)  # a device leaves it behind the payload
         with self.lock:
             if not self.readable:
                 return None
-            kv.read(piece.group, piece.layers, blocks, plain)
-            sequence = next(self.sequence)
+            if isinstance(space, memoryview):
+                plain = space[:size] if plain is None else plain
+                kv.read(piece.group, piece.layers, blocks, plain)
+            else:
+                assert pages is not None  # a direct link's
+                self.copies.append(space.copy_out(pages, self.own_key.copy_key(sequence)))
+                while self.copies[0].done() and len(self.copies) > 1:
+                    self.copies.popleft()
             cells = len(piece.layers) * len(blocks)
             self.trace.mark(Mark.SENT, self.ticket.attempt, self.state, sequence, cells)
-        if self.encrypted:
-            sealed = self.own_key.seal(sequence, plain)
-            payload[:], tag = sealed[:size], bytes(sealed[size:])
-        else:
-            tag = self.own_key.tag(Domain.PAYLOAD, sequence, payload)
+        if isinstance(space, memoryview) and plain is not None:
+            if self.encrypted:
+                sealed = self.own_key.seal(sequence, plain)
+                space[:size], tag = sealed[:size], bytes(sealed[size:])
+            else:
+                tag = self.own_key.tag(Domain.PAYLOAD, sequence, plain)
         header = FrameHeader(
             ticket=self.ticket.id,
             sequence=sequence,

@@ -2,26 +2,32 @@
 
 Everything but the link callbacks runs on the engine thread, which alone writes the pool. A frame's
 payload is verified on the connection's thread, on the private copy that is later written; the
-engine thread writes in slices between steps. When an attempt ends its blocks are free at once:
-frames of it that wait here are dropped, and the rest goes to scratch in the transport.
+engine thread writes in slices between steps, or on a device begins copies (direct.py). When an
+attempt ends its blocks are free at once: frames of it that wait here are dropped, and the rest goes
+to scratch in the transport.
 """
 
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 from pdserve.engine.errors import EngineError
 from pdserve.engine.handoff import control
+from pdserve.engine.handoff.direct import DirectFrames, Parcel
 from pdserve.engine.handoff.endpoint import Endpoint
 from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
-from pdserve.engine.handoff.incoming import Incoming, Received, ReceiveTimes
+from pdserve.engine.handoff.incoming import (
+    Incoming,
+    Received,
+    ReceiveTimes,
+    ReceivingEngine,
+    WritableKv,
+)
 from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys, verified_payload
-from pdserve.engine.handoff.layout import spec_digest
+from pdserve.engine.handoff.layout import Piece, spec_digest
 from pdserve.engine.handoff.machine import (
     Action,
     Claimed,
@@ -35,43 +41,14 @@ from pdserve.engine.handoff.promise import Promises, promise_blocks
 from pdserve.engine.handoff.terms import Terms
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
-from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
-from pdserve.engine.transport.base import KvTransport, Listener, TransportRefused, Wire
+from pdserve.engine.transport.base import KvTransport, Listener, Payload, Wire
+from pdserve.engine.transport.dial import listen_all
 from pdserve.engine.transport.link import Link
 
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 16  # connections that have not proven themselves
-
-
-class ReceivingEngine(Protocol):
-    """The part of Engine that a Receiver uses."""
-
-    def reserve(self, request: Request, sender: bytes = b"") -> Any: ...
-    def verified(self, reservation: Any, num_tokens: int) -> int: ...
-    def commit(self, reservation: Any) -> None: ...
-    def release(self, reservation: Any) -> None: ...
-    def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
-    def park(self, key: str) -> bool: ...
-    def stats(self) -> Any: ...
-
-
-class WritableKv(Protocol):
-    spec: KvSpec
-    num_blocks: int
-
-    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """A verified frame on its way into the pool."""
-
-    attempt: Incoming
-    link: Link
-    header: FrameHeader
-    payload: memoryview = field(repr=False)
 
 
 class Receiver(Endpoint[Incoming]):
@@ -106,9 +83,11 @@ class Receiver(Endpoint[Incoming]):
         self._on_lost = on_lost
         self._on_verified = on_verified
         self._claims: deque[Incoming] = deque()
-        self._parcels: deque[_Parcel] = deque()
+        self._parcels: deque[Parcel] = deque()
+        self._direct = DirectFrames(kv, self, self._safely)
         self._to_ack: dict[Incoming, None] = {}  # in order of arrival
         self._listeners: list[Listener] = []
+        self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.append,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
@@ -128,17 +107,10 @@ class Receiver(Endpoint[Incoming]):
         """Open the listeners: name -> address. A transport that was asked for by name
         (`chosen`) must work; otherwise one that does not is left out. Raises TransportRefused,
         OSError."""
-        addresses = {}
-        for transport in transports:
-            try:
-                listener = transport.listen(self._boot, partial(self._accepted, transport.name))
-            except TransportRefused:
-                if chosen:
-                    raise
-                continue
-            self._listeners.append(listener)
-            addresses[transport.name] = listener.address
-        return addresses
+        opened = listen_all(transports, chosen, self._boot, self._accepted)
+        self.refusals.update(t.name for t in transports if t.name not in opened)
+        self._listeners += opened.values()
+        return {name: listener.address for name, listener in opened.items()}
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
@@ -201,6 +173,7 @@ class Receiver(Endpoint[Incoming]):
 
     def _work(self, end: float) -> bool:
         self._grant_claims()
+        more = self._direct.poll()
         while self._parcels and self._clock() < end:
             parcel = self._parcels.popleft()
             self._safely(parcel.attempt, partial(self._write, parcel))
@@ -208,7 +181,7 @@ class Receiver(Endpoint[Incoming]):
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
         self._to_ack.clear()
-        return bool(self._parcels)
+        return more or bool(self._parcels)
 
     def _grant_claims(self) -> None:
         """Strict FIFO: nobody behind the head takes blocks before it has all of its own."""
@@ -258,37 +231,55 @@ class Receiver(Endpoint[Incoming]):
             self._note(incoming, Mark.GONE)
             target.post(control.encode(control.Gone(incoming.ticket.id)))
 
-    def _write(self, parcel: _Parcel, incoming: Incoming) -> None:
-        header = parcel.header
+    def _write(self, parcel: Parcel, incoming: Incoming) -> None:
         try:
             if incoming.bitmap is None or not incoming.state.holds:
-                self.counters["late_frames"] += 1
-                self._note(incoming, Mark.LATE, header.sequence)
+                self.late(parcel)
                 return
-            assert incoming.reservation is not None
-            piece = incoming.bitmap.piece(header)
-            missing = incoming.bitmap.num_missing
+            piece, new = incoming.bitmap.piece(parcel.header), None
             if not incoming.bitmap.has(piece):
                 if piece.blocks.start < incoming.num_verified:
                     raise FrameError("it overlaps blocks that are cached already")
-                table = incoming.reservation.blocks[piece.group]
-                blocks = [table[block] for block in piece.blocks]
+                new = piece
+                assert isinstance(parcel.payload, memoryview)
+                blocks = incoming.pool_blocks(piece)
                 self._kv.write(piece.group, piece.layers, blocks, parcel.payload)
-                incoming.bitmap.add(piece)
-                incoming.num_bytes += header.payload_bytes
-                figures = self._figures(parcel.link)
-                figures.num_bytes += header.payload_bytes
-                figures.frames += 1
-            cells = missing - incoming.bitmap.num_missing
-            self._note(incoming, Mark.WRITTEN, header.sequence, cells)
-            incoming.acks.append(header.sequence)
-            self._to_ack[incoming] = None
-            self._fill(incoming)
+            self.took(parcel, new)
         except FrameError as err:
-            self._figures(parcel.link).refused += 1
-            self._advance(incoming, Ended(f"frame: {err}"))
+            self.refused(parcel, err)
         finally:
-            parcel.link.credit(header.slot)
+            parcel.link.credit(parcel.header.slot)
+
+    # what becomes of a frame (direct.py Taker)
+
+    def took(self, parcel: Parcel, written: Piece | None) -> None:
+        incoming, header = parcel.attempt, parcel.header
+        cells = 0
+        if written is not None and incoming.bitmap is not None:
+            missing = incoming.bitmap.num_missing
+            incoming.bitmap.add(written)
+            cells = missing - incoming.bitmap.num_missing
+            incoming.num_bytes += header.payload_bytes
+            figures = self._figures(parcel.link)
+            figures.num_bytes += header.payload_bytes
+            figures.frames += 1
+        self._note(incoming, Mark.WRITTEN, header.sequence, cells)
+        incoming.acks.append(header.sequence)
+        self._to_ack[incoming] = None
+        self._fill(incoming)
+
+    def damaged(self, parcel: Parcel) -> None:
+        self.counters["corrupt_frames"] += 1
+        self._figures(parcel.link).refused += 1
+        parcel.attempt.post(control.Nack(parcel.header.sequence))
+
+    def refused(self, parcel: Parcel, error: FrameError) -> None:
+        self._figures(parcel.link).refused += 1
+        self._advance(parcel.attempt, Ended(f"frame: {error}"))
+
+    def late(self, parcel: Parcel) -> None:
+        self.counters["late_frames"] += 1
+        self._note(parcel.attempt, Mark.LATE, parcel.header.sequence)
 
     def _fill(self, incoming: Incoming) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
@@ -310,7 +301,7 @@ class Receiver(Endpoint[Incoming]):
     def _check(self, attempt: Incoming) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self._parcels:  # else it is decode that is slow
+        if slow and not self._parcels and not self._direct.busy:  # else it is decode that is slow
             self._advance(attempt, Ended("prefill slow"))
 
     def _acknowledge(self, incoming: Incoming) -> None:
@@ -362,6 +353,8 @@ class Receiver(Endpoint[Incoming]):
     def introduced(self, link: Link, hello: control.Hello) -> str:
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
+        if link.direct and self._terms.encrypted:
+            return "encrypted payloads cannot stay on a device (--encrypt-kv)"
         return self._terms.refusal(hello)
 
     def message(self, link: Link, message: control.Message) -> None:
@@ -394,19 +387,23 @@ class Receiver(Endpoint[Incoming]):
             raise FrameError("frame header with a bad tag")
         return True
 
-    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
+    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
         if incoming is None:
             self.counters["late_frames"] += 1
             link.credit(header.slot)
             return
+        parcel = Parcel(incoming, link, header, payload)
+        if not isinstance(payload, memoryview):
+            self._direct.arrived(parcel)  # the copy verifies it
+            self._wake()
+            return
         tag, sealed = header.payload_tag, self._terms.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            self.counters["corrupt_frames"] += 1
-            self._figures(link).refused += 1
             link.credit(header.slot)
-            incoming.post(control.Nack(header.sequence))
-            return
-        self._parcels.append(_Parcel(incoming, link, header, verified))
-        self._wake()
+            self.damaged(parcel)
+        else:
+            parcel.payload = verified
+            self._parcels.append(parcel)
+            self._wake()

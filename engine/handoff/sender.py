@@ -20,7 +20,7 @@ from pdserve.engine.handoff import control
 from pdserve.engine.handoff.endpoint import Endpoint
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.keys import Ticket, derive_keys
-from pdserve.engine.handoff.layout import cut, encode_spec, slot_bytes, spec_digest
+from pdserve.engine.handoff.layout import cut, encode_spec, spec_digest
 from pdserve.engine.handoff.machine import (
     Action,
     Ended,
@@ -43,7 +43,7 @@ from pdserve.engine.request import (
     Scheduled,
     Step,
 )
-from pdserve.engine.transport.base import KvTransport, Target, TransportRefused
+from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
 from pdserve.engine.transport.dial import Dialer
 from pdserve.engine.transport.link import Link
 
@@ -97,8 +97,8 @@ class Sender(Endpoint[Outgoing]):
         self._encrypted = encrypted
         self._spec = encode_spec(kv.spec)
         self._digest = spec_digest(kv.spec)
-        self._slot_bytes = slot_bytes(kv.spec)
         self._on_ended = on_ended
+        self._transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
         self._peers: dict[bytes, _Peer] = {}  # by decode boot
@@ -157,6 +157,8 @@ class Sender(Endpoint[Outgoing]):
         for outgoing in list(self._live.values()):
             self._advance(outgoing, Ended("prefill stops"))
         self._dial_threads.shutdown()
+        for transport in self._transports:
+            transport.close()
         while self._inbox:
             self._inbox.popleft()()  # a connection that was just opened
         self._close_links("prefill stops")
@@ -175,8 +177,7 @@ class Sender(Endpoint[Outgoing]):
             case Computed(_, num_tokens, done):
                 self._computed(outgoing, num_tokens, done)
             case RequestFailed():
-                with outgoing.lock:
-                    outgoing.readable = False  # the engine has taken the blocks back
+                outgoing.settle()  # the engine has taken the blocks back
                 self._advance(outgoing, Ended("the engine gave it up"))
 
     def _computed(self, outgoing: Outgoing, num_tokens: int, done: bool) -> None:
@@ -197,10 +198,11 @@ class Sender(Endpoint[Outgoing]):
         if all(start >= ready for start in outgoing.next_blocks):
             return
         tables = self._engine.held_blocks(outgoing.key)
+        most = outgoing.link.slot_bytes
         for group, start in enumerate(outgoing.next_blocks):
             if start < ready:
                 outgoing.next_blocks[group] = ready
-                for piece in cut(self._kv.spec, group, range(start, ready), self._slot_bytes):
+                for piece in cut(self._kv.spec, group, range(start, ready), most):
                     outgoing.push(self._kv, piece, tables[group], 0)
 
     def _send_claim(self, outgoing: Outgoing) -> None:
@@ -267,8 +269,8 @@ class Sender(Endpoint[Outgoing]):
 
     def _leave(self, outgoing: Outgoing) -> None:
         """Give the blocks back, once no job reads them."""
-        with outgoing.lock:
-            readable, outgoing.readable = outgoing.readable, False
+        readable = outgoing.readable  # only this thread changes it
+        outgoing.settle()
         if readable and outgoing.done:
             self._engine.release_held(outgoing.key)
         elif readable:
@@ -330,7 +332,7 @@ class Sender(Endpoint[Outgoing]):
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         raise FrameError("decode does not send frames")
 
-    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
+    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
         raise FrameError("decode does not send frames")
 
     def message(self, link: Link, message: control.Message) -> None:

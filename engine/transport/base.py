@@ -12,13 +12,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+from pdserve.engine.kv_pages import Pages
+from pdserve.engine.transport.device import Copy, Device
 
 SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
 
 
 class TransportRefused(Exception):
-    """This transport cannot reach that peer; the text says why."""
+    """This transport cannot reach that peer; the text says why, and `reason` is one word for it
+    where there is one."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class WireClosed(Exception):
@@ -32,6 +40,8 @@ class TransportOptions:
     data_bind: str = "127.0.0.1:0"  # tcp
     shm_dir: str = ""  # shm: directory of unix sockets; empty: shm is off
     slot_bytes: int = 1 << 20  # the largest payload; both sides derive it from their KvSpec
+    device: Callable[[], Device] | None = None  # cuda_ipc: opens the pool's device; None: a CPU
+    device_slot_bytes: int = 32 << 20  # cuda_ipc: the largest payload; eight slots a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,34 @@ class Target:
     boot: bytes
 
 
+class Outlet(Protocol):
+    """prefill: a slot on the device, to be filled from the pool on the device."""
+
+    def copy_out(self, pages: Pages, key: bytes) -> Copy:
+        """Raises DeviceError."""
+
+
+class Inlet(Protocol):
+    """decode: a slot on the device that holds a payload, or soon will."""
+
+    def ready(self) -> bool:
+        """Prefill's copy is done; never waits. Raises DeviceError."""
+
+    def copy_in(self, pages: Pages, key: bytes) -> Copy:
+        """Straight into the pool, on the thread that computes. Raises DeviceError."""
+
+
+Payload = memoryview | Inlet
+
+
 class Wire(ABC):
-    """One connection. Reads happen on one thread and writes on one thread."""
+    """One connection. Reads happen on one thread and writes on one thread.
+
+    A `direct` wire moves payloads from pool to pool on a device: what it hands out for a slot is
+    an Outlet or an Inlet, and the host never sees the bytes.
+    """
+
+    direct: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
         self.sock = sock
@@ -97,9 +133,27 @@ class Wire(ABC):
     def proof(self) -> bytes:
         """16 bytes that both ends see only if the payload's way works. Raises TransportRefused."""
 
+    def window(self) -> bytes:
+        """decode: the peer is trusted; what it needs to open the window, if it needs anything.
+        Raises TransportRefused."""
+        return b""
+
+    def open_window(self, data: bytes) -> None:
+        """prefill: what decode's `window` gave. Raises TransportRefused."""
+        raise TransportRefused("a window that nobody waits for")
+
+    @property
+    def writable(self) -> bool:
+        """prefill: slots can be filled; else only after `open_window`."""
+        return True
+
     @abstractmethod
-    def outgoing(self, slot: int) -> memoryview:
-        """prefill: the slot's bytes, to be filled before `send_frame`."""
+    def outgoing(self, slot: int) -> memoryview | Outlet:
+        """prefill: the slot, to be filled before `send_frame`."""
+
+    def incoming(self, slot: int) -> Inlet:
+        """decode, direct: the slot of the record just read."""
+        raise WireClosed("payloads do not stay on a device here")
 
     @abstractmethod
     def send_frame(self, record: bytes, slot: int, size: int) -> None:
@@ -161,9 +215,21 @@ class KvTransport(ABC):
 
     name: ClassVar[str]
     preference: ClassVar[int]  # `auto` tries the lowest first
+    direct: ClassVar[bool] = False  # its wires are
 
     def __init__(self, options: TransportOptions) -> None:
         self.options = options
+
+    @classmethod
+    def applies(cls, options: TransportOptions) -> bool:
+        """Whether `auto` tries it at all where these options hold."""
+        return True
+
+    def check(self) -> None:  # noqa: B027
+        """What it needs of this process and machine is there. Raises TransportRefused."""
+
+    def close(self) -> None:  # noqa: B027
+        """prefill: give back what dialling took; dial no more."""
 
     @abstractmethod
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:

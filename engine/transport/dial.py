@@ -6,16 +6,54 @@ Every refusal is kept with its reason, logged and counted; nothing is replaced s
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pdserve.engine.handoff.control import Hello
-from pdserve.engine.transport.base import KvTransport, Target, TransportRefused
+from pdserve.engine.transport.base import KvTransport, Listener, Target, TransportRefused, Wire
 from pdserve.engine.transport.link import Link, LinkHandler
 
 log = logging.getLogger(__name__)
 
 DIAL_S = 1.0  # in all; later the attempt is lost and the router tries again
+
+
+def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]:
+    """Those that this process has what they need for. One that was asked for by name (`chosen`)
+    must be: raises TransportRefused."""
+    found = []
+    for transport in transports:
+        try:
+            transport.check()
+        except TransportRefused as err:
+            if chosen:
+                raise
+            log.warning("transport %s is left out: %s", transport.name, err)
+            continue
+        found.append(transport)
+    return found
+
+
+def listen_all(
+    transports: Sequence[KvTransport],
+    chosen: bool,
+    boot: bytes,
+    accept: Callable[[str, Wire], None],
+) -> dict[str, Listener]:
+    """decode: by name the listeners of those that can listen here. One that was asked for by name
+    (`chosen`) must: raises TransportRefused. Raises OSError."""
+    opened: dict[str, Listener] = {}
+    for transport in transports:
+        try:
+            opened[transport.name] = transport.listen(boot, partial(accept, transport.name))
+        except (OSError, TransportRefused) as err:
+            if chosen or isinstance(err, OSError):
+                for listener in opened.values():
+                    listener.close()
+                raise
+            log.warning("transport %s is left out: %s", transport.name, err)
+    return opened
 
 
 class Dialer:

@@ -23,15 +23,23 @@ from pdserve.engine.handoff.frames import (
     OtherVersion,
     Prefix,
 )
-from pdserve.engine.transport.base import SLOTS, TransportRefused, Wire, WireClosed
+from pdserve.engine.transport.base import (
+    SLOTS,
+    Outlet,
+    Payload,
+    TransportRefused,
+    Wire,
+    WireClosed,
+)
+from pdserve.engine.transport.slots import ReaderSlots, WriterSlots
 
 log = logging.getLogger(__name__)
 
 INTRODUCTION_S = 5.0  # from accept to the first genuine message
 MAX_POSTED = 4096  # control records waiting for a peer that does not read
 
-# Fills the slot (its number, its bytes) and returns (signed record, payload bytes), or None.
-FrameJob = Callable[[int, memoryview], tuple[bytes, int] | None]
+# Fills the slot (its number, the slot) and returns (signed record, payload bytes), or None.
+FrameJob = Callable[[int, memoryview | Outlet], tuple[bytes, int] | None]
 
 
 class LinkHandler(Protocol):
@@ -45,8 +53,9 @@ class LinkHandler(Protocol):
     def frame(self, link: "Link", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         """decode: may its payload be received? The header's tag is checked here."""
 
-    def payload(self, link: "Link", header: FrameHeader, payload: memoryview) -> None:
-        """decode: private bytes, not yet verified; `credit` the slot when done with them."""
+    def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
+        """decode: private bytes, or a slot on the device, not yet verified; `credit` the slot when
+        done with them."""
 
     def closed(self, link: "Link", reason: str) -> None:
         """Once, whatever the cause."""
@@ -64,9 +73,8 @@ class Link:
         self._wake = threading.Condition()
         self._posted: deque[bytes] = deque()
         self._jobs: deque[FrameJob] = deque()
-        self._free = deque(range(SLOTS))
-        self._in_flight: set[int] = set()  # prefill: slots that await their credit
-        self._lent: set[int] = set()  # decode: slots whose private copy is in use
+        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
+        self._lent = ReaderSlots(SLOTS)  # decode's
         self._private: dict[int, memoryview] = {}
         self._genuine = False
         self._reason = ""
@@ -123,6 +131,16 @@ class Link:
         return not self._reason
 
     @property
+    def direct(self) -> bool:
+        """Payloads go from pool to pool on a device."""
+        return self._wire.direct
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest payload."""
+        return self._wire.slot_bytes
+
+    @property
     def ended(self) -> bool:
         """Its threads are over and its socket is closed."""
         return not self.open and not self._reader.is_alive()
@@ -141,6 +159,8 @@ class Link:
         if not self._genuine:
             self._genuine = True
             self._wire.trust()
+            if window := self._wire.window():
+                self.post(control.encode(control.Window(window)))
 
     def post(self, record: bytes) -> None:
         """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
@@ -159,7 +179,7 @@ class Link:
 
     def credit(self, slot: int) -> None:
         """decode: the payload in that slot is done with."""
-        self._lent.discard(slot)
+        self._lent.credit(slot)
         self.post(control.encode(control.Credit(slot)))
 
     def close(self, reason: str = "closed here") -> None:
@@ -237,6 +257,8 @@ class Link:
         message = self._read_control(prefix)
         if isinstance(message, control.Credit):
             self._credited(message.slot)
+        elif isinstance(message, control.Window):
+            self._opened(message.data)
         else:
             self._handler.message(self, message)
 
@@ -256,15 +278,16 @@ class Link:
         body = bytearray(FRAME_BODY_BYTES)
         self._wire.read(memoryview(body))
         header, covered, tag = FrameHeader.unpack(prefix.pack() + bytes(body))
-        if header.slot >= SLOTS or header.payload_bytes > self._wire.slot_bytes:
-            raise FrameError("slot out of range")
-        if header.slot in self._lent:
-            raise FrameError("slot used without credit")
+        if header.payload_bytes > self._wire.slot_bytes:
+            raise FrameError("payload larger than a slot")
+        self._lent.lend(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
             self.credit(header.slot)
             return
-        self._lent.add(header.slot)
+        if self._wire.direct:
+            self._handler.payload(self, header, self._wire.incoming(header.slot))
+            return
         payload = self._copy_of(header.slot)[: header.payload_bytes]
         start = time.monotonic()
         self._wire.receive_payload(header.slot, payload)
@@ -276,12 +299,16 @@ class Link:
             self._private[slot] = memoryview(bytearray(self._wire.slot_bytes))
         return self._private[slot]
 
+    def _opened(self, window: bytes) -> None:
+        """prefill: from now on there are slots."""
+        self._wire.open_window(window)
+        with self._wake:
+            self._slots.open(SLOTS)
+            self._wake.notify()
+
     def _credited(self, slot: int) -> None:
         with self._wake:
-            if slot not in self._in_flight:
-                raise FrameError("credit for a slot that is not in flight")
-            self._in_flight.remove(slot)
-            self._free.append(slot)
+            self._slots.credited(slot)
             self._wake.notify()
 
     # the writer thread
@@ -310,8 +337,8 @@ class Link:
             records = b"".join(self._posted)
             self._posted.clear()
             return records
-        if self._jobs and self._free:
-            return self._free.popleft(), self._jobs.popleft()
+        if self._jobs and self._slots.num_free:
+            return self._slots.take(), self._jobs.popleft()
         return None
 
     def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
@@ -322,12 +349,12 @@ class Link:
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         built = job(slot, self._wire.outgoing(slot))
-        if built is None:
-            self._free.appendleft(slot)
-            return
-        record, size = built
         with self._wake:
-            self._in_flight.add(slot)
+            if built is None:
+                self._slots.put_back(slot)
+                return
+            self._slots.sent(slot)
+        record, size = built
         start = time.monotonic()
         self._wire.send_frame(record, slot, size)
         self._busy_s += time.monotonic() - start

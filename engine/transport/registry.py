@@ -20,7 +20,9 @@ def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]
     known = transports()
     if choice != "auto" and choice not in known:
         raise ValueError(f"unknown transport {choice!r}; there are auto, {', '.join(known)}")
-    return [cls(options) for name, cls in known.items() if choice in ("auto", name)]
+    if choice != "auto":
+        return [known[choice](options)]
+    return [cls(options) for cls in known.values() if cls.applies(options)]
 
 
 def _subclasses() -> Iterator[type[KvTransport]]:

@@ -13,9 +13,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 from pdserve.engine.transport.base import (
     SLOTS,
@@ -26,10 +24,10 @@ from pdserve.engine.transport.base import (
     Wire,
     WireClosed,
 )
+from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_path
 
 _SLOT = struct.Struct("<H")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MAX_PATH = 107  # sun_path less its terminating zero
 _HEAD = b"K"
 PROOF_BYTES = 16
 
@@ -131,55 +129,15 @@ class ShmTransport(KvTransport):
     preference = 10
 
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
-        path = self._path(boot)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as err:
-            raise TransportRefused(f"{path.parent}: {err.strerror}") from None
-        try:
-            with _sun_path(path) as short:
-                sock.bind(short)
-            path.chmod(0o600)
-            sock.listen(2 * SLOTS)
-        except OSError as err:
-            sock.close()
-            raise TransportRefused(f"{path}: {err.strerror}") from None
         size = self.options.slot_bytes
-        return Listener(
-            sock,
-            str(path),
-            lambda peer: accept(ShmReader(peer, size)),
-            lambda: path.unlink(missing_ok=True),
-        )
+        path = socket_path(self.options.shm_dir, boot, ".sock")
+        return listen_unix(path, lambda peer: accept(ShmReader(peer, size)))
 
     def dial(self, target: Target, timeout_s: float) -> Wire:
-        path = self._path(target.boot)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = socket_path(self.options.shm_dir, target.boot, ".sock")
+        sock = dial_unix(path, timeout_s)
         try:
-            sock.settimeout(timeout_s)
-            with _sun_path(path) as short:
-                sock.connect(short)
-            sock.settimeout(None)
             return ShmWriter(sock, self.options.slot_bytes)
         except OSError as err:
             sock.close()
             raise TransportRefused(f"{path}: {err.strerror or err}") from None
-
-    def _path(self, boot: bytes) -> Path:
-        if not self.options.shm_dir:
-            raise TransportRefused("no directory for its sockets (shm_dir) is set")
-        return Path(self.options.shm_dir) / f"{boot.hex()}.sock"
-
-
-@contextmanager
-def _sun_path(path: Path) -> Iterator[str]:
-    """The socket's name for bind and connect; a long one goes through its open directory."""
-    if len(os.fsencode(path)) <= _MAX_PATH:
-        yield str(path)
-        return
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)

@@ -19,6 +19,7 @@ from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Request, Step
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
+from pdserve.engine.transport.cuda_device import opener
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
 from pdserve.services.decode.leases import LeaseFigures
@@ -77,7 +78,12 @@ class DecodePart:
             trace=Trace(self._ring),
         )
         folder = shm_folder(settings.shm_dir)
-        options = TransportOptions(settings.data_bind, folder, slot_bytes(engine.kv.spec))
+        options = TransportOptions(
+            settings.data_bind,
+            folder,
+            slot_bytes(engine.kv.spec),
+            device=opener(engine.kv, encrypted=settings.encrypt_kv),
+        )
         transports = make_transports(settings.kv_transport, options)
         addresses = self._receiver.listen(transports, settings.kv_transport != "auto")
         self.thread.add_poll(self._poll)
@@ -94,7 +100,7 @@ class DecodePart:
             card=message,
             transports=list(addresses),
             wire_version=WIRE_VERSION,
-            host_id=host_id(folder) if "shm" in addresses else "",
+            host_id=host_id(folder) if {"shm", "cuda_ipc"} & {*addresses} else "",
             encrypt_kv=settings.encrypt_kv,
         )
         self.figures = {
@@ -177,7 +183,7 @@ class DecodePart:
         stats = self.engine.stats()
         leases = self._leases
         stale = receiver.counters["stale"] + receiver.counters["late_frames"] + leases.stale
-        load = load_of(stats, receiver.figures, {}, stale)
+        load = load_of(stats, receiver.figures, receiver.refusals, stale)
         load.waiting += receiver.num_waiting
         load.promised_tokens = receiver.promised_tokens
         load.inexact_handoffs = receiver.counters["inexact"]

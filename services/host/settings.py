@@ -17,7 +17,9 @@ class WorkerSettings:
     cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
     kv_transport: str = option(
-        "auto", "how KV moves; auto: shm on one host, else tcp", choices=("auto", "tcp", "shm")
+        "auto",
+        "how KV moves; auto: cuda_ipc on one GPU, shm on one host, else tcp",
+        choices=("auto", "tcp", "shm", "cuda_ipc"),
     )
     shm_dir: str = option("", "folder of the unix sockets of shm; empty: a private temporary one")
     encrypt_kv: bool = option(False, "seal KV on its way with AES-GCM; prefill and decode alike")

@@ -17,6 +17,8 @@ from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Step
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
+from pdserve.engine.transport.cuda_device import opener
+from pdserve.engine.transport.dial import usable
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
 from pdserve.services.host.card import model_card
@@ -48,8 +50,13 @@ class PrefillPart:
         self._changed = True
         self._last_command = b""
         folder = shm_folder(settings.shm_dir)
-        options = TransportOptions(shm_dir=folder, slot_bytes=slot_bytes(engine.kv.spec))
-        transports = make_transports(settings.kv_transport, options)
+        options = TransportOptions(
+            shm_dir=folder,
+            slot_bytes=slot_bytes(engine.kv.spec),
+            device=opener(engine.kv, encrypted=settings.encrypt_kv),
+        )
+        chosen = settings.kv_transport != "auto"
+        transports = usable(make_transports(settings.kv_transport, options), chosen)
         self._ring = open_ring(settings.trace_dir, "prefill", boot, settings.trace_mb)
         self._sender = Sender(
             engine,
@@ -75,7 +82,7 @@ class PrefillPart:
             card=message,
             transports=names,
             wire_version=WIRE_VERSION,
-            host_id=host_id(folder) if "shm" in names else "",
+            host_id=host_id(folder) if {"shm", "cuda_ipc"} & {*names} else "",
             encrypt_kv=settings.encrypt_kv,
         )
         self.figures = {

@@ -1,6 +1,7 @@
 """The compose files as text: names known to the settings, order of start, time to drain."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from pdserve.services.cli.commands import COMMANDS, known_names
 from pdserve.services.cli.options import ENV_PREFIX
 
 ROOT = Path(__file__).parents[2]
-# Variables of the compose files themselves: where to find models, how many GPUs.
-COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPUS"}
+# Variables of the compose files themselves: where to find models, which GPU.
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,24 @@ def test_the_gpu_overlay_only_adds_to_workers() -> None:
     overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
     assert set(overlay) == {"prefill", "decode"}
     for service in overlay.values():
-        assert service["environment"] == {"PDSERVE_DEVICE": "cuda"}
+        environment = dict(service["environment"])
+        gpu = environment.pop("NVIDIA_VISIBLE_DEVICES")
+        assert environment.pop("NVIDIA_DRIVER_CAPABILITIES") == "compute,utility"
+        assert environment == {"PDSERVE_DEVICE": "cuda"}
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
+        assert device["device_ids"] == [gpu], "the same GPU for all, by the same name"
+
+
+def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
+    """One GPU (above), one PID and one IPC namespace, CuPy, and the folder of the sockets."""
+    overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for service in overlay.values():
+        assert (service["ipc"], service["pid"]) == ("host", "host")
+        chosen = service["build"]["args"]["WORKER_EXTRAS"].split()
+        assert chosen == ["worker", "cuda"]
+        assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
+    assert "ARG WORKER_EXTRAS=worker\n" in (ROOT / "Dockerfile").read_text()

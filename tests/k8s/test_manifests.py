@@ -253,6 +253,20 @@ def test_the_overlays_choose_the_device(manifests: list[Manifest]) -> None:
         assert (device, gpus) in (("cpu", "0"), ("cuda", "1"))
 
 
+def test_workers_share_namespaces_on_gpus_only(manifests: list[Manifest]) -> None:
+    """For cuda_ipc; with hostIPC /dev/shm is the node's, and their sockets meet there."""
+    shared = 0
+    for role, deployment in of_kind(manifests, "Deployment").items():
+        spec, env = pod(deployment), environment(deployment)
+        on_gpu = "nvidia.com/gpu" in container(deployment)["resources"]["limits"]
+        assert (spec.get("hostIPC", False), spec.get("hostPID", False)) == (on_gpu, on_gpu), role
+        if on_gpu:
+            assert env["PDSERVE_SHM_DIR"]["value"].startswith("/dev/shm/")
+            assert env["PDSERVE_KV_TRANSPORT"]["value"] == "auto"
+            shared += 1
+    assert shared in (0, 2)
+
+
 def test_every_name_is_known_to_some_command() -> None:
     """Also in comments and in files that no overlay uses."""
     known = {ENV_PREFIX + name.upper() for name in known_names()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine_kit import fake_engine
+from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
 from pdserve.engine.handoff.frames import FrameHeader
@@ -104,10 +105,11 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     hits: list[int] = []
     original = Receiver.payload
 
-    def payload(receiver: Receiver, link: Link, header: FrameHeader, data: memoryview) -> None:
+    def payload(receiver: Receiver, link: Link, header: FrameHeader, data: Any) -> None:
         if len(hits) < times:
             hits.append(header.sequence)
-            data[0] ^= 1
+            direct = not isinstance(data, memoryview)
+            (array_at(data.slot.address, 1) if direct else data)[0] ^= 1
         original(receiver, link, header, data)
 
     monkeypatch.setattr(Receiver, "payload", payload)
@@ -231,15 +233,18 @@ def test_frames_that_wait_when_their_attempt_ends_change_no_block(pair: Pair) ->
         while not receiver._by_attempt[ticket.attempt].state.holds:
             receiver.poll(0.0)  # no time for a frame
         end = time.monotonic() + 10
-        while not receiver._parcels and time.monotonic() < end:
+        while not waiting(receiver) and time.monotonic() < end:
             time.sleep(0.005)
         receiver.cancel(ticket.attempt, "cancel")
-        return len(receiver._parcels)
+        return waiting(receiver)
 
-    waiting = pair.at_decode(hold_then_cancel)
-    assert waiting > 0
+    def waiting(receiver: Receiver) -> int:
+        return len(receiver._parcels) + len(receiver._direct._waiting)
+
+    held = pair.at_decode(hold_then_cancel)
+    assert held > 0
     pair.wait(lambda: ticket.attempt in pair.sent)
-    pair.wait(lambda: pair.receiver.counters["late_frames"] >= waiting)
+    pair.wait(lambda: pair.receiver.counters["late_frames"] >= held)
     for old, new in zip(before, pair.decode.kv.data, strict=True):
         assert old.equal(new)
     pair.assert_clean()

@@ -20,6 +20,7 @@ from pdserve.engine.transport.base import Target
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
+HOST_TRANSPORTS = [name for name, found in transports().items() if not found.direct]
 OURS = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
 OTHER_WEIGHTS = replace(OURS, digest=b"w" * 16, weights="bb", quantization="Q8_0")
 OTHER_NUMERICS = replace(OURS, digest=b"n" * 16, numerics="native")
@@ -114,7 +115,7 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
     pair.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 @pytest.mark.parametrize("window", [0, 10])
 def test_sealed_frames_give_the_same_tokens(
     transport: str, window: int, make_pair: MakePair
@@ -129,7 +130,7 @@ def test_sealed_frames_give_the_same_tokens(
     pair.assert_clean()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     transport: str, encrypted: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +161,11 @@ def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     assert passed
     assert len(found) == (0 if encrypted else len(marks))
     assert not any(mark in record for mark in marks for record in records)
+
+
+def test_nothing_is_sealed_on_a_device(make_pair: MakePair) -> None:
+    pair = make_pair("cuda_ipc", encrypted=True)
+    assert refused(pair).endswith("encrypted payloads cannot stay on a device (--encrypt-kv)")
 
 
 def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(

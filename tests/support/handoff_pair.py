@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
+from fake_device import FakeDevice
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.incoming import Received
@@ -49,12 +50,18 @@ class Pair:
         self.prefill_thread = EngineThread(prefill, self._prefill_step)
         self.decode_thread = EngineThread(decode, self._decode_step)
         encrypted = change.get("encrypted", False)
-        options = TransportOptions("127.0.0.1:0", str(folder), slot_bytes(prefill.kv.spec))
         rings = str(change.get("rings", ""))
         self.rings = [
             open_ring(rings, "decode", self.decode_boot, 1),
             open_ring(rings, "prefill", self.prefill_boot, 1),
         ]
+        options = TransportOptions(
+            "127.0.0.1:0",
+            str(folder),
+            slot_bytes(prefill.kv.spec),
+            change.get("device", FakeDevice) if transport == "cuda_ipc" else None,
+            slot_bytes(prefill.kv.spec),
+        )
         self.receiver = Receiver(
             decode,
             decode.kv,

@@ -5,29 +5,47 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from fake_device import FakeDevice, pages_of
+
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.handoff.keys import TagKey
 from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.transport.base import KvTransport, Target, TransportOptions, Wire
+from pdserve.engine.transport.base import (
+    KvTransport,
+    Outlet,
+    Payload,
+    Target,
+    TransportOptions,
+    Wire,
+)
 from pdserve.engine.transport.link import FrameJob, Link
 from pdserve.engine.transport.registry import transports
 
 SLOT_BYTES = 1 << 18
 BOOT = b"D" * 16
 TICKET = b"t" * 16
+COPY_KEY = bytes(range(32))  # of every payload on a device
 HELLO = control.Hello(b"P" * 16, BOOT, KvIdentity(b"identity"), "", b"spec")
 
 
-def make_transport(name: str, folder: Path) -> KvTransport:
-    return transports()[name](TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES))
+def make_transport(name: str, folder: Path, device: FakeDevice | None = None) -> KvTransport:
+    made = device or FakeDevice()
+    options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES, lambda: made, SLOT_BYTES)
+    return transports()[name](options)
 
 
 def frame_job(payload: bytes, sequence: int) -> FrameJob:
     """An unsigned frame: what a transport moves, not what a Receiver takes."""
 
-    def build(slot: int, buffer: memoryview) -> tuple[bytes, int]:
-        buffer[: len(payload)] = payload
+    def build(slot: int, space: memoryview | Outlet) -> tuple[bytes, int]:
+        if isinstance(space, memoryview):
+            space[: len(payload)] = payload
+        else:
+            source = np.zeros(_padded(len(payload)), np.uint8)
+            source[: len(payload)] = np.frombuffer(payload, np.uint8)
+            space.copy_out(pages_of(source), COPY_KEY).wait()
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), len(payload), bytes(16)
         )
@@ -62,8 +80,15 @@ class Recorder:
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         return self.accept
 
-    def payload(self, link: Link, header: FrameHeader, payload: memoryview) -> None:
-        data = bytes(payload)
+    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+        if isinstance(payload, memoryview):
+            data = bytes(payload)
+        else:
+            assert payload.ready()
+            target = np.zeros(_padded(header.payload_bytes), np.uint8)
+            copy = payload.copy_in(pages_of(target), COPY_KEY)
+            copy.wait()
+            data = target.tobytes()[: header.payload_bytes] if copy.intact else b"damaged"
         if self.hold:
             self.held.append((link, header.slot))
         else:
@@ -86,8 +111,8 @@ class Recorder:
 class Ends:
     """A listener with its recorder; `dial` opens connections to it."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.transport = make_transport(name, folder)
+    def __init__(self, name: str, folder: Path, device: FakeDevice | None = None) -> None:
+        self.transport = make_transport(name, folder, device)
         self.decode = Recorder()
         self.listener = self.transport.listen(BOOT, self._accepted)
         address = self.listener.address if name == "tcp" else ""
@@ -107,11 +132,17 @@ class Ends:
         self.listener.close()
         for link in self._dialed + self.decode.links:
             link.close()
+        self.transport.close()
 
     def _accepted(self, wire: Wire) -> None:
         link = Link(wire, self.transport.name, self.decode)
         self.decode.links.append(link)
         link.accept()
+
+
+def _padded(size: int) -> int:
+    """Devices copy units of 16 bytes."""
+    return -(-size // 16) * 16
 
 
 def claim_record() -> bytes:

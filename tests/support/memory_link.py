@@ -15,6 +15,7 @@ class MemoryLink:
     """One end; stands for a Link (engine/transport/link.py). Ends are tied by `tie`."""
 
     transport = "memory"
+    direct = False
 
     def __init__(self, handler: Any, peer: bytes, slot_bytes: int, clock: Callable[[], float]):
         self.handler = handler
@@ -28,7 +29,7 @@ class MemoryLink:
         self.jobs: deque[Any] = deque()
         self.free = deque(range(SLOTS))
         self.other: MemoryLink = self
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._clock = clock
 
     @property
@@ -99,7 +100,7 @@ class MemoryLink:
         return self._safely(read)
 
     def _buffer(self) -> memoryview:
-        self._written = memoryview(bytearray(self._slot_bytes))
+        self._written = memoryview(bytearray(self.slot_bytes))
         return self._written
 
     def _safely(self, read: Callable[[], None]) -> bool:

@@ -46,3 +46,4 @@ void bind_elementwise(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_sampling(nb::module_& m);
 void bind_stack(nb::module_& m);
+void bind_copy_hash(nb::module_& m);

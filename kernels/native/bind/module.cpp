@@ -19,4 +19,5 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_sampling(m);
   bind_stack(m);
+  bind_copy_hash(m);
 }

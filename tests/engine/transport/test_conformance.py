@@ -132,7 +132,8 @@ def test_a_refused_hello_names_its_reason(ends: Ends) -> None:
 def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> None:
     prefill = Recorder()
     link = ends.dial(prefill, claim=False)
-    link.push(frame_job(b"x", 1))
+    record, _ = frame_job(b"x", 1)(0, memoryview(bytearray(4)))  # type: ignore[misc]
+    link.post(record)
     assert prefill.wait(lambda: len(prefill.reasons) == 1)
     assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
     assert ends.decode.reasons == ["a frame before a genuine claim"]

@@ -16,8 +16,9 @@ def options(folder: Path | str) -> TransportOptions:
 
 
 def test_the_registry_finds_every_file() -> None:
-    assert list(transports()) == ["shm", "tcp"], "in the order of preference"
-    with pytest.raises(ValueError, match="unknown transport 'nixl'; there are auto, shm, tcp"):
+    assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "in the order of preference"
+    there = "there are auto, cuda_ipc, shm, tcp"
+    with pytest.raises(ValueError, match=f"unknown transport 'nixl'; {there}"):
         make_transports("nixl", TransportOptions())
 
 

@@ -14,6 +14,7 @@ from worker_kit import SECRET, build_with, engine_maker
 
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.transport.base import TransportRefused
 from pdserve.services.decode.main import run as run_decode
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.addresses import advertised
@@ -95,6 +96,17 @@ def test_a_transport_asked_for_by_name_must_work(
     folder.write_text("no folder can be made here")
     with pytest.raises(Exception, match="File exists"):
         run_decode(settings(DecodeSettings, folder, kv_transport="shm"), EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("run", "cls"), [(run_decode, DecodeSettings), (run_prefill, PrefillSettings)]
+)
+def test_cuda_ipc_asked_for_by_name_is_not_replaced(
+    run: Any, cls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_with(monkeypatch, engine_maker())
+    with pytest.raises(TransportRefused, match="no_device: the KV pool is not on a CUDA device"):
+        run(settings(cls, tmp_path, kv_transport="cuda_ipc"), EngineConfig())
 
 
 def test_advertised_addresses() -> None:

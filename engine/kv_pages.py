@@ -1,0 +1,20 @@
+"""Where blocks of a KV pool lie in its memory, for whoever copies them without the host. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Whole blocks of a run of layers of one group; on the wire [layers, blocks, block bytes]."""
+
+    base: int  # address of block 0 of the group's first layer
+    layer_bytes: int  # from a layer to the next
+    block_bytes: int
+    layers: range  # within the group
+    blocks: tuple[int, ...]
+    ready: Any = None  # device event after which the blocks may be read or written; None: at once
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.layers) * len(self.blocks) * self.block_bytes

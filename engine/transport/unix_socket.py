@@ -1,0 +1,72 @@
+"""Unix sockets in a folder that both processes see, named by decode's boot id."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.engine.transport.base import SLOTS, Listener, TransportRefused
+
+_MAX_PATH = 107  # sun_path less its terminating zero
+
+
+def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
+    """Raises TransportRefused without a folder."""
+    if not folder:
+        raise TransportRefused("no directory for its sockets (shm_dir) is set", "no_folder")
+    return Path(folder) / f"{boot.hex()}{suffix}"
+
+
+def listen_unix(
+    path: Path,
+    accepted: Callable[[socket.socket], None],
+    cleanup: Callable[[], None] = lambda: None,
+) -> Listener:
+    """A listener for this user alone. Raises TransportRefused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:
+        raise TransportRefused(f"{path.parent}: {err.strerror}", "no_folder") from None
+    try:
+        with _sun_path(path) as short:
+            sock.bind(short)
+        path.chmod(0o600)
+        sock.listen(2 * SLOTS)
+    except OSError as err:
+        sock.close()
+        raise TransportRefused(f"{path}: {err.strerror}", "no_socket") from None
+
+    def remove() -> None:
+        path.unlink(missing_ok=True)
+        cleanup()
+
+    return Listener(sock, str(path), accepted, remove)
+
+
+def dial_unix(path: Path, timeout_s: float) -> socket.socket:
+    """A connected socket without a timeout. Raises TransportRefused."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        with _sun_path(path) as short:
+            sock.connect(short)
+        sock.settimeout(None)
+    except OSError as err:
+        sock.close()
+        raise TransportRefused(f"{path}: {err.strerror or err}", "no_socket") from None
+    return sock
+
+
+@contextmanager
+def _sun_path(path: Path) -> Iterator[str]:
+    """The socket's name for bind and connect; a long one goes through its open directory."""
+    if len(os.fsencode(path)) <= _MAX_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,28 @@
+"""The keys of the copy with hash (kernels/cuda/copy_hash.h): two lanes of (r, s) with powers of r.
+
+A key is for one payload only. The same numbers go to the GPU and to the host build.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRIME = (1 << 61) - 1
+KEY_BYTES = 32  # r and s of both lanes
+TAG_BYTES = 16  # a number below PRIME of each lane, little-endian
+UNIT_BYTES = 16  # payloads and blocks are multiples of it
+TILE_BYTES = 64 << 10  # that one block of threads copies
+LANE_WORDS = 7
+_THREADS = 256
+_TILE_UNITS = TILE_BYTES // UNIT_BYTES
+
+
+def expand_key(key: bytes) -> NDArray[np.uint64]:
+    """[2 * LANE_WORDS]: what the struct Lane of both lanes holds. Raises ValueError."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    words = []
+    for at in (0, KEY_BYTES // 2):
+        r, pad = (int.from_bytes(key[i : i + 8], "little") % PRIME for i in (at, at + 8))
+        powers = [r, r * r % PRIME, pow(r, 3, PRIME), pow(r, 4, PRIME)]
+        words += [*powers, pow(r, 4 * _THREADS, PRIME), pow(r, 4 * _TILE_UNITS, PRIME), pad]
+    return np.array(words, dtype=np.uint64)

@@ -1,0 +1,185 @@
+"""cuda_ipc on the fake device: the process at the other end dies, freezes or writes late."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_child import SIZE, frame, payload
+from fake_device import FakeSignal, pages_of
+from link_ends import COPY_KEY, Ends, Recorder
+
+from pdserve.engine.handoff.frames import FrameHeader
+from pdserve.engine.transport.base import SLOTS, Payload
+from pdserve.engine.transport.link import Link
+
+CHILD = Path(__file__).parents[2] / "support/cuda_child.py"
+KILLS = 6  # of each side; benchmarks/handoff/cuda_check.py does 200 of each on a GPU
+
+
+class Keeper(Recorder):
+    """Keeps what arrives, and takes it when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlets: list[tuple[Link, FrameHeader, Any]] = []
+
+    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+        self._note(lambda: self.inlets.append((link, header, payload)))
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    made = Ends("cuda_ipc", tmp_path)
+    made.decode = Keeper()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    children: list[subprocess.Popen[str]] = []
+
+    def run(mode: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(CHILD.parent), os.environ.get("PYTHONPATH", "")])
+        child = subprocess.Popen(
+            [sys.executable, CHILD, mode, tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        children.append(child)
+        return child
+
+    yield run
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def first(ends: Ends, count: int = 1) -> Any:
+    """The inlet of the `count`th frame."""
+    keeper: Any = ends.decode
+    assert keeper.wait(lambda: len(keeper.inlets) >= count)
+    return keeper.inlets[count - 1][2]
+
+
+def take(inlet: Any) -> tuple[bool, np.ndarray]:
+    target = np.zeros(SIZE, np.uint8)
+    copy = inlet.copy_in(pages_of(target), COPY_KEY)
+    copy.wait()
+    return copy.intact, target
+
+
+def window_of(ends: Ends, link: int) -> Any:
+    return ends.decode.links[link]._wire._window  # type: ignore[attr-defined]
+
+
+def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:
+    child = start("half")
+    inlet = first(ends)
+    assert not inlet.ready(), "its frame is here, its copy is not done"
+    window = window_of(ends, 0)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    assert not inlet.ready(), "and never will be: decode waits for nobody"
+    counts = inlet.slot.signal.counts
+    assert isinstance(inlet.slot.signal, FakeSignal)
+    counts[1] = counts[0]  # a driver that calls the dead one's work done
+    assert inlet.ready()
+    intact, _ = take(inlet)
+    assert not intact, "half a payload"
+    start("late")
+    intact, data = take(first(ends, 2))
+    assert intact
+    assert (data == payload(7)).all()
+    assert window_of(ends, 1) is window, "the dead one's window is used again"
+
+
+def test_late_writes_change_the_window_and_nothing_else(ends: Ends, start: Any) -> None:
+    child = start("late")
+    inlet = first(ends)
+    intact, data = take(inlet)
+    assert intact
+    child.stdin.write("again\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "late\n"
+    assert (data == payload(7)).all()
+    intact, later = take(inlet)
+    assert (later == 0xEE).all(), "the writer really wrote"
+    assert not intact, "a copy made now would have been refused"
+
+
+def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
+    """Stopped, given up, resumed: it never reaches the window of the next."""
+    child = start("late")
+    first(ends)
+    child.send_signal(signal.SIGSTOP)
+    ends.decode.links[0].close("peer silent")
+    second = start("late")
+    inlet = first(ends, 2)
+    assert window_of(ends, 1) is not window_of(ends, 0)
+    child.send_signal(signal.SIGCONT)
+    child.stdin.write("again\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "late\n"
+    intact, data = take(inlet)
+    assert intact
+    assert (data == payload(7)).all()
+    assert second.poll() is None
+
+
+def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
+    keeper: Any = ends.decode
+    taken = 0
+    for round in range(KILLS):
+        child = start("flood")
+        for _ in range(1 + 5 * round):
+            first(ends, taken + 1)
+            link, header, inlet = keeper.inlets[taken]
+            intact, data = take(inlet)
+            assert intact
+            assert (data == payload(header.sequence)).all()
+            link.credit(header.slot)
+            taken += 1
+        child.kill()
+        child.wait()
+        over = round + 1
+        assert keeper.wait(lambda over=over: len(keeper.reasons) == over)
+        taken = len(keeper.inlets)  # what came after the last one that was taken
+    assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
+
+
+def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
+    """Prefill's copies end, its window is closed, and it goes on with the next decode."""
+    ends = Ends("cuda_ipc", tmp_path)
+    ends.listener.close()  # only its way to dial is used
+    fds = len(os.listdir("/proc/self/fd"))
+    for round in range(KILLS):
+        child = start("serve")
+        assert child.stdout.readline() == "listening\n"
+        prefill = Recorder()
+        link = ends.dial(prefill)
+        sent: list[Any] = []
+        for sequence in range(3 + SLOTS + round):
+            link.push(frame(sequence, sent.append))
+        for _ in range(1 + round % 3):
+            assert child.stdout.readline() == "frame\n"
+        child.kill()
+        child.wait()
+        assert prefill.wait(lambda ended=prefill.reasons: len(ended) == 1)
+        link.close()
+        assert link.ended
+        assert sent
+        child.communicate()
+        for path in tmp_path.glob("*.sock"):
+            path.unlink()  # as `pdserve up` sweeps what a killed process leaves
+    ends.transport.close()
+    assert len(os.listdir("/proc/self/fd")) <= fds

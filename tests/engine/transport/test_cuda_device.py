@@ -1,0 +1,77 @@
+"""What can be said of the CUDA shell without a GPU: when it opens, and that CuPy has what it calls.
+
+That it works on a GPU is for benchmarks/handoff/cuda_check.py.
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_kit import fake_engine
+from fake_decoder import fake_spec
+
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.transport import cuda_device
+from pdserve.engine.transport.device import DeviceError
+
+
+def cuda_pool(head_dim: int = 64) -> Any:
+    """As far as the opener looks at it."""
+    group = SimpleNamespace(block_bytes=lambda block_size: 2 * block_size * head_dim)
+    spec = SimpleNamespace(groups=(group,), block_size=1)
+    return SimpleNamespace(data=[SimpleNamespace(device=torch.device("cuda", 0))], spec=spec)
+
+
+def test_a_pool_in_host_memory_has_no_device() -> None:
+    assert cuda_device.opener(fake_engine().kv, encrypted=False) is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "encrypted", "reason", "text"),
+    [
+        (cuda_pool(), True, "encrypted", "cannot be sealed on a device"),
+        (cuda_pool(5), False, "no_device", "blocks of 10 bytes, not a multiple of 16"),
+        (cuda_pool(), False, "no_device", "CuPy is not installed"),
+    ],
+)
+def test_why_a_device_does_not_open(
+    pool: Any, encrypted: bool, reason: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not there
+    open_device = cuda_device.opener(pool, encrypted=encrypted)
+    assert open_device is not None
+    with pytest.raises(DeviceError, match=text) as caught:
+        open_device()
+    assert caught.value.reason == reason
+
+
+def test_where_blocks_of_a_pool_lie() -> None:
+    kv = KvCache(fake_spec(), 9)
+    pages = kv.pages(0, range(1), [3, 5])
+    data = kv.data[0]
+    assert pages.num_bytes == kv.num_bytes(0, range(1), [3, 5])
+    assert pages.base + 3 * pages.block_bytes == data[0, 3].data_ptr()
+    assert pages.layer_bytes == data[0].numel() * data.element_size()
+    assert pages.ready is None
+    for layers, blocks in ((range(99), [1]), (range(1), [0]), (range(1), [10]), (range(0), [1])):
+        with pytest.raises(ValueError):
+            kv.pages(0, layers, blocks)
+
+
+def test_cupy_has_every_function_that_is_called() -> None:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("NO CUPY: the names that cuda_device.py calls were not looked up")
+    from cupy.cuda import runtime
+
+    source = Path(cuda_device.__file__).read_text()
+    names = set(re.findall(r"cuda\.(?!current|get_device|Event)([a-z]\w+)", source)) - {
+        "runtime",
+        "launch",
+    }
+    assert len(names) > 15
+    assert {name for name in names if not hasattr(runtime, name)} == set()

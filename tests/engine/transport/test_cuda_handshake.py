@@ -1,0 +1,297 @@
+"""Every reason for which cuda_ipc refuses, by its name, on both ends; a name asked for is kept."""
+
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_device import UUID, FakeDevice, array_at
+from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+
+from pdserve.engine.transport import cuda_wires
+from pdserve.engine.transport.base import (
+    SLOTS,
+    KvTransport,
+    Target,
+    TransportOptions,
+    TransportRefused,
+)
+from pdserve.engine.transport.cuda_handshake import REASONS, Place
+from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
+from pdserve.engine.transport.cuda_probe import MAX_PROBES
+from pdserve.engine.transport.device import DeviceError, Slot
+from pdserve.engine.transport.dial import Dialer, usable
+from pdserve.engine.transport.registry import make_transports
+
+OTHER = b"fake GPU number 1"[:15] + b"1"
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    made = Ends("cuda_ipc", tmp_path)
+    yield made
+    made.close()
+
+
+def dialer(folder: Path, device: Callable[[], FakeDevice], choice: str = "cuda_ipc") -> Dialer:
+    options = TransportOptions("", str(folder), SLOT_BYTES, device, SLOT_BYTES)
+    return Dialer(make_transports(choice, options), Recorder())
+
+
+def refused(
+    reason: str,
+    text: str,
+    ends: Ends,
+    folder: Path,
+    device: FakeDevice,
+    caplog: pytest.LogCaptureFixture,
+    at_decode: bool = True,
+) -> None:
+    """Both ends say the reason; it is counted, and nothing of a connection stays."""
+    assert reason in REASONS
+    dial = dialer(folder, lambda: device)
+    with caplog.at_level("INFO"):
+        with pytest.raises(TransportRefused, match=f"^cuda_ipc: {reason}: .*{text}"):
+            dial.dial(ends.target, HELLO)
+        assert ends.decode.wait(lambda: len(ends.decode.reasons) == len(ends.decode.links))
+    assert dial.refusals == {"cuda_ipc": 1}
+    said = [r for r in caplog.records if reason in r.getMessage()]
+    assert any("dial" in r.name for r in said), "prefill's log"
+    if at_decode:
+        assert any("cuda_wires" in r.name for r in said), "decode's log"
+        assert reason in ends.decode.reasons[-1]
+    assert ends.decode.messages == []
+    for transport in dial._transports:
+        transport.close()
+
+
+def test_another_gpu(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused("other_gpu", "not visible here", ends, tmp_path, FakeDevice(OTHER), caplog)
+
+
+def test_no_peer_access(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(OTHER)
+    device.peers[UUID] = ("no_peer_access", "GPU 1 cannot access GPU 0")
+    refused("no_peer_access", "cannot access GPU 0", ends, tmp_path, device, caplog)
+
+
+def test_a_gpu_with_peer_access_is_used(ends: Ends, tmp_path: Path) -> None:
+    device = FakeDevice(OTHER)
+    device.peers[UUID] = None
+    dial = dialer(tmp_path, lambda: device)
+    link = dial.dial(ends.target, replace(HELLO, transport="cuda_ipc"))
+    assert device.num["out"] == 1, "the 4 KiB"
+    link.close()
+    for transport in dial._transports:
+        transport.close()
+
+
+@pytest.mark.parametrize("name", ["pid_namespace", "ipc_namespace"])
+def test_another_namespace(
+    ends: Ends,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    here = cuda_wires.here
+
+    def elsewhere(device: FakeDevice) -> Place:
+        place = here(device)  # type: ignore[arg-type]
+        return replace(place, **{name: (4, 4026539999)}) if device is prefill else place
+
+    prefill = FakeDevice()
+    monkeypatch.setattr(cuda_wires, "here", elsewhere)
+    text = f"{name[:3].upper()} namespace [0-9]+ here, 4026539999 there"
+    refused(name, text, ends, tmp_path, prefill, caplog)
+
+
+def test_a_process_that_is_not_visible(
+    ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
+
+    class Outside(cuda_wires._Peer):
+        def __init__(self, sock: socket.socket) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(cuda_wires, "_Peer", Outside)
+    refused("pid_namespace", "process is not here", ends, tmp_path, FakeDevice(), caplog)
+
+
+def test_another_version(
+    ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, prefill = cuda_wires.here, FakeDevice()
+
+    def newer(device: FakeDevice) -> Place:
+        return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda_wires, "here", newer)
+    refused("version", "handshake 1 here, 2 there", ends, tmp_path, prefill, caplog)
+
+
+def test_the_4_kib_differ(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device, spoiled = FakeDevice(), []
+
+    def spoil(slot: Slot) -> None:
+        spoiled.append(slot.capacity)
+        array_at(slot.address + 4095, 1)[0] ^= 0x80
+
+    device.spoil = spoil
+    refused("copy_check", "4096 bytes did not arrive", ends, tmp_path, device, caplog)
+    assert spoiled == [4096]
+
+
+def test_the_4_kib_do_not_arrive(
+    ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer says that it has copied, and its event never ends."""
+    monkeypatch.setattr("pdserve.engine.transport.link.INTRODUCTION_S", 0.2)
+
+    class Early(FakeDevice):
+        def copy_out(self, *args: object) -> object:  # type: ignore[override]
+            copy = super().copy_out(*args)  # type: ignore[arg-type]
+            args[1].signal.counts[0] += 1  # type: ignore[attr-defined]
+            return copy
+
+    refused("copy_timeout", "did not end in time", ends, tmp_path, Early(), caplog)
+
+
+def test_prefill_cannot_open_the_memory(
+    ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Blind(FakeDevice):
+        def open_memory(self, handle: bytes, size: int) -> object:  # type: ignore[override]
+            raise DeviceError("cudaErrorMapBufferObjectFailed")
+
+    refused("open_failed", "MapBufferObject", ends, tmp_path, Blind(), caplog)
+
+
+def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first writer has the only window; a second is refused while it can still choose."""
+    device = FakeDevice()
+    device.most_bytes = int(1.5 * SLOTS * SLOT_BYTES)
+    ends = Ends("cuda_ipc", tmp_path, device)
+    first = ends.dial(Recorder())
+    assert ends.decode.wait(lambda: len(ends.decode.messages) == 1)
+    options = TransportOptions("", str(tmp_path), SLOT_BYTES, FakeDevice, SLOT_BYTES)
+    second = Dialer([CudaIpcTransport(options)], Recorder())
+    with pytest.raises(TransportRefused, match="window_memory: out of memory"):
+        second.dial(ends.target, HELLO)
+    assert first.open
+    for transport in second._transports:
+        transport.close()
+    ends.close()
+
+
+def test_decode_without_memory_does_not_listen(tmp_path: Path) -> None:
+    device = FakeDevice()
+    device.most_bytes = 1000
+    options = TransportOptions("", str(tmp_path), SLOT_BYTES, lambda: device, SLOT_BYTES)
+    with pytest.raises(TransportRefused, match="window_memory: out of memory") as caught:
+        CudaIpcTransport(options).listen(BOOT, lambda wire: None)
+    assert caught.value.reason == "window_memory"
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strangers = []
+    for _ in range(MAX_PROBES):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(ends.listener.address)
+        sock.sendall(cuda_wires.here(FakeDevice()).pack())
+        assert sock.recv(1), "its answer: it has a cell now"
+        strangers.append(sock)
+    dial = dialer(tmp_path, FakeDevice)
+    with pytest.raises(TransportRefused, match=f"busy: {MAX_PROBES} handshakes"):
+        dial.dial(ends.target, HELLO)
+    for sock in strangers:
+        sock.close()
+    assert ends.decode.wait(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
+    link = dial.dial(ends.target, HELLO)
+    link.close()
+    for transport in dial._transports:
+        transport.close()
+
+
+def broken() -> FakeDevice:
+    raise DeviceError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [(None, "not on a CUDA device"), (broken, "no CUDA-capable device")]
+)
+def test_without_a_device(
+    tmp_path: Path, device: Callable[[], FakeDevice] | None, text: str
+) -> None:
+    options = TransportOptions("", str(tmp_path), SLOT_BYTES, device, SLOT_BYTES)
+    (transport,) = make_transports("cuda_ipc", options)
+    calls: list[Callable[[], object]] = [
+        transport.check,
+        lambda: transport.listen(BOOT, lambda wire: None),
+        lambda: transport.dial(Target("", BOOT), 1.0),
+        lambda: usable([transport], True),
+    ]
+    for call in calls:
+        with pytest.raises(TransportRefused, match=f"no_device: .*{text}") as caught:
+            call()
+        assert caught.value.reason == "no_device"
+    assert not list(tmp_path.iterdir())
+
+
+def names(transports: list[KvTransport]) -> list[str]:
+    return [transport.name for transport in transports]
+
+
+def test_auto_leaves_out_what_cannot_work_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    cpu = make_transports("auto", TransportOptions())
+    assert names(cpu) == ["shm", "tcp"], "not even tried for a pool in host memory"
+    gpu = make_transports("auto", TransportOptions(device=broken))
+    assert names(gpu) == ["cuda_ipc", "shm", "tcp"]
+    with caplog.at_level("WARNING"):
+        assert names(usable(gpu, False)) == ["shm", "tcp"]
+    assert "transport cuda_ipc is left out: no_device" in caplog.text
+
+
+def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
+    cuda, shm = Ends("cuda_ipc", tmp_path), Ends("shm", tmp_path)
+    dial = dialer(tmp_path, FakeDevice, "auto")
+    link = dial.dial(cuda.target, HELLO)
+    assert link.transport == "cuda_ipc"
+    link.close()
+    for transport in dial._transports:
+        transport.close()
+    cuda.close()
+    far = dialer(tmp_path, lambda: FakeDevice(OTHER), "auto")
+    link = far.dial(shm.target, HELLO)
+    assert (link.transport, far.refusals) == ("shm", {"cuda_ipc": 1})
+    link.close()
+    shm.close()
+
+
+def test_a_bad_handshake_ends_the_connection_only(ends: Ends, tmp_path: Path) -> None:
+    start = time.monotonic()
+    for data in (bytes(54), b"KCUD" + b"\xff" * 50):
+        with socket.socket(socket.AF_UNIX) as sock:
+            seen = len(ends.decode.reasons)
+            sock.connect(ends.listener.address)
+            sock.sendall(data)
+            assert ends.decode.wait(lambda seen=seen: len(ends.decode.reasons) > seen)
+    assert time.monotonic() - start < 4, "at once, not at the deadline"
+    ends.dial(Recorder()).close()
+
+
+def test_every_reason_has_a_test() -> None:
+    own = Path(__file__).read_text() + Path(__file__).with_name("test_cuda_device.py").read_text()
+    assert [
+        reason for reason in REASONS if f'"{reason}"' not in own and f'"{reason}:' not in own
+    ] == []
+    files = ("cuda_wires.py", "cuda_probe.py", "cuda_handshake.py")
+    text = "".join(Path(cuda_wires.__file__).with_name(name).read_text() for name in files)
+    said = set(re.findall(r'Refusal\(\s*"(\w+)"', text))
+    assert len(said) > 5
+    assert said <= {*REASONS}

@@ -1,0 +1,128 @@
+"""One end of a cuda_ipc connection on the fake device, in a process that a test kills or freezes.
+
+    python cuda_child.py half|late|flood|serve FOLDER
+
+half: its copy stops in the middle, when its frame is already sent. late: sends a frame, and for
+each line on stdin writes into its slot again. flood: frames without end. serve: decode, which
+takes a few frames and then holds them.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from fake_device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at, pages_of
+from link_ends import (
+    BOOT,
+    COPY_KEY,
+    HELLO,
+    SLOT_BYTES,
+    TICKET,
+    Recorder,
+    claim_record,
+)
+
+from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+from pdserve.engine.kv_pages import Pages
+from pdserve.engine.transport.base import Outlet, Target, TransportOptions, Wire
+from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
+from pdserve.engine.transport.device import Slot
+from pdserve.engine.transport.link import FrameJob, Link
+
+SIZE = SLOT_BYTES // 2
+
+
+def payload(sequence: int) -> np.ndarray:
+    return np.full(SIZE, sequence % 251, np.uint8)
+
+
+class HalfDevice(FakeDevice):
+    """A copy into the window never gets further than its first half."""
+
+    def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> FakeCopy:
+        if slot.capacity < SLOT_BYTES:  # the handshake's
+            return super().copy_out(pages, slot, key)
+        assert isinstance(slot.signal, FakeSignal)
+        slot.signal.counts[0] += 1
+        half = pages.num_bytes // 2
+        array_at(slot.address, half)[:] = array_at(pages.base, half)
+        return FakeCopy()
+
+
+class StubbornDevice(FakeDevice):
+    """What it has opened it can write into for ever, as a copy that is under way can."""
+
+    def open_memory(self, handle: bytes, size: int) -> FakeMemory:
+        memory = super().open_memory(handle, size)
+        memory.close = lambda: None  # type: ignore[method-assign]
+        return memory
+
+
+DEVICES = {"half": HalfDevice, "late": StubbornDevice, "flood": FakeDevice}
+
+
+def frame(sequence: int, sent: Callable[[Slot], None]) -> FrameJob:
+    data = payload(sequence)
+
+    def build(slot: int, space: memoryview | Outlet) -> tuple[bytes, int]:
+        space.copy_out(pages_of(data), COPY_KEY)  # type: ignore[union-attr]
+        sent(space.slot)  # type: ignore[union-attr]
+        header = FrameHeader(
+            TICKET, sequence, slot, 0, range(1), range(1), range(1), SIZE, bytes(16)
+        )
+        return header.pack() + bytes(TAG_BYTES), SIZE
+
+    return build
+
+
+def transport(folder: str, device: FakeDevice) -> CudaIpcTransport:
+    options = TransportOptions("", folder, SLOT_BYTES, lambda: device, SLOT_BYTES)
+    return CudaIpcTransport(options)
+
+
+def dial(folder: str, device: FakeDevice) -> Link:
+    wire = transport(folder, device).dial(Target("", BOOT), 5.0)
+    hello = replace(HELLO, transport="cuda_ipc")
+    link = Link.dial(wire, "cuda_ipc", Recorder(), hello, 5.0)
+    link.post(claim_record())
+    return link
+
+
+def write(mode: str, folder: str) -> None:
+    link = dial(folder, DEVICES[mode]())
+    slots: list[Slot] = []
+    if mode == "flood":
+        for sequence in range(1_000_000):
+            link.push(frame(sequence, slots.append))
+            while len(slots) + 4 < sequence and link.open:
+                threading.Event().wait(0.001)
+    link.push(frame(7, slots.append))
+    for _ in sys.stdin:
+        array_at(slots[0].address, SIZE)[:] = 0xEE
+        print("late", flush=True)
+
+
+def serve(folder: str) -> None:
+    decode = Recorder()
+
+    def accept(wire: Wire) -> None:
+        Link(wire, "cuda_ipc", decode).accept()
+
+    transport(folder, FakeDevice()).listen(BOOT, accept)
+    print("listening", flush=True)
+    seen = 0
+    while True:
+        decode.wait(lambda old=seen: len(decode.payloads) > old)  # type: ignore[misc]
+        for _ in range(len(decode.payloads) - seen):
+            print("frame", flush=True)
+            seen += 1
+        decode.hold = seen >= 3
+
+
+if __name__ == "__main__":
+    mode, where = sys.argv[1], sys.argv[2]
+    assert Path(where).is_dir()
+    serve(where) if mode == "serve" else write(mode, where)
