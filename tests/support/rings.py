@@ -1,7 +1,7 @@
 """What processes have noted of their hand-offs: checked against the machine, and made up."""
 
-import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -44,16 +44,16 @@ def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[st
 
 @dataclass
 class Notes:
-    """A Log in memory; several of one clock are processes of one host."""
+    """A trace's Log; several of one clock (ns) are processes of one host."""
 
     role: str
-    clock: "count[int]" = field(default_factory=lambda: count(0, 1_000_000))
+    boot: bytes
+    clock: Callable[[], int]
     records: list[Record] = field(default_factory=list)
     words: list[str] = field(default_factory=lambda: [""])
-    boot: bytes = field(default_factory=lambda: os.urandom(16))
 
     def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
-        at, number = next(self.clock), len(self.records) + 1
+        at, number = self.clock(), len(self.records) + 1
         prefix = attempt[:8].ljust(8, b"\0")
         self.records.append(Record(at, int(kind), prefix, number, state, detail, argument))
 
@@ -62,20 +62,14 @@ class Notes:
             self.words.append(text)
         return self.words.index(text)
 
-    def recording(self, **change: object) -> Recording:
-        words = tuple(self.words)
-        return Recording(  # type: ignore[arg-type]
-            **{
-                "role": self.role,
-                "boot": self.boot,
-                "host": HOST,
-                "epoch_ns": 0,
-                "wall_ns": 0,
-                "words": words,
-                "records": list(self.records),
-            }
-            | change
-        )
+    def close(self) -> None:
+        """The process ends in order."""
+        self.append(Mark.END, b"", 0, 0, 0)
+
+    def recording(self) -> Recording:
+        """As a reader of its ring would have it."""
+        words, records = tuple(self.words), list(self.records)
+        return Recording(self.role, self.boot, HOST, 0, 0, words, records)
 
 
 class Played:
@@ -121,9 +115,10 @@ def play(attempt: bytes, request: int, router: Log, decode: Log, prefill: Log) -
 
 def whole_handoff(attempt: bytes, request: int = 1) -> tuple[Notes, Notes, Notes]:
     """Router, decode and prefill of an attempt without a fault, and an orderly end of each."""
-    clock = count(0, 1_000_000)
-    router, decode, prefill = (Notes(role, clock) for role in ("router", "decode", "prefill"))
+    clock = count(0, 1_000_000).__next__
+    roles = ("router", "decode", "prefill")
+    router, decode, prefill = (Notes(role, role.encode(), clock) for role in roles)
     play(attempt, request, router, decode, prefill)
     for notes in (router, decode, prefill):
-        notes.append(Mark.END, b"", 0, 0, 0)
+        notes.close()
     return router, decode, prefill

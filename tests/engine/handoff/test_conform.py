@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,10 @@ from pdserve.engine.handoff.timeline import merge
 from pdserve.engine.handoff.trace import Mark, Record, Recording, Trace
 
 ATTEMPT = bytes(range(16))
+
+
+def fresh(role: str) -> Notes:
+    return Notes(role, os.urandom(16), count(0, 1_000_000).__next__)
 
 
 def rules(*notes: Notes | Recording) -> list[str]:
@@ -179,11 +184,11 @@ def test_two_receivers_of_one_attempt() -> None:
 @pytest.mark.parametrize("reason", ["deadline", "peer silent", "peer frozen"])
 @pytest.mark.parametrize("wait_s", [0.2, 30.0])
 def test_a_tick_finds_only_what_time_has_brought(reason: str, wait_s: float) -> None:
-    notes = Notes("decode")
+    notes = fresh("decode")
     side = Played(notes, Side.RECEIVE, ATTEMPT)
     notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms to its deadline
     side.does(Claimed())
-    notes.clock = iter([int(wait_s * 1e9)])  # type: ignore[assignment]
+    notes.clock = lambda: int(wait_s * 1e9)
     before = replace(side.state, deadline=0.0 if reason == "deadline" else float("inf"))
     before = replace(before, heard=-1e9 if reason == "peer silent" else 100.0)
     before = replace(before, moved=-1e9 if reason == "peer frozen" else 100.0)
@@ -194,7 +199,7 @@ def test_a_tick_finds_only_what_time_has_brought(reason: str, wait_s: float) -> 
 
 
 def test_a_commit_that_raised_is_undone() -> None:
-    notes = Notes("decode")
+    notes = fresh("decode")
     side = Played(notes, Side.RECEIVE, ATTEMPT)
     side.does(Claimed())
     side.mark(Mark.TAKEN, 3, 0)
@@ -205,7 +210,7 @@ def test_a_commit_that_raised_is_undone() -> None:
     assert rules(notes) == [], "the process may have been killed here"
     side.mark(Mark.UNDONE)
     side.does(Ended("internal error"))
-    notes.append(Mark.END, b"", 0, 0, 0)
+    notes.close()
     assert rules(notes) == []
     without(notes, "UNDONE")
     assert "it was committed, the record says receiving" in rules(notes)
@@ -259,7 +264,7 @@ def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
     side: Side, events: list[Event | None], broken: int, bits: int
 ) -> None:
     """None: the next event down the drawing."""
-    notes, happy = Notes("worker"), iter(HAPPY[side])
+    notes, happy = fresh("worker"), iter(HAPPY[side])
     played = Played(notes, side, ATTEMPT)
     for chosen in events:
         event = chosen or next(happy, Tick())
@@ -288,7 +293,7 @@ def test_every_phase_was_reached() -> None:
 def test_names_of_other_attempts_do_not_matter() -> None:
     many = [whole_handoff(os.urandom(16), n) for n in range(20)]
     records: list[Record] = []
-    notes = Notes("decode")
+    notes = fresh("decode")
     for _, decode, _ in many:
         records += decode.records[:-1]
     ordered = sorted(records, key=lambda record: record.time_ns)
@@ -298,7 +303,7 @@ def test_names_of_other_attempts_do_not_matter() -> None:
 
 
 def test_the_trace_leaves_out_what_changes_nothing() -> None:
-    notes = Notes("decode")
+    notes = fresh("decode")
     trace, state = Trace(notes), Handoff(Side.RECEIVE, 1.0)
     for event in (Tick(), Progress(0.0, 1, True)):
         after, actions = step(state, event, 0.5)

@@ -1,0 +1,125 @@
+"""The rings of a real Sender and Receiver tell when these do not do what the machine says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_kit import fake_engine
+from fleet import wait_for
+from handoff_pair import Pair, local, request
+from rings import assert_conform
+
+from pdserve.engine.handoff import endpoint, machine
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.machine import Action, Actions, Event, Filled, Granted, Handoff
+from pdserve.engine.handoff.ring import read_rings
+from pdserve.engine.request import Computed, Step
+
+
+class Noted(Pair):
+    """A pair whose rings are read when it has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        sockets, self.folder = folder / "sockets", folder / "rings"
+        sockets.mkdir()
+        engines = fake_engine(num_blocks=256), fake_engine(num_blocks=256)
+        super().__init__(*engines, "tcp", sockets, rings=self.folder)
+        self.closed = False
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+        self.closed = True
+
+    def rules(self) -> set[str]:
+        """The rules that it has broken."""
+        self.close()
+        return {violation.rule for violation in check(read_rings(self.folder.iterdir()))}
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Iterator[Noted]:
+    pair = Noted(tmp_path)
+    yield pair
+    pair.close()
+
+
+def test_every_record_of_a_hand_off_is_there(noted: Noted) -> None:
+    asked = request(200)
+    attempt = noted.hand_off(asked)
+    assert noted.answer(asked) == local(asked)
+    noted.wait(lambda: attempt in noted.sent)
+    noted.close()
+    found = assert_conform(noted.folder)
+    for side, event in (
+        ("send", "opened"), ("send", "taken"), ("send", "picked"), ("receive", "claimed"),
+        ("receive", "taken"), ("receive", "reserved"), ("send", "granted"), ("receive", "filled"),
+        ("receive", "handed"), ("send", "filled"), ("send", "freed"),
+    ):  # fmt: skip
+        assert found[side, event] == 1, (side, event)
+    assert found["send", "sent"] == found["receive", "written"] >= 1
+
+
+def test_a_commit_without_the_frames(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bitmap, "complete", property(lambda bitmap: True))
+    attempt = noted.hand_off(request(200))
+    noted.wait(lambda: attempt in noted.received)
+    assert "committed with 0 of 50 cells" in noted.rules()
+
+
+def test_blocks_that_are_not_given_back(noted: Noted) -> None:
+    noted.receiver.actions[Action.FREE_BLOCKS] = lambda attempt: None
+    asked = request(200)
+    attempt, hits = bytes.fromhex(asked.key), []
+
+    def hook(step: Step) -> None:
+        """Cancelled when decode has the blocks; prefill has not gone on meanwhile."""
+        if not hits and any(isinstance(event, Computed) for event in step.events):
+            wait_for(lambda: not noted.receiver.is_waiting(attempt), 10, "blocks at decode")
+            hits.append(noted.at_decode(lambda r: r.cancel(attempt, "cancelled")))
+
+    noted.prefill_hook = hook
+    noted.hand_off(asked)
+    noted.wait(lambda: attempt in noted.lost)
+    assert noted.lost == {attempt: "cancelled"}
+    assert {"it owes FREED", "it has blocks at an orderly end"} <= noted.rules()
+
+
+@pytest.mark.parametrize("action", [Action.GIVE_BACK_PROMISE, Action.SEND_COMPLETE])
+def test_an_action_that_is_left_out(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch, action: Action
+) -> None:
+    """The shells run a machine with a bug; the checker has the right one."""
+
+    def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
+        after, actions = machine.step(state, event, now)
+        return after, tuple(a for a in actions if a is not action)
+
+    monkeypatch.setattr(endpoint, "step", step)
+    attempt = noted.hand_off(request(200))
+    noted.wait(lambda: attempt in noted.received)
+    (rule,) = noted.rules()
+    assert rule.startswith("the machine says: ")
+    assert action.value in rule
+
+
+def test_blocks_that_are_given_back_too_early(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill takes its blocks back when decode asks for them, not when decode has them."""
+
+    def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
+        after, actions = machine.step(state, event, now)
+        if isinstance(event, Granted):
+            after, more = machine.step(after, Filled(), now)
+            actions += more
+        return after, actions
+
+    monkeypatch.setattr(endpoint, "step", step)
+    attempt = noted.hand_off(request(200))
+    noted.wait(lambda: attempt in noted.sent)
+    assert {
+        "the machine goes to receiving",
+        "the machine says: send_frames",
+    } <= noted.rules()
