@@ -19,7 +19,7 @@ from handoff_model.config import WHOLE
 def seeded(number: int) -> Result:
     """The run that finds a bug. By number, since a rule may be a lambda."""
     bug = BUGS[number]
-    return explore(bug.config, bug.rules)
+    return explore(bug.config, bug.rules, bug.breaks)
 
 
 def show(title: str, result: Result) -> None:

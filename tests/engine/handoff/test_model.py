@@ -55,7 +55,7 @@ def moves() -> Iterator[tuple[ModuleType, str]]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_found(bug: Bug) -> None:
-    found = explore(bug.config, bug.rules)
+    found = explore(bug.config, bug.rules, bug.breaks)
     print(told(found))
     assert found.violation.startswith(bug.breaks)
     assert len(found.trace) > 5

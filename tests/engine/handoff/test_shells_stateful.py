@@ -16,82 +16,18 @@ from fake_decoder import reference
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from memory_link import Frame, MemoryLink, tie
+from memory_link import Frame, MemoryLink
+from memory_prefill import Worker
 
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import PREFIX_BYTES
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.machine import PROGRESS_S
-from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.request import Finished, NewTokens, Step, prefix_ids
-from pdserve.engine.transport.base import Target, TransportRefused
 
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
 BLOCKS, WINDOW, STEP_S = 16, 10, 0.001
-
-
-class Later:
-    """An executor that does nothing by itself."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def submit(self, fn: Any, *words: Any) -> None:
-        self.calls.append(partial(fn, *words))
-
-    def shutdown(self) -> None:
-        self.calls.clear()
-
-
-class Worker:
-    """A prefill process; it dials by itself, when it is told to."""
-
-    def __init__(self, world: "ShellsMachine") -> None:
-        self.world = world
-        self.boot = os.urandom(16)
-        self.engine = fake_engine(num_blocks=BLOCKS, window=WINDOW, chunk_size=8)
-        self.refusals: Counter[str] = Counter()
-        self.refuses = False
-        self.links: list[MemoryLink] = []
-        self.sent: dict[bytes, Sent] = {}
-        self.sender = Sender(
-            self.engine,
-            self.engine.kv,
-            (),
-            boot=self.boot,
-            identity=self.engine.kv_identity,
-            on_ended=self.ended,
-            wake=lambda: None,
-            progress=lambda: (world.steps, True),
-            clock=world.clock,
-        )
-        self.sender._slot_bytes = 1  # a frame for each block of each layer
-        self.dials = Later()
-        self.sender._dial_threads.shutdown()
-        self.sender._dial_threads = self.dials  # type: ignore[assignment]
-        self.sender._dialer = self  # type: ignore[assignment]
-
-    def dial(self, target: Target, hello: control.Hello) -> MemoryLink:
-        """Dialer.dial."""
-        if self.refuses:
-            HITS["dial refused"] += 1
-            raise TransportRefused("nobody there")
-        world = self.world
-        size = slot_bytes(self.engine.kv.spec)
-        here = MemoryLink(self.sender, target.boot, size, world.clock)
-        there = MemoryLink(world.receiver, hello.prefill_boot, size, world.clock)
-        tie(here, there)
-        there.hello = hello
-        assert not world.receiver.introduced(there, hello)
-        self.links.append(here)
-        return here
-
-    def ended(self, sent: Sent) -> None:
-        assert sent.attempt not in self.sent, "told twice"
-        self.sent[sent.attempt] = sent
 
 
 class ShellsMachine(RuleBasedStateMachine):
@@ -115,7 +51,7 @@ class ShellsMachine(RuleBasedStateMachine):
             progress=lambda: (self.steps, True),
             clock=self.clock,
         )
-        self.workers = [Worker(self), Worker(self)]
+        self.workers = [Worker(self, BLOCKS, WINDOW), Worker(self, BLOCKS, WINDOW)]
         self.dead: list[Worker] = []
         self.requests: dict[bytes, Any] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -318,7 +254,7 @@ class ShellsMachine(RuleBasedStateMachine):
         """Another process takes the worker's place; what it had sent may still arrive."""
         if not self.rarely():
             return
-        dead, self.workers[which] = self.workers[which], Worker(self)
+        dead, self.workers[which] = self.workers[which], Worker(self, BLOCKS, WINDOW)
         HITS["crashed while sending"] += any(a.next_blocks for a in dead.sender._live.values())
         for link in dead.links:
             link.reason = link.reason or "dead"
@@ -376,6 +312,7 @@ class ShellsMachine(RuleBasedStateMachine):
             assert_at_rest(worker.engine)
         for worker in (*self.workers, *self.dead):
             HITS["sent"] += sum(not sent.reason for sent in worker.sent.values())
+            HITS["dial refused"] += worker.num_refused
 
 
 TestShells = ShellsMachine.TestCase

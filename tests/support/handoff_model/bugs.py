@@ -107,7 +107,7 @@ BUGS = (
         "a retry reuses blocks under a frozen writer",
         replace(REAL, takes_frames=takes_every_frame),
         Config("frozen writer", (A,), ("freeze prefill",), 1),
-        "block",
+        "a late frame is written into a block of request 0 attempt 1",
     ),
     Bug(
         "cancel by request id",
@@ -125,13 +125,13 @@ BUGS = (
         "count instead of position in a prefix match",
         replace(REAL, tables=CountedMatch),
         Config("equal prompts", (A, A), ("evict",), 1),
-        "a request",
+        "a request joins the batch on keys and values (2, 2), not (1, 2)",
     ),
     Bug(
         "a block cached before verification",
         replace(REAL, tables=EarlyCache),
         Config("no fault", (A,)),
-        "block",
+        "block 1 is cached with 0 in it",
     ),
     Bug(
         "double release on crash + deadline",

@@ -46,9 +46,12 @@ def own_moves(w: World) -> Iterator[Move]:
     yield from prefill.moves(w)
 
 
-def explore(config: Config, rules: Rules | None = None, max_seconds: float = 1e9) -> Result:
-    """All states that can be reached, or up to the first violation."""
-    search = _Search(Model(config, rules or Rules()))
+def explore(
+    config: Config, rules: Rules | None = None, wanted: str = "", max_seconds: float = 1e9
+) -> Result:
+    """All states that can be reached, or up to the first violation whose message begins so; a path
+    with another one is not followed further."""
+    search = _Search(Model(config, rules or Rules()), wanted)
     gc.disable()  # nothing here is cyclic, and there are millions of tuples
     try:
         search.run(max_seconds)
@@ -63,8 +66,9 @@ def name(move: Callable[..., Any]) -> str:
 
 
 class _Search:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, wanted: str) -> None:
         self.model = model
+        self.wanted = wanted
         self.result = Result(model.config.name)
         self.parents = array("l", [-1])  # by state, in order of discovery
         self.chosen = array("H", [0])  # which move of the parent led here
@@ -96,8 +100,9 @@ class _Search:
             try:
                 check_state(w)
             except Violation as violation:
-                self._fail(at, None, violation)
-                return []
+                if self._fail(at, None, violation):
+                    return []
+                continue
             moves = list(own_moves(w))
             num_own = len(moves)
             moves += faults.moves(w)
@@ -108,8 +113,9 @@ class _Search:
                     if act(after, *words) is False:  # type: ignore[operator]
                         continue
                 except Violation as violation:
-                    self._fail(at, number, violation)
-                    return []
+                    if self._fail(at, number, violation):
+                        return []
+                    continue
                 if number < num_own and act not in THAWS:
                     stuck = False
                 happened[act] += 1  # type: ignore[index]
@@ -126,17 +132,21 @@ class _Search:
                 try:
                     check_end(w)
                 except Violation as violation:
-                    self._fail(at, None, violation)
-                    return []
+                    if self._fail(at, None, violation):
+                        return []
         return found
 
-    def _fail(self, at: int, number: int | None, violation: Violation) -> None:
+    def _fail(self, at: int, number: int | None, violation: Violation) -> bool:
+        """Whether it is a violation that was asked for."""
+        if not str(violation).startswith(self.wanted):
+            return False
         self.result.violation = str(violation)
         steps: list[int] = [] if number is None else [number]
         while self.parents[at] >= 0:
             steps.append(self.chosen[at])
             at = self.parents[at]
         self.result.trace = list(self._replay(reversed(steps)))
+        return True
 
     def _replay(self, steps: Iterator[int]) -> Iterator[str]:
         state = self.model.initial()
@@ -157,8 +167,7 @@ class _Search:
         who, what = name(act).split()
         subject, *rest = words
         if act.__code__.co_varnames[1] == "a":
-            request, attempt = divmod(subject, self.model.config.attempts)
-            subject = f"request {request} attempt {attempt}"
+            subject = self.model.title(subject)
         elif act.__code__.co_varnames[1] == "r":
             subject = f"request {subject}"
         elif act.__code__.co_varnames[1] == "p":

@@ -98,7 +98,7 @@ def _obey(w: World, a: int, command: Any, present: bool) -> None:
         case "admit":
             _admit(w, a, present)
         case "cancel":
-            _cancel(w, a)
+            _cancel(w, a, present)
         case ("resume", epoch):
             _resume(w, a, epoch, present)
 
@@ -123,8 +123,11 @@ def _belongs(it: Attempt, epoch: int, present: bool) -> None:
         it.orphaned = tuple(sorted({*it.orphaned, epoch}))
 
 
-def _cancel(w: World, a: int) -> None:
-    """DecodeCore.cancel: no event follows."""
+def _cancel(w: World, a: int, present: bool) -> None:
+    """DecodeCore.cancel: no event follows. A session that another one has followed is not heard."""
+    it = w.attempt(a)
+    if not present and it.alive and w.model.leases.all[it.lease].phase is lease.Phase.OWNED:
+        return
     served = [x for x in w.present if w.model.live_lease(w.attempt(x).lease)]
     found = w.model.rules.named(served, a)
     if found is not None:
@@ -204,8 +207,9 @@ def say_last(w: World, a: int, word: str) -> None:
     it = w.attempt(a)
     if not w.model.live_lease(it.lease):
         return
-    it.last = word
-    _lease(w, a, lease.Ended(keep=True))
+    keep = word in ("finished", "failed")
+    it.last = word if keep else ""
+    _lease(w, a, lease.Ended(keep))
     emit(it, word)
 
 
@@ -351,7 +355,9 @@ def read_frame(w: World, a: int, frame: Frame) -> None:
     for block in piece.blocks:
         target = it.table[block]
         if not w.decode_blocks().may_write(a, target):
-            raise Violation(f"block {target} is written, which is not the attempt's to write")
+            owner = w.decode_blocks().owner(target)
+            whose = w.model.title(owner) if owner is not None else "nobody"
+            raise Violation(f"a late frame is written into a block of {whose}")
         put(w, target, value)
     it.bitmap |= 1 << index
     fill(w, a)

@@ -134,6 +134,13 @@ class DecodeBlocks:
             and self.pool.writable(block)
         )
 
+    def owner(self, block: int) -> int | None:
+        """An attempt that holds the block."""
+        for name, job in self.roster.jobs.items():
+            if any(block in s.block_tables[0] for s in job.sequences):
+                return int(name)
+        return None
+
     def evict(self, block: int) -> None:
         """Other work needs this block, which is cached."""
         pool = self.pool

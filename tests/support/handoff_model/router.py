@@ -125,11 +125,12 @@ def hear_decode(w: World, a: int) -> str:
             req.stage = Stage.PREFILLING
             to_prefill(attempt, "start")
         case "busy" if req.stage == Stage.ADMITTING:
+            tries = w.model.config.tries(w.model.request_of(a))
             close(w, req)
             if not (attempt.late or attempt.orphaned):
                 req.begun -= 1  # nothing was tried; its id is as good as a new one
             req.busy = True
-            if req.begun == w.model.config.attempts:
+            if req.begun == tries:
                 answer(req, "failed")
                 req.stage = Stage.ENDED
         case "handoff lost":
@@ -186,9 +187,10 @@ def prefill_lost(w: World, req: Req) -> None:
 
 
 def retry(w: World, req: Req) -> None:
+    tries = w.model.config.tries(w.model.request_of(req.current))
     cancel_attempt(w, req)
     close(w, req)
-    if req.begun == w.model.config.attempts:
+    if req.begun == tries:
         answer(req, "failed")
         req.stage = Stage.ENDED
 

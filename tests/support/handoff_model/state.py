@@ -174,6 +174,11 @@ class Model:
     def request_of(self, attempt: int) -> int:
         return attempt // self.config.attempts
 
+    def title(self, attempt: int) -> str:
+        """In a trace."""
+        request, number = divmod(attempt, self.config.attempts)
+        return f"request {request} attempt {number}"
+
     def live_lease(self, number: int) -> bool:
         return self.leases.live[number]
 
