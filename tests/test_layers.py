@@ -67,6 +67,7 @@ PURE = (
     "engine/handoff/timeline.py",
     "engine/handoff/life.py",
     "engine/handoff/conform.py",
+    "engine/handoff/seed.py",
     "services/decode/transcript.py",
     "services/router/migrations.py",
     "services/router/policy.py",

@@ -1,12 +1,12 @@
-"""Recordings of several processes as one timeline, in words, and as a script of events; pure.
+"""Recordings of several processes as one timeline, and their records in words; pure.
 
 Processes on one host share a monotonic clock, so their records merge in the order in which they
 were made. With more than one host the time of day decides, and order between hosts means little.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pdserve.engine.handoff.trace import MAX_ARGUMENT, ROUTE, TOLD, Mark, Record, Recording
 
@@ -99,54 +99,3 @@ def _step(recording: Recording, record: Record) -> str:
 def event_name(record: Record) -> str:
     """Of the events of the machine: "claimed", "tick", ...; of marks: "opened", ...; lower case."""
     return (record.event.__name__ if record.event else Mark(record.kind).name).lower()
-
-
-def script(timeline: Timeline, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """The events of some entries for a simulator, as plain data (`pdserve replay --seed`).
-
-    Each is an object with `t` (seconds since the first), `process` ("decode-1a2b3c"), `attempt`
-    (16 hex digits), `side` ("send", "receive", "route") and `event`. The events and what they add:
-    of the machine, by class name in lower case: claimed, picked, reserved, granted, filled, heard,
-    progress, tick, ended; tick and ended with `reason`, ended with `told`; every one with `phase`,
-    the phase after it. opened: `promised` blocks and `deadline_s` (null: none), on route `number`
-    (which try) and `request`. taken: `blocks`, `cells`. sent, written: `frame`, `cells`. late:
-    `frame`. closed: `reason`. freed, handed, undone and gone add nothing.
-    """
-    first = entries[0].at_ns if entries else 0
-    found = []
-    for entry in entries:
-        recording, record = timeline.of(entry), entry.record
-        event: dict[str, Any] = {
-            "t": round((entry.at_ns - first) / 1e9, 9),
-            "process": recording.name,
-            "attempt": record.attempt.hex(),
-            "side": record.side,
-            "event": event_name(record),
-        }
-        found.append(event | _fields(recording, record))
-    return found
-
-
-def _fields(recording: Recording, record: Record) -> dict[str, Any]:
-    detail, argument = record.detail, record.argument
-    match record.mark:
-        case None:
-            fields: dict[str, Any] = {"phase": record.after.value}
-            if detail:
-                fields |= {"reason": recording.word(detail), "told": bool(detail & TOLD)}
-            return fields
-        case Mark.OPENED if record.side == ROUTE:
-            return {"number": detail, "request": argument}
-        case Mark.OPENED:
-            left = None if argument == MAX_ARGUMENT else argument / 1000
-            return {"promised": detail, "deadline_s": left}
-        case Mark.TAKEN:
-            return {"blocks": detail, "cells": argument}
-        case Mark.SENT | Mark.WRITTEN:
-            return {"frame": detail, "cells": argument}
-        case Mark.LATE:
-            return {"frame": detail}
-        case Mark.CLOSED:
-            return {"reason": recording.word(detail)}
-        case _:
-            return {}

@@ -124,7 +124,7 @@ COMMANDS = {
         ),
         Command(
             "replay",
-            "print what was noted of hand-offs, check it, or make a script of it",
+            "print what was noted of hand-offs, check it, or make a simulation of it",
             "pdserve.services.cli.replay:run",
             (("replay", CLI + "ReplaySettings", ()),),
             (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),

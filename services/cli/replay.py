@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pdserve.engine.handoff.conform import check
 from pdserve.engine.handoff.ring import SUFFIX, RingError, read_rings
-from pdserve.engine.handoff.timeline import Entry, Timeline, describe, merge, script
+from pdserve.engine.handoff.seed import scenario
+from pdserve.engine.handoff.timeline import Entry, Timeline, describe, merge
 from pdserve.engine.handoff.trace import ROUTE, Mark, Recording
 from pdserve.services.cli.settings import ReplaySettings
 from pdserve.services.cli.sources import Settings
@@ -39,8 +40,7 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
         print("pdserve replay: no such attempt" if prefix else "pdserve replay: no records")
         return 1
     if chosen.seed:
-        every = sorted((e for life in lives.values() for e in life), key=lambda e: e.at_ns)
-        print(json.dumps(script(timeline, every), indent=1))
+        print(json.dumps(scenario(timeline, lives)))
     elif not chosen.check:
         for attempt, entries in lives.items():
             print("\n".join(life_lines(timeline, attempt, entries)), end="\n\n")

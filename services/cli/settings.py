@@ -58,4 +58,4 @@ class ReplaySettings:
 
     attempt: str = option("", "only attempts whose id begins so (hex)")
     check: bool = option(False, "compare them with the machine; exit code 1 if they differ")
-    seed: bool = option(False, "print a script of events for a simulator instead (JSON)")
+    seed: bool = option(False, "print a scenario of the cluster simulation instead (JSON)")

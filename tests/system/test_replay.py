@@ -52,9 +52,12 @@ def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) ->
     assert noted["receive", "written"] == noted["send", "sent"] >= 6
     assert noted["route", "closed"] == noted["route", "opened"] >= 6
 
-    script = json.loads(replay(str(rings), "--seed").stdout)
-    lost = [e for e in script if e["event"] == "closed" and "died" in e["reason"]]
+    lives = replay(str(rings)).stdout.strip().split("\n\n")
+    lost = [life for life in lives if "closed: decode" in life]
     assert len(lost) == 2
-    life = replay(str(rings), "--attempt", lost[0]["attempt"]).stdout
-    assert "receiving -> committed; send_complete, commit, report_done" in life
-    assert "died" in life.splitlines()[-2]
+    for life in lost:
+        assert "receiving -> committed; send_complete, commit, report_done" in life
+        assert "died" in life.splitlines()[-1]
+    scenario = json.loads(replay(str(rings), "--seed").stdout)
+    assert len(scenario["asks"]) == 4
+    assert [(f["kind"], f["phase"]) for f in scenario["faults"]] == [("SIGKILL decode", "decoding")]

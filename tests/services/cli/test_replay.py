@@ -1,12 +1,22 @@
 """`pdserve replay`: lives as text, as verdict and as script, from rings of three processes."""
 
-import json
 from pathlib import Path
 
 import pytest
-from rings import play
+from rings import Played, play
+from simulation.run import simulate
+from simulation.scenario import Scenario
 
-from pdserve.engine.handoff.machine import Ended, Handoff, Side, step
+from pdserve.engine.handoff.machine import (
+    Claimed,
+    Ended,
+    Granted,
+    Handoff,
+    Picked,
+    Reserved,
+    Side,
+    step,
+)
 from pdserve.engine.handoff.ring import Ring, open_ring
 from pdserve.engine.handoff.trace import MAX_ARGUMENT, Mark, Trace
 from pdserve.services.cli.main import main
@@ -71,20 +81,64 @@ def test_check_tells_violations_by_its_code(
     assert main(["replay", str(rings), "--check", "--attempt", "00"]) == 0
 
 
-def test_a_script_for_a_simulator(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(rings), "--seed", "--attempt", FIRST.hex()]) == 0
-    script = json.loads(capsys.readouterr().out)
-    assert len(script) == 18
-    assert all({"t", "process", "attempt", "side", "event"} <= set(event) for event in script)
-    assert script[0]["t"] == 0.0
-    assert {event["attempt"] for event in script} == {FIRST[:8].hex()}
-    of = {(event["side"], event["event"]): event for event in script}
-    assert of["route", "opened"]["request"] == 1
-    assert of["receive", "opened"]["deadline_s"] is None
-    assert of["receive", "taken"]["cells"] == 6
-    assert of["send", "sent"]["frame"] == 6
-    assert of["receive", "filled"]["phase"] == "committed"
-    assert [e["event"] for e in script if e["side"] == "send"][:3] == ["opened", "taken", "picked"]
+def test_a_scenario_of_the_simulation(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(rings), "--seed"]) == 0
+    scenario = Scenario.from_json(capsys.readouterr().out)
+    assert [len(ask.prompt) for ask in scenario.asks] == [12, 12], "three blocks each"
+    assert scenario.asks[0].at_s == 0.0 < scenario.asks[1].at_s
+    assert (scenario.routers, scenario.prefills, scenario.decodes) == (1, 1, 1)
+    assert not scenario.faults
+    result = simulate(scenario)
+    assert not result.violations
+    assert set(result.answers.values()) == {"finished"}
+
+
+ENDS: list[tuple[str, str, str, str]] = [
+    ("receive", "peer silent", "SIGSTOP prefill", "transferring"),
+    ("send", "peer silent", "SIGSTOP decode", "transferring"),
+    ("receive", "frame: of another layer", "bit flip", "transferring"),
+    ("receive", "connection: reset", "reset prefill-decode", "transferring"),
+    ("receive", "cancelled", "client closes", "transferring"),
+    ("killed", "connection: closed", "SIGKILL prefill", "transferring"),
+]
+
+
+@pytest.mark.parametrize(("side", "reason", "kind", "phase"), ENDS, ids=lambda v: str(v)[:16])
+def test_what_ended_an_attempt_is_the_fault(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    side: str,
+    reason: str,
+    kind: str,
+    phase: str,
+) -> None:
+    """The simulation takes it, and it strikes there."""
+    made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ROLES]
+    router, decode, prefill = (ring for ring in made if ring is not None)
+    play(FIRST, 1, router, decode, prefill)
+    Trace(router).route(SECOND, 1, 2)
+    receive, send = Played(decode, Side.RECEIVE, SECOND), Played(prefill, Side.SEND, SECOND)
+    send.mark(Mark.TAKEN, 7)
+    send.does(Picked())
+    receive.does(Claimed())
+    receive.mark(Mark.TAKEN, 7, 14)
+    receive.does(Reserved())
+    send.does(Granted())
+    send.mark(Mark.SENT, 3, 2)
+    (send if side == "send" else receive).does(Ended(reason))
+    Trace(router).unroute(SECOND, "prefill p: hand-off lost")
+    if side != "killed":
+        prefill.close()
+    decode.close()
+    router.close()
+    assert main(["replay", str(tmp_path), "--seed"]) == 0
+    scenario = Scenario.from_json(capsys.readouterr().out)
+    (fault,) = scenario.faults
+    assert (fault.kind, fault.phase, fault.index) == (kind, phase, 0)
+    assert len(scenario.ask(fault.request).prompt) == 28
+    result = simulate(scenario)
+    assert not result.violations
+    assert result.hits == [(kind, phase)]
 
 
 @pytest.mark.parametrize("content", [b"", b"PDSVRING", b"x" * 10_000])
