@@ -177,6 +177,12 @@ class SimTransport:
         self._slot_bytes = slot_bytes
         self._process: Any = asyncio.get_running_loop()
 
+    def check(self) -> None:
+        """It is there."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def listen(self, boot: bytes, accept: Callable[[Any], None]) -> Any:
         address = f"{self._process.name}:6000"
         self._network.listen(address, self._process, accept)
