@@ -87,6 +87,7 @@ async def test_a_hand_off_goes_on_after_a_restart(
     gateway = await cluster.gateway()
     await gateway.start("r", LONG, max_tokens=12)
     await prefill.until(lambda: bool(prefill.ids))
+    await gateway.until(lambda: bool(gateway.of("r", "placed")))
     if not known:
         prefill.ids.clear()
     prefill.hang = False
@@ -114,6 +115,7 @@ async def test_a_prefill_worker_that_never_joins_is_tried_without(
     gateway = await cluster.gateway()
     await gateway.start("r", LONG, max_tokens=12)
     await prefill.until(lambda: bool(prefill.ids))
+    await gateway.until(lambda: bool(gateway.of("r", "placed")))
     await prefill.kill()
     await gateway.close()
     cluster.gateways.remove(gateway)
