@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.handoff import control
@@ -11,8 +11,10 @@ from pdserve.engine.handoff.frames import (
     FRAME_BYTES,
     MAX_CONTROL_BYTES,
     PREFIX_BYTES,
+    WIRE_VERSION,
     FrameError,
     FrameHeader,
+    OtherVersion,
     Prefix,
 )
 from pdserve.engine.handoff.keys import Domain, Ticket, derive_keys
@@ -115,6 +117,35 @@ def test_decoders_raise_only_frame_error(data: bytes) -> None:
                 continue
 
 
+HELLOS = st.builds(
+    control.Hello, ID, ID, IDENTITY, st.just("tcp"), st.just(encode_spec(SPEC)), st.booleans()
+)
+
+
+@given(HELLOS, st.integers(0, 2**16), st.integers(0, 255), st.booleans())
+def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
+    hello: control.Hello, at: int, value: int, cut: bool
+) -> None:
+    body = control.encode(hello)[PREFIX_BYTES:]
+    at %= len(body)
+    changed = body[:at] if cut else body[:at] + bytes([value]) + body[at + 1 :]
+    try:
+        found = control.decode(Prefix(control.Hello.TYPE, len(changed)).pack() + changed)
+        assert isinstance(found, control.Hello)
+        decode_spec(found.spec)
+    except FrameError:
+        event("frame error")
+        return
+    event("another hello" if found != hello else "the same")
+
+
+def test_another_wire_version_is_named() -> None:
+    record = bytearray(control.encode(control.Credit(1)))
+    record[2] = 77
+    with pytest.raises(OtherVersion, match=f"wire version {WIRE_VERSION} here, 77 there"):
+        control.decode(bytes(record))
+
+
 def test_oversized_records_are_refused_by_their_prefix() -> None:
     with pytest.raises(FrameError):
         Prefix.unpack(Prefix(16, MAX_CONTROL_BYTES + 1).pack())
@@ -150,6 +181,20 @@ def test_a_flipped_bit_of_a_header_is_found(bit: int) -> None:
     except FrameError:
         return
     assert not KEYS.to_decode.matches(Domain.HEADER, parsed.sequence, covered, tag)
+
+
+@given(st.binary(min_size=1, max_size=2000), U64, st.integers(0, 2**20))
+def test_a_sealed_payload_opens_only_as_it_was_sealed(data: bytes, seq: int, bit: int) -> None:
+    key = KEYS.to_decode
+    sealed = bytes(key.seal(seq, data))
+    content, tag = sealed[: len(data)], sealed[len(data) :]
+    assert len(tag) == 16
+    assert key.unseal(seq, content, tag) == data
+    assert key.unseal(seq ^ 1, content, tag) is None, "another sequence, another nonce"
+    assert KEYS.to_prefill.unseal(seq, content, tag) is None
+    flipped = bytearray(sealed)
+    flipped[bit // 8 % len(sealed)] ^= 1 << (bit % 8)
+    assert key.unseal(seq, flipped[: len(data)], bytes(flipped[len(data) :])) is None
 
 
 def test_keys_depend_on_everything_that_must_be_agreed() -> None:
