@@ -55,7 +55,8 @@ def opened(handle: bytes, size: int) -> FakeMemory:
 
 
 class FakeSignal:
-    """[recorded, done]: how often; a copy that is under way lies between."""
+    """[recorded, done]: numbers of records; while a copy is under way they differ. As with CUDA,
+    only the newest record counts: one whose process has died is forgotten with the next."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
@@ -125,12 +126,13 @@ class FakeDevice:
         copy, signal = FakeCopy(), slot.signal
         assert isinstance(signal, FakeSignal)
         signal.counts[0] += 1
+        number = int(signal.counts[0])
 
         def run() -> None:
             tag = copied(pages, slot, key, True)
             array_at(slot.address + slot.capacity, TAG_BYTES)[:] = np.frombuffer(tag, np.uint8)
             self.spoil(slot)
-            signal.counts[1] += 1
+            signal.counts[1] = number
             self.num["out"] += 1
             copy.ended.set()
 
