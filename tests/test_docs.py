@@ -22,9 +22,10 @@ OPTIONS: dict[str, Option] = {
 }
 # Flags of pdserve that are no option, then those of docker.
 OTHER_FLAGS = {"--help", "--config", "--build"}
-SIMULATION_FLAGS = {
+SCRIPT_FLAGS = {
     flag
-    for path in (ROOT / "tests/simulation").glob("*.py")
+    for folder in ("tests/simulation", "benchmarks/handoff")
+    for path in (ROOT / folder).glob("*.py")
     for flag in re.findall(r'add_argument\("(--[a-z]+)"', path.read_text())
 }
 NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the one not wanted
@@ -106,7 +107,7 @@ def test_commands_exist() -> None:
 def test_flags_exist() -> None:
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", EVERYTHING))
     assert len(flags) > 5
-    assert flags - set(OPTIONS) <= OTHER_FLAGS | SIMULATION_FLAGS
+    assert flags - set(OPTIONS) <= OTHER_FLAGS | SCRIPT_FLAGS
 
 
 def test_variables_exist() -> None:
