@@ -44,6 +44,7 @@ def build_engine(
     kv = KvCache(spec, num_blocks, config.device)
     progress("warming up", 0.0)
     chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len)
+    token_s = measure_token(decoder, kv, context_len)
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -64,6 +65,7 @@ def build_engine(
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
+        token_s=token_s,
     )
     log.info(
         "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
@@ -103,6 +105,12 @@ def measure_chunk(model: Model, kv: KvCache, context_len: int) -> int:
         if seconds > CHUNK_S:
             break
     return best
+
+
+def measure_token(model: Model, kv: KvCache, context_len: int) -> float:
+    """Seconds that a token of the shortest chunk takes, once the model is warm."""
+    size = min(CHUNKS[0], context_len, kv.num_blocks * kv.spec.block_size)
+    return min(_chunk_seconds(model, kv, size) for _ in range(2)) / size
 
 
 @torch.inference_mode()

@@ -56,7 +56,9 @@ class Engine:
         numerics_id: str = "",
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        token_s: float = 0.0,
     ) -> None:
+        """`token_s`: what a token of a chunk takes, as far as it is known."""
         self.kv = kv
         self.limits = limits
         self.kv_identity = kv_identity
@@ -72,7 +74,7 @@ class Engine:
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
         self._head = model.logits
-        self._meter = StepMeter()
+        self._meter = StepMeter(token_s)
         self._reservations: dict[str, Reservation] = {}
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
@@ -134,6 +136,10 @@ class Engine:
         plan = self._scheduler.schedule(self._clock(), self._events)
         self._events = []  # not before: if scheduling raises they are told later
         return plan
+
+    def expected_s(self, plan: Plan) -> float:
+        """What the step should take at most, as the steps before it did."""
+        return self._meter.expected_s(plan)
 
     def announce(self, plan: Plan) -> Step:
         """What a plan tells before it runs, Scheduled above all, as a step without rows.

@@ -6,6 +6,9 @@ from pdserve.engine.block_pool import BlockCounts
 from pdserve.engine.plan import Plan
 
 SMOOTHING = 0.2  # weight of the last prefill step in the measured rate
+FADING = 0.98  # of the slowest steps, with every other one
+GROWTH = 2.0  # that a slower step may add: one that hung is no measure of the next ones
+LEAST_CHUNK = 32  # tokens of chunks in a step that says what a token of them takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,19 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counts steps and measures the prefill rate."""
+    """Counts steps, measures the prefill rate, and knows what a step may take."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0
         self.prompt_tokens = 0
         self.prefill_tokens_s = 0.0
+        self._token_s = token_s  # of chunks; the slowest, fading
+        self._rows_s = 0.0  # of a step without chunks; likewise
+
+    def expected_s(self, plan: Plan) -> float:
+        """What the step should take at most, as the slowest of the steps before it did."""
+        chunks = plan.num_tokens - plan.num_decode_rows
+        return self._rows_s + chunks * self._token_s
 
     def count(self, plan: Plan, wall_s: float) -> None:
         """One step that took `wall_s`."""
@@ -45,7 +55,15 @@ class StepMeter:
             if row.start < prompt_len:
                 self.prompt_tokens += min(row.end, prompt_len) - row.start
         chunks = plan.num_tokens - plan.num_decode_rows
+        if chunks >= LEAST_CHUNK:
+            self._token_s = _slowest(self._token_s, wall_s / chunks)
+        elif not chunks and plan.num_decode_rows:
+            self._rows_s = _slowest(self._rows_s, wall_s)
         if chunks > plan.num_decode_rows and wall_s > 0:
             rate = chunks / wall_s
             old = self.prefill_tokens_s or rate
             self.prefill_tokens_s = old + SMOOTHING * (rate - old)
+
+
+def _slowest(known: float, new: float) -> float:
+    return max(min(new, GROWTH * known or new), FADING * known)

@@ -5,7 +5,10 @@ The thread ends with close() only: what raises is logged, and the requests conce
 """
 
 import logging
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +18,7 @@ import torch
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.plan import Plan
+from pdserve.engine.pulse import Pulse
 from pdserve.engine.request import Step
 
 log = logging.getLogger(__name__)
@@ -38,8 +42,24 @@ class EngineThread:
         self._woken = threading.Condition()
         self._wake = False
         self._closing = False
+        self._resting = True  # nothing is queued, and the thread waits to be woken
+        self._pulse = Pulse()
         self._thread = threading.Thread(target=self._run, name="engine")
-        self.steps = 0  # turns: it advances at least once a second while work is queued
+
+    @property
+    def steps(self) -> int:
+        """Liveness (engine/pulse.py): it advances at least once a second while work is queued."""
+        return self._pulse.read(time.monotonic())
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to do, so that its counter should move; any thread."""
+        return not self._resting or bool(self._posted)
+
+    def stack(self) -> str:
+        """Where the thread is now; any thread."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "it does not run"
 
     def start(self) -> None:
         """Starts the thread."""
@@ -83,9 +103,10 @@ class EngineThread:
             self._woken.notify()
 
     def _run(self) -> None:
+        self._resting = False
         with torch.inference_mode():
             while not self._closing:
-                self.steps += 1
+                self._pulse.beat(time.monotonic())
                 self._carry_out_posted()
                 more = self._poll()
                 if not self._step() and not more:
@@ -94,7 +115,9 @@ class EngineThread:
     def _idle(self) -> None:
         with self._woken:
             if not self._wake and not self._closing:
-                self._woken.wait(IDLE_TURN_S if self._engine.has_work else None)
+                self._resting = not self._engine.has_work
+                self._woken.wait(None if self._resting else IDLE_TURN_S)
+                self._resting = False
             self._wake = False
 
     def _carry_out_posted(self) -> None:
@@ -136,6 +159,7 @@ class EngineThread:
         return plan
 
     def _compute(self, plan: Plan) -> None:
+        self._pulse.beat(time.monotonic(), self._engine.expected_s(plan))
         self._tell(self._engine.collect(self._engine.launch(plan)))
 
     def _give_up(self, error: Exception) -> bool:

@@ -94,7 +94,7 @@ class _Lease:
                 yield pb.WorkerReport(load=load)
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_S
-                yield pb.WorkerReport(heartbeat=pb.Heartbeat(step=self._owner.step()))
+                yield pb.WorkerReport(heartbeat=self._owner.heartbeat())
             until = next_beat if self._load is None else min(next_beat, next_load)
             self._wake.wait(max(0.0, until - time.monotonic()))
 
@@ -122,8 +122,8 @@ class _Lease:
 class Membership:
     """Keeps the worker joined to every router until closed.
 
-    `routers` are host:port names, each resolved anew every second; `step` gives the engine's
-    step counter. Prefix events carry one sequence per worker, counted in hashes.
+    `routers` are host:port names, each resolved anew every second; `pulse` gives the engine's
+    counter and whether it is busy. Prefix events carry one sequence per worker, counted in hashes.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Membership:
         hello: pb.WorkerHello,
         routers: Sequence[str],
         secret: str,
-        step: Callable[[], int] = lambda: 0,
+        pulse: Callable[[], tuple[int, bool]] = lambda: (0, False),
     ) -> None:
         self.hello = hello
-        self.step = step
+        self._pulse = pulse
         self._routers = tuple(routers)
         self._secret = secret
         self._lock = threading.Lock()  # guards what follows
@@ -147,6 +147,11 @@ class Membership:
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
+
+    def heartbeat(self) -> pb.Heartbeat:
+        """The engine's sign of life now."""
+        counter, busy = self._pulse()
+        return pb.Heartbeat(step=counter, busy=busy)
 
     def start(self) -> None:
         """Begin joining; the hello must be complete by now."""

@@ -1,8 +1,8 @@
 """What a prefill and a decode process share: listen, load, join the routers, report, drain, stop.
 
 gRPC health answers NOT_SERVING from the first moment; SERVING once the model is loaded, and not
-while the engine is frozen: its thread turns at least once a second, because the load is asked
-for that often. The engine's types are known here by shape only.
+while the engine is frozen (services/host/stillness.py): it has work at least once a second, because
+the load is asked for that often. The engine's types are known here by shape only.
 """
 
 import asyncio
@@ -26,13 +26,14 @@ from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.metrics_http import MetricsHttp
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.settings import WorkerSettings
+from pdserve.services.host.stillness import Stillness
 from pdserve.services.host.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 LOAD_S = 0.05  # between two loads, while something changes
 IDLE_LOAD_S = 1.0  # otherwise
-FROZEN_S = 10.0  # without a turn of the engine thread
+LOOK_S = 0.5  # between two looks at the engine's counter
 Progress = Callable[[str, float], None]
 Params = ParamSpec("Params")
 Snapshot = tuple[Load, list[bytes], list[bytes]]
@@ -50,8 +51,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, fn: Callable[Params, None]) -> Call
 class Turning(Protocol):
     """engine/thread.py EngineThread."""
 
-    steps: int
-
+    @property
+    def steps(self) -> int: ...
+    @property
+    def busy(self) -> bool: ...
+    def stack(self) -> str: ...
     def start(self) -> None: ...
     def close(self) -> None: ...
     def post(self, fn: Callable[[Any], object]) -> "Future[Any]": ...
@@ -120,7 +124,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: WorkerMetrics | None = None
         self._metrics_http: MetricsHttp | None = None
-        self._stopped = False
+        self._draining = self._stopped = False
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
@@ -134,6 +138,7 @@ class Worker:
         threading.Thread(target=self._build, args=(loop,), name="load", daemon=True).start()
 
     async def drain(self) -> None:
+        self._draining = True
         if self._membership is not None:
             self._membership.goodbye()
         if self.part is not None:
@@ -193,7 +198,7 @@ class Worker:
             hello,
             self._settings.routers,
             self._settings.cluster_secret,
-            lambda: part.thread.steps,
+            lambda: (part.thread.steps, part.thread.busy),
         )
         if self._settings.metrics_port:
             self._metrics = WorkerMetrics(self.address, hello.card.name)
@@ -230,16 +235,17 @@ class Worker:
     async def _watch(self, thread: Turning) -> None:
         """Found frozen by its turns, not by a call that would wait for it."""
         loop = asyncio.get_running_loop()
-        steps, moved, serving = thread.steps, loop.time(), True
+        seen, serving = Stillness(), True
         while True:
-            await asyncio.sleep(min(0.5, FROZEN_S / 4))
-            if thread.steps != steps:
-                steps, moved = thread.steps, loop.time()
-            frozen = loop.time() - moved >= FROZEN_S
+            await asyncio.sleep(LOOK_S)
+            frozen = seen.look(thread.steps, thread.busy, loop.time())
             if frozen == serving:
                 serving = not frozen
-                log.error("engine %s", "moves again" if serving else "frozen")
-                self.host.set_serving(serving)
+                if frozen:
+                    log.error("engine frozen; its thread is at\n%s", thread.stack())
+                else:
+                    log.error("engine moves again")
+                self.host.set_serving(serving and not self._draining)
 
 
 async def serve_worker(settings: WorkerSettings, role: Role, report: Report) -> int:

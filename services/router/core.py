@@ -95,12 +95,23 @@ class RouterCore:
         if kind == "load":
             worker.report(report.load)
             self.dispatcher.on_load(worker, now)
+        elif kind == "heartbeat":
+            if self.fleet.beat(worker, report.heartbeat, now):
+                self._froze_or_moves(worker, now)
         elif kind == "prefixes":
             worker.prefixes.apply(report.prefixes)
         elif kind == "goodbye":
             log.info("worker %s drains: %s", worker.hello.address, report.goodbye.reason)
             self.fleet.goodbye(worker)
         return True
+
+    def _froze_or_moves(self, worker: Worker, now: float) -> None:
+        if worker.frozen:
+            log.warning("the engine of worker %s is frozen", worker.hello.address)
+            self.dispatcher.frozen(worker, now)
+        else:
+            log.warning("the engine of worker %s moves again", worker.hello.address)
+            self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
         """Its stream ended."""

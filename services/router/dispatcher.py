@@ -68,6 +68,7 @@ class Dispatcher:
         self.num_adopted = 0  # attempts that went on where another session had left them
         self.migrations: Migrations[Flow] = Migrations()
         self.num_stale = 0
+        self.num_frozen = 0  # engines found frozen
         self.kinship = Kinship(rules.mixing)
 
     @property
@@ -131,10 +132,11 @@ class Dispatcher:
 
     def find(self, boot: bytes) -> Worker | None:
         worker = self.fleet.get(boot)
-        return worker if worker is not None and worker.connected else None
+        return worker if worker and worker.connected and not worker.frozen else None
 
     def may_join(self, boot: bytes, now: float) -> bool:
-        return self.fleet.get(boot) is not None or now - self._started < YOUNG_S
+        worker = self.fleet.get(boot)
+        return now - self._started < YOUNG_S if worker is None else not worker.frozen
 
     def adopted(self, flow: Flow) -> None:
         self.num_adopted += 1
@@ -305,8 +307,16 @@ class Dispatcher:
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
         """The session to it is down, or it is dead: its attempts are lost."""
         worker.connected = False
+        self._lost(worker, "died" if died else "session lost", died, now)
+
+    def frozen(self, worker: Worker, now: float) -> None:
+        """Its engine does nothing, and nobody knows when it will: its attempts are lost."""
+        self.num_frozen += 1
+        self._lost(worker, "frozen", True, now)
+
+    def _lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
         for flow in list(self._by_attempt.values()):
-            flow.worker_lost(worker, died, now)
+            flow.worker_lost(worker, how, strike, now)
         self.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:

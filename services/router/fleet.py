@@ -6,8 +6,12 @@
     SUSPECT -> dead      500 ms without a witness (a byte on its session)
     any -> dead          connection refused; a new boot id on its address; goodbye, then gone
     LIVE -> DRAINING     goodbye: no new work, running work goes on
+    LIVE, DRAINING -> FROZEN   its engine's counter stands still although it has work
+    FROZEN -> LIVE, DRAINING   the counter moves, or it has no work
 
-A suspect gets no new work and keeps what it has. Only `Fleet` adds and forgets workers.
+A suspect gets no new work and keeps what it has. A frozen worker gets none either, and what it has
+is tried elsewhere, as after a death; its process lives, so it hears the cancels and does them once
+it moves. Only `Fleet` adds and forgets workers.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +20,7 @@ from enum import Enum
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.host.stillness import Stillness
 from pdserve.services.router.cards import identity_of, layout_of
 from pdserve.services.router.prefix_index import PrefixIndex
 
@@ -30,6 +35,7 @@ class State(Enum):
     LIVE = "live"
     SUSPECT = "suspect"
     DRAINING = "draining"
+    FROZEN = "frozen"
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +49,8 @@ class Worker:
     state: State = State.LIVE
     suspect_since: float = 0.0
     said_goodbye: bool = False
+    frozen: bool = False
+    engine: Stillness = field(default_factory=Stillness)
     connected: bool = False  # the router's session to it is up
     busy_until: float = 0.0  # it answered Busy; a new load clears it
     load: pb.Load = field(default_factory=pb.Load)
@@ -63,6 +71,11 @@ class Worker:
     @property
     def model(self) -> str:
         return self.hello.card.name
+
+    def rest(self) -> None:
+        """The state of a worker that is heard."""
+        drains = State.DRAINING if self.said_goodbye else State.LIVE
+        self.state = State.FROZEN if self.frozen else drains
 
     def takes_work(self, now: float) -> bool:
         """Whether a new command may go there."""
@@ -130,7 +143,14 @@ class Fleet:
         """A report arrived on its join stream."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
-            worker.state = State.DRAINING if worker.said_goodbye else State.LIVE
+            worker.rest()
+
+    def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
+        """Its engine's counter arrived: whether it froze or moves again, which `frozen` tells."""
+        was = worker.frozen
+        worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
+        worker.rest()
+        return worker.frozen is not was
 
     def witnessed(self, worker: Worker, now: float) -> None:
         """A byte of it arrived on another stream: it may be suspect, but it is not dead."""

@@ -208,14 +208,13 @@ class Flow:
         self.num_prefill_failures += 1
         self.retry(f"prefill {attempt.prefill.hello.address}: {reason}", now)
 
-    def worker_lost(self, worker: Worker, died: bool, now: float) -> None:
-        """A worker died, or the session to it broke and its messages with it."""
+    def worker_lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
+        """A worker died or froze (a strike), or the session to it broke with its messages."""
         attempt = self.attempt
         if attempt is None:
             return
-        how = "died" if died else "session lost"
         if attempt.decode is worker:
-            if died and attempt.computing and self.stage not in ASKING:
+            if strike and attempt.computing and self.stage not in ASKING:
                 self.strikes += 1
             self.retry(f"decode {worker.hello.address} {how}", now)
         elif attempt.prefill is worker:

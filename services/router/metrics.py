@@ -64,6 +64,9 @@ class RouterMetrics:
             "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
         )
         yield CounterMetricFamily(
+            "pdserve_router_frozen", "Engines found frozen", value=dispatcher.num_frozen
+        )
+        yield CounterMetricFamily(
             "pdserve_router_adopted",
             "Attempts that went on where another session left them",
             value=dispatcher.num_adopted,

@@ -36,6 +36,7 @@ KINDS = (
     *(f"{how} {one}-{other}" for how in BREAKS for one, other in PAIRS),
     "duplicate message", "reordered message", "late message",
     "bit flip", "truncation", "replay of a frame",
+    "engine hangs prefill", "engine hangs decode",
     "stale boot id", "other weights", "no blocks at decode", "no blocks at prefill",
     "router restart", "all prefill gone", "all decode gone",
 )  # fmt: skip
@@ -124,6 +125,8 @@ class Faults:
                 "client closes": self._close_client,
                 "client stops reading": self._pause_client,
                 "deadline": lambda strike: None,  # the request carries it
+                "engine hangs prefill": lambda strike: self._hang(strike, "prefill"),
+                "engine hangs decode": lambda strike: self._hang(strike, "decode"),
                 "stale boot id": self._stale_boot,
                 "other weights": lambda strike: self._other_weights(strike, message),
                 "no blocks at decode": lambda strike: self._hog(strike, "decode"),
@@ -205,6 +208,17 @@ class Faults:
                 self._cluster.launch(victim)
 
         self._later(0.1, look)
+
+    def _hang(self, strike: Strike, role: str) -> None:
+        """Its process lives and answers, its engine does nothing: shorter or longer than it takes
+        to be found frozen."""
+        victim = self._name(strike, role)
+        part = self._cluster.nodes[victim].process.service._part if victim else None
+        if part is None:
+            return
+        self._hit(strike)
+        part.thread.hang()
+        self._later(strike.rng.choice((1.0, 5.0, 12.0, 30.0)), part.thread.thaw)
 
     def _stale_boot(self, strike: Strike) -> None:
         """A worker is replaced at its address before anybody has found it gone."""

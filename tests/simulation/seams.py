@@ -59,7 +59,21 @@ class LoopEngineThread(EngineThread):
         super().__init__(engine, on_step)
         self._process: Process = here()
         self._started = self._computing = self._soon = False
+        self._hung: list[Callable[[], None]] | None = None  # what is due, while the engine hangs
         self._idle_turn: Any = None
+
+    @property
+    def busy(self) -> bool:
+        return self._computing or bool(self._posted) or self._engine.has_work
+
+    def hang(self) -> None:
+        """It does nothing more, until `thaw`."""
+        self._hung = []
+
+    def thaw(self) -> None:
+        due, self._hung = self._hung or [], None
+        for act in due:
+            act()
 
     def start(self) -> None:
         self._started = True
@@ -83,13 +97,16 @@ class LoopEngineThread(EngineThread):
             self._process.call_soon(self._turn)
 
     def _turn(self) -> None:
+        if self._hung is not None:
+            self._hung.append(self._turn)
+            return
         self._soon = False
         if self._idle_turn is not None:
             self._idle_turn.cancel()
             self._idle_turn = None
         if self._computing or self._closing:
             return
-        self.steps += 1
+        self._pulse.beat(self._process.time())
         self._carry_out_posted()
         more = self._poll()
         try:
@@ -107,6 +124,9 @@ class LoopEngineThread(EngineThread):
             self._idle_turn = self._process.call_later(IDLE_TURN_S, self._turn)
 
     def _computed(self, plan: Any) -> None:
+        if self._hung is not None:
+            self._hung.append(partial(self._computed, plan))
+            return
         self._computing = False
         if self._closing:
             return
@@ -226,8 +246,7 @@ class LoopLease(_Lease):
                 await call.write(pb.WorkerReport(load=load))
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_S
-                beat = pb.Heartbeat(step=self._owner.step())
-                await call.write(pb.WorkerReport(heartbeat=beat))
+                await call.write(pb.WorkerReport(heartbeat=self._owner.heartbeat()))
             until = next_beat if self._load is None else min(next_beat, next_load)
             timer = here().call_at(until, self._changed.set)
             await self._changed.wait()

@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from pdserve.services.host.stillness import FROZEN_S
 from simulation.faults import cells
-from simulation.run import make, simulate
+from simulation.run import Run, make, simulate
 from simulation.scenario import TARGET, Scenario, draw
 from simulation.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parent / "regressions"
+HANGS_LONG = 5  # a fault of this seed draws 30 s
 MORE = 12  # tries for a cell that the first round missed
 
 
@@ -48,6 +50,24 @@ def test_without_faults_every_request_is_answered_exactly() -> None:
         assert not result.violations
         assert set(result.answers.values()) == {"finished"}
         assert result.retries == 0
+
+
+def test_what_a_frozen_engine_had_goes_on_elsewhere() -> None:
+    found_s = []
+    for seed in range(8):
+        scenario = replace(make(seed, "engine hangs decode", "decoding"), decodes=2, routers=1)
+        run = Run(replace(scenario, faults=(replace(scenario.faults[0], seed=HANGS_LONG),)))
+        result = run.finish()
+        assert not result.violations
+        assert set(result.answers.values()) == {"finished"}
+        (strike,) = run.faults.strikes
+        (router,) = run.cluster.of("router")
+        dispatcher = router.process.service.core.dispatcher
+        assert (strike.hit, dispatcher.num_frozen) == (True, 1)
+        assert result.retries >= 1
+        found_s.append(run.cluster.replies[TARGET].ended_at - strike.at_s)
+    assert min(found_s) > FROZEN_S
+    assert max(found_s) < 10.5, "within 10 s, and half a second for the rest of the answer"
 
 
 @pytest.mark.parametrize(

@@ -306,9 +306,12 @@ def test_a_stranger_reaches_nothing(with_pair: Callable[..., None]) -> None:
 
 
 def test_a_frozen_engine_is_not_serving(
-    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    with_pair: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("pdserve.services.host.worker.FROZEN_S", 0.4)
+    monkeypatch.setattr("pdserve.services.host.stillness.FROZEN_S", 0.4)
+    monkeypatch.setattr("pdserve.services.host.worker.LOOK_S", 0.02)
     monkeypatch.setattr("pdserve.services.host.worker.IDLE_LOAD_S", 0.1)
     gate = Gate()
 
@@ -332,6 +335,8 @@ def test_a_frozen_engine_is_not_serving(
         attempt = pair.admit(prompt(30), remote=False)
         await asyncio.to_thread(gate.entered.wait, 10)
         await until(pair, serving.NOT_SERVING)
+        (record,) = [r for r in caplog.records if "engine frozen" in r.getMessage()]
+        assert "in forward" in record.getMessage(), "the stack of the engine's thread"
         gate.opened.set()
         await until(pair, serving.SERVING)
         await pair.decode.wait("finished", attempt)

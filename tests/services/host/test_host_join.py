@@ -82,7 +82,7 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
             addresses.append(await routers[-1].start())
         hello = pb.WorkerHello(role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9")
         steps = iter(range(1_000_000))
-        members.append(Membership(hello, addresses, "secret", step=lambda: next(steps)))
+        members.append(Membership(hello, addresses, "secret", pulse=lambda: (next(steps), True)))
         return routers, members[-1]
 
     yield build

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.host.stillness import FROZEN_S
 from pdserve.services.router.fleet import SILENCE_S, SUSPECT_S, UNREPORTED_S, Fleet, State, Worker
 from pdserve.services.router.prefix_index import PrefixIndex
 
@@ -70,6 +71,39 @@ def test_goodbye_then_gone() -> None:
     assert fleet.stream_ended(worker, worker.lease, 0.1) == [worker]
 
 
+def test_a_frozen_engine_gets_no_work_until_it_moves() -> None:
+    fleet, worker = joined()
+    worker.connected = True
+    now, said = 0.0, list[float]()
+    while not said:
+        now += 0.1
+        if fleet.beat(worker, pb.Heartbeat(step=7, busy=True), now):
+            said.append(now)
+        fleet.heard(worker, now)
+        assert fleet.tick(now) == []
+    assert FROZEN_S <= now <= 10.0
+    assert (worker.state, worker.takes_work(now)) == (State.FROZEN, False)
+    fleet.stream_ended(worker, worker.lease, now)
+    assert worker.state is State.SUSPECT
+    fleet.join(hello(1), now + 0.2)
+    assert worker.state is State.FROZEN, "heard again, and nothing else has changed"
+    assert not fleet.beat(worker, pb.Heartbeat(step=7, busy=True), now + 0.3)
+    assert fleet.beat(worker, pb.Heartbeat(step=8, busy=True), now + 0.4)
+    assert (worker.state, worker.takes_work(now)) == (State.LIVE, True)
+
+
+def test_a_frozen_worker_that_drains_goes_on_draining() -> None:
+    fleet, worker = joined()
+    fleet.goodbye(worker)
+    assert worker.state is State.DRAINING
+    for beat in range(100):
+        fleet.beat(worker, pb.Heartbeat(step=7, busy=True), beat * 0.1)
+    assert worker.state is State.FROZEN
+    fleet.beat(worker, pb.Heartbeat(step=7), 10.0)
+    assert worker.state is State.DRAINING
+    assert fleet.stream_ended(worker, worker.lease, 10.1) == [worker]
+
+
 def test_own_commands_count_until_a_load_includes_them() -> None:
     _, worker = joined()
     worker.report(pb.Load(running=2, waiting_tokens=100))
@@ -98,7 +132,7 @@ class FleetMachine(RuleBasedStateMachine):
     def join(self, name: int, life: int) -> Worker:
         worker, dead = self.fleet.join(hello(name, life), self.now)
         self.dead += dead
-        assert worker.state in (State.LIVE, State.DRAINING)
+        assert worker.state in (State.LIVE, State.DRAINING, State.FROZEN)
         return worker
 
     @rule(worker=lives)
@@ -106,6 +140,18 @@ class FleetMachine(RuleBasedStateMachine):
         if self.fleet.get(worker.boot) is worker:
             self.fleet.heard(worker, self.now)
             assert worker.state is not State.SUSPECT
+
+    @rule(worker=lives, step=st.integers(0, 1), busy=st.booleans(), beats=st.integers(1, 100))
+    def beat(self, worker: Worker, step: int, busy: bool, beats: int) -> None:
+        for _ in range(beats):
+            if self.fleet.get(worker.boot) is not worker:
+                return
+            self.now += 0.1
+            self.fleet.heard(worker, self.now)
+            turned = self.fleet.beat(worker, pb.Heartbeat(step=step, busy=busy), self.now)
+            assert (worker.state is State.FROZEN) == worker.frozen
+            assert not (turned and worker.frozen and not busy)
+            self.dead += self.fleet.tick(self.now)
 
     @rule(worker=lives)
     def witness(self, worker: Worker) -> None:

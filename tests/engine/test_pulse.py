@@ -1,0 +1,101 @@
+"""The engine's sign of life: a step that may take so long is life, a hung one is not."""
+
+from random import Random
+
+import pytest
+from engine_kit import ask, fake_engine
+
+from pdserve.engine.pulse import SLACK, Pulse
+from pdserve.engine.stats import GROWTH, StepMeter
+from pdserve.services.host.stillness import FROZEN_S, MIN_LOOKS, Stillness
+
+
+def verdicts(pulse: Pulse, start: float, end: float, every_s: float) -> list[float]:
+    """When somebody who looks finds it frozen."""
+    seen, found = Stillness(), []
+    for i in range(int((end - start) / every_s)):
+        now = start + i * every_s
+        if seen.look(pulse.read(now), True, now):
+            found.append(now)
+    return found
+
+
+@pytest.mark.parametrize("every_s", [0.1, 0.5])
+def test_a_hung_step_of_the_usual_size_is_found_within_ten_seconds(every_s: float) -> None:
+    pulse = Pulse()
+    pulse.beat(0.0, expected_s=0.15)  # a chunk of 100 ms among decode rows
+    found = verdicts(pulse, 0.0, 30.0, every_s)
+    assert FROZEN_S <= found[0] <= 10.0
+    assert found == sorted(found)
+    pulse.beat(30.0)
+    assert not Stillness(counter=pulse.read(29.9)).look(pulse.read(30.0), True, 30.0)
+
+
+@pytest.mark.parametrize("every_s", [0.1, 0.5])
+def test_a_chunk_of_a_minute_is_not_frozen(every_s: float) -> None:
+    pulse = Pulse()
+    pulse.beat(0.0, expected_s=60.0)
+    assert not verdicts(pulse, 0.0, SLACK * 60.0, every_s)
+    assert verdicts(pulse, 0.0, SLACK * 60.0 + 10.0, every_s), "but not for ever"
+
+
+def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
+    rng = Random(3)
+    pulse, now, last, moved_itself = Pulse(), 0.0, 0, 0
+    for _ in range(3000):
+        now += rng.choice((0.001, 0.4, 1.7, 30.0))
+        if rng.random() < 0.4:
+            before = pulse.read(now)
+            pulse.beat(now, rng.choice((0.0, 0.05, 3.0)))
+            assert pulse.read(now) == before + 1
+        moved_itself += pulse.read(now) > last
+        assert pulse.read(now) >= last
+        last = pulse.read(now)
+    assert moved_itself > 300
+
+
+def test_neither_a_stopped_router_nor_a_stopped_worker_is_a_frozen_engine() -> None:
+    """SIGSTOP for a minute: heartbeats that were on their way are read late, in a burst."""
+    seen = Stillness()
+    for beat in range(200):
+        assert not seen.look(beat // 10, True, beat * 0.1)
+    for beat in range(200, 800):  # sent meanwhile, read at once
+        assert not seen.look(beat // 10, True, 80.0)
+    assert not seen.look(79, True, 80.1), "and those of a worker that was stopped were never sent"
+    assert MIN_LOOKS > 11
+
+
+def test_without_work_nothing_needs_to_move() -> None:
+    seen = Stillness()
+    assert not any(seen.look(5, False, now * 0.1) for now in range(300))
+    assert not any(seen.look(5, True, 30.0 + now * 0.1) for now in range(79))
+    assert seen.look(5, True, 38.5)
+
+
+def test_an_engine_knows_what_its_steps_may_take() -> None:
+    clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
+    engine = fake_engine(chunk_size=64, max_running=4, num_blocks=256)
+    engine._clock = lambda: float(next(clock))
+    engine.submit(ask("a", range(48), max_tokens=3))
+    while (plan := engine.schedule()) is not None:
+        engine.collect(engine.launch(plan))
+    engine.submit(ask("b", range(20, 60), max_tokens=3))
+    plan = engine.schedule()
+    assert plan is not None
+    assert engine.expected_s(plan) == pytest.approx(2.0 + 40 * 2.0 / 48, rel=0.1)
+
+
+def test_a_step_that_hung_is_no_measure_of_the_next_one() -> None:
+    meter = StepMeter()
+    engine = fake_engine(max_running=4)
+    engine.submit(ask("a", range(3), max_tokens=40))
+    engine.step()
+    plan = engine.schedule()
+    assert plan is not None
+    assert (plan.num_decode_rows, plan.num_tokens) == (1, 1)
+    for wall_s in (0.05, 0.04, 60.0):
+        meter.count(plan, wall_s)
+    assert meter.expected_s(plan) <= GROWTH * 0.05
+    for _ in range(100):
+        meter.count(plan, 0.05)
+    assert meter.expected_s(plan) == pytest.approx(0.05)

@@ -1,0 +1,170 @@
+"""Real worker processes: a hung engine is found, a slow one is not taken for hung."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+import pytest
+from eventually import eventually
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker_kit import SECRET, expected, prompt
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.channel import open_channel
+from pdserve.services.router.fleet import State, Worker
+from pdserve.services.router.main import RouterProcess
+from pdserve.services.router.settings import RouterSettings
+
+pytestmark = pytest.mark.anyio
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SERVING, NOT_SERVING = 1, 2
+
+
+class Odd:
+    """One process of tests/support/odd_worker.py."""
+
+    def __init__(self, router: str, folder: Path, model: str, token_s: float) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.log = folder / "log"
+        command = [sys.executable, str(SUPPORT / "odd_worker.py"), router, str(folder), model]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, str(token_s)],
+                stderr=log,
+                stdout=log,
+                env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+            )
+
+    def is_at(self, address: str) -> bool:
+        """Whether this process listens there."""
+        connections = psutil.Process(self.process.pid).net_connections(kind="tcp")
+        return any(f"127.0.0.1:{c.laddr.port}" == address for c in connections if not c.raddr)
+
+    def end(self) -> int:
+        (self.folder / "hang").unlink(missing_ok=True)
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+
+class System:
+    """A router in this process and odd workers around it."""
+
+    def __init__(self, router: RouterProcess, folder: Path) -> None:
+        self.core = router.core
+        self.odd: dict[str, Odd] = {}
+        self._router = router
+        self._folder = folder
+
+    def launch(self, name: str, model: str, token_s: float = 0.0) -> None:
+        self.odd[name] = Odd(self._router.address, self._folder / name, model, token_s)
+
+    async def workers(self) -> dict[str, Worker]:
+        """All of them, once they have joined."""
+        known = self.core.fleet.workers
+
+        def there() -> bool:
+            return sum(w.connected for w in known.values()) == len(self.odd)
+
+        await eventually(there, 60)
+        found = {
+            n: w for n, o in self.odd.items() for w in known.values() if o.is_at(w.hello.address)
+        }
+        assert len(found) == len(self.odd)
+        return found
+
+    async def generate(self, model: str, ids: list[int], count: int) -> list[int]:
+        async with open_channel(self._router.address, SECRET) as channel:
+            request = rpc.GenerateRequest(model=model, prompt_ids=ids, seed=0)
+            request.params.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=count))
+            found: list[int] = []
+            async for event in RouterStub(channel).Generate(request):
+                assert event.tokens.position == len(found) or not event.HasField("tokens")
+                found += event.tokens.ids
+        return found
+
+
+@asynccontextmanager
+async def system(folder: Path) -> AsyncIterator[System]:
+    router = RouterProcess(RouterSettings(cluster_secret=SECRET))
+    await router.start()
+    made = System(router, folder)
+    try:
+        yield made
+    finally:
+        codes = {name: await asyncio.to_thread(odd.end) for name, odd in made.odd.items()}
+        await router.stop(0)
+    assert set(codes.values()) == {0}, {n: o.log.read_text() for n, o in made.odd.items()}
+
+
+async def health(worker: Worker) -> int:
+    async with grpc.aio.insecure_channel(worker.hello.address) as channel:
+        answer: Any = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest()
+        )
+        return int(answer.status)
+
+
+async def health_becomes(worker: Worker, status: int, limit_s: float) -> None:
+    async with asyncio.timeout(limit_s):
+        while await health(worker) != status:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
+    tmp_path: Path,
+) -> None:
+    async with system(tmp_path) as made:
+        core = made.core
+        for name in ("a", "b"):
+            made.launch(name, "tiny")
+        made.launch("slow", "slow", token_s=1.0)
+        workers = await made.workers()
+        slow = workers["slow"]
+        (made.odd["slow"].folder / "slow").write_text("13")
+        states: set[State] = set()
+        began = time.monotonic()
+        long_step = asyncio.create_task(made.generate("slow", prompt(40), 4))
+        stream = asyncio.create_task(made.generate("tiny", prompt(20), 60))
+        await eventually(lambda: any(f.answer.begun for f in core.dispatcher._flows.values()), 10)
+        (flow,) = [f for f in core.dispatcher._flows.values() if f.model == "tiny"]
+        assert flow.attempt is not None
+        victim = flow.attempt.decode
+        (name,) = [n for n, w in workers.items() if w is victim]
+        folder = made.odd[name].folder
+        (folder / "hang").touch()
+        await eventually((folder / "hung").exists)
+        hung_at = time.monotonic()
+        await eventually(lambda: states.add(slow.state) or victim.state is State.FROZEN, 12)
+        found_s = time.monotonic() - hung_at
+        await health_becomes(victim, NOT_SERVING, 12)
+        unready_s = time.monotonic() - hung_at
+        assert found_s < 10, found_s
+        assert unready_s < 10, unready_s
+        assert await stream == expected(prompt(20), max_tokens=60)[0]
+        assert core.dispatcher.num_retries == core.dispatcher.num_frozen == 1
+        assert "in forward" in made.odd[name].log.read_text(), "the stack of the hung thread"
+        assert await health(slow) == SERVING
+        # It moves again: it does what it was told meanwhile, and takes work.
+        (folder / "hang").unlink()
+        await eventually(lambda: victim.state is State.LIVE, 5)
+        await health_becomes(victim, SERVING, 5)
+        await eventually(lambda: not victim.load.blocks_used and not victim.load.running, 5)
+        assert await long_step == expected(prompt(40), max_tokens=4)[0]
+        assert time.monotonic() - began > 13, "the slow step was that slow"
+        assert states | {slow.state} == {State.LIVE}
+        assert core.dispatcher.num_frozen == 1
+        assert await made.generate("tiny", prompt(9), 4) == expected(prompt(9), max_tokens=4)[0]
