@@ -72,6 +72,7 @@ PURE = (
     "services/decode/transcript.py",
     "services/host/stillness.py",
     "services/router/migrations.py",
+    "services/router/endings.py",
     "services/router/policy.py",
     "gateway/text/stop.py",
 )

@@ -242,8 +242,8 @@ class DecodeCore:
                 )
             )
             served.ticket = admitted.ticket
-        served.admitted = True
         served.session.outbox.put(wire.DecodeEvent(admitted=admitted))
+        self.leases.admitted(served)
 
     def _busy(self, served: Served) -> None:
         waiting = len(self._served) - 1

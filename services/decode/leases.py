@@ -65,17 +65,32 @@ class Leases:
 
     def session_lost(self, session: RouterSession, live: Iterable[Served]) -> None:
         """Its attempts wait for another session from now on."""
-        for served in [s for s in (*live, *self._kept.values()) if s.session is session]:
-            self._advance(served, SessionLost(served.lease.epoch))
+        for served in [*live, *self._kept.values()]:
+            if served.asked is not None and served.asked[0] is session:
+                served.asked = None
+            if served.session is session:
+                self._advance(served, SessionLost(served.lease.epoch))
 
     def resume(self, session: RouterSession, resume: wire.Resume, live: Served | None) -> None:
-        """Answered with Resumed and what comes after the counts, or with Gone."""
+        """Answered with Resumed and what comes after the counts, or with Gone; of an attempt that
+        the engine has yet to admit, once it has."""
         served = live or self._kept.get(resume.attempt)
-        if served is None or not served.admitted or not served.transcript.covers(resume.counts):
+        if served is not None and not served.admitted:
+            if served.asked is not None:
+                served.asked[0].outbox.put(_gone(resume.attempt))
+            served.asked = (session, resume)
+        elif served is None or not served.transcript.covers(resume.counts):
             self.figures.stale += 1
             session.outbox.put(_gone(resume.attempt))
         else:
             self._advance(served, Resumed(resume.epoch), session, resume.counts)
+
+    def admitted(self, served: Served) -> None:
+        """The engine has it: whoever asked meanwhile is answered."""
+        served.admitted = True
+        if served.asked is not None:
+            (session, resume), served.asked = served.asked, None
+            self.resume(session, resume, served)
 
     def ended(self, served: Served, last: wire.DecodeEvent | None) -> None:
         """It is over, and its blocks are free; `last`: words that a router must not miss."""
@@ -136,6 +151,9 @@ class Leases:
                 log.info("nobody came for it: given up", extra={"request": served.name})
                 self._tenants.give_up(served)
             case Action.FORGET:
+                if served.asked is not None:
+                    served.asked[0].outbox.put(_gone(served.attempt))
+                    served.asked = None
                 if self._kept.pop(served.attempt, None) is not None:
                     self._kept_weight -= served.transcript.weight
             case Action.SEND_GONE:

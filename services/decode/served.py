@@ -7,7 +7,7 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.request import Request
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.worker_pb2 import DecodeEvent, Ticket
+from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.outbox import Outbox
 
@@ -35,6 +35,7 @@ class Served:
     prefill_boot: bytes = b""  # who sends its KV
     ticket: Ticket | None = None  # for whom
     admitted: bool = False  # the router was told
+    asked: tuple[RouterSession, Resume] | None = None  # by another one, before it was admitted
     last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0
     computed: float = 0.0

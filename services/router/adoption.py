@@ -4,6 +4,8 @@ A Start that names an attempt (its gateway lost a router, or its session with th
 SEEKING: the attempt may be parked at its decode worker. Once that is there it is asked (RESUMING).
 With a ticket the KV is still awaited: PrefillStart is said again, to a worker that knows it already
 or never heard of it. Without its worker, or answered Gone, the request is placed anew.
+
+Issued again to the router that has it, a request ends here as the old flow and goes on as the new.
 """
 
 import logging
@@ -15,6 +17,7 @@ from pdserve.services.router import commands
 from pdserve.services.router.switchboard import Attempt, Stage
 
 if TYPE_CHECKING:
+    from pdserve.services.router.answer import Answer
     from pdserve.services.router.flow import Flow
 
 log = logging.getLogger(__name__)
@@ -70,3 +73,31 @@ def seek_prefill(flow: "Flow", attempt: Attempt, ticket: wire.Ticket, now: float
     elif not flow.board.may_join(attempt.prefill_boot, now):
         flow.num_prefill_failures += 1
         flow.retry("its prefill worker is not there", now)
+
+
+def hand_on(flow: "Flow", start: pb.Start, answer: "Answer") -> Attempt | None:
+    """The same request was issued again, under a higher epoch: end without an event.
+
+    An attempt that decode has admitted goes on under the new flow, which will find it. One that it
+    has yet to answer is returned: the new flow takes it over, and the answer with it.
+    """
+    start.strikes = max(start.strikes, flow.strikes)
+    attempt, asking = flow.attempt, flow.stage is Stage.ADMITTING
+    takes_over = asking and answer.choices == flow.answer.choices
+    if attempt is None or (asking and not takes_over):
+        flow.cancel_attempt()
+    else:
+        start.placement.CopyFrom(flow.placement)
+    if takes_over:
+        flow.attempt = None
+    else:
+        flow.close_attempt()
+    flow.stage = Stage.ENDED
+    return attempt if takes_over else None
+
+
+def take_over(flow: "Flow", attempt: Attempt) -> None:
+    """Wait for decode's answer to what an earlier flow of the request has asked."""
+    flow.attempt = attempt
+    flow.num_attempts = 1
+    flow.stage = Stage.ADMITTING

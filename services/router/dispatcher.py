@@ -18,6 +18,7 @@ from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router import adoption
 from pdserve.services.router.answer import Answer
+from pdserve.services.router.endings import Endings
 from pdserve.services.router.facts import FactsOfWorkers
 from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.flow import MAX_CANDIDATES, Flow
@@ -70,6 +71,7 @@ class Dispatcher:
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
         self.kinship = Kinship(rules.mixing)
+        self._endings = Endings()
 
     @property
     def num_running(self) -> int:
@@ -86,16 +88,21 @@ class Dispatcher:
         """Take a request; whatever is wrong with it arrives as its Failed."""
         start = answer.start
         key = (client.key, start.request)
-        old = self._flows.get(key)
+        old, asked = self._flows.get(key), None
         if old is not None:
             if start.epoch <= old.epoch:
                 self.num_stale += 1
                 return
-            old.hand_on(start)
+            asked = adoption.hand_on(old, start, answer)
             self._forget(old)
+        self._endings.restore(key, start)
         self._num_flows += 1
         flow = Flow(self, answer, client, self._num_flows, now)
         self._flows[key] = flow
+        if asked is not None:
+            self._by_attempt[asked.id] = flow
+            adoption.take_over(flow, asked)
+            return
         full = self.num_queued >= self._max_queued and not self._can_begin(flow, now)
         young = now - self._started < YOUNG_S
         error = refusal(flow, self.draining, full, self._models, young)
@@ -181,6 +188,8 @@ class Dispatcher:
 
     def ended(self, flow: Flow, now: float, error: ServiceError | None) -> None:
         self._forget(flow)
+        if error is None and flow.attempt is not None:
+            self._endings.add((flow.owner.key, flow.request), flow.epoch, flow.placement, now)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
         attempt = flow.attempt
         log.info(
@@ -397,4 +406,5 @@ class Dispatcher:
         for flow in self.kinship.overdue(now):
             text = "no worker is left with the weights that began this answer"
             flow.fail(pb.UNAVAILABLE, text, now, "", 1.0)
+        self._endings.tick(now)
         self.pump(now)

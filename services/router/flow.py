@@ -94,24 +94,25 @@ class Flow:
         start = self.answer.to_start(
             self.epoch, self.strikes, _left_ms(self.deadline, now), queue_ms
         )
+        # Placed goes first: whatever a worker computes from here on can be found again.
+        self.placement = pb.Placement(
+            attempt=attempt.id,
+            decode_boot=decode.boot,
+            decode_address=decode.hello.address,
+            identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
+        )
+        self.emit_placed(prefill)
         boot = b"" if prefill is None else prefill.boot
         for command in commands.admit(attempt.id, start, self.answer.prompt_ids, boot):
             self.board.to_decode(decode, command)
 
     def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
-        """The promise: say where the request runs, and start the remote prefill."""
+        """The promise: start the remote prefill."""
         attempt = self.attempt
         if attempt is None or self.stage is not Stage.ADMITTING:
             return
         self.refused.clear()
         prefill = attempt.prefill
-        self.placement = pb.Placement(
-            attempt=attempt.id,
-            decode_boot=attempt.decode.boot,
-            decode_address=attempt.decode.hello.address,
-            identity=pb.KvIdentity(**(self.origin or attempt.decode.identity).parts()),
-        )
-        self.emit_placed(prefill)
         if prefill is None:
             self.stage = Stage.RUNNING
             return
@@ -151,20 +152,20 @@ class Flow:
             return
         self.refused.add(attempt.decode.boot)
         self.num_attempts -= 1  # nothing was tried
-        self._close_attempt("busy")
+        self.close_attempt("busy")
         if self.answer.complete:  # its choices were cancelled meanwhile
             self._finish_here(now)
         else:
             self.board.place(self, now)
 
-    def _close_attempt(self, lost: str = "") -> None:
+    def close_attempt(self, lost: str = "") -> None:
         if self.attempt is not None:
             self.attempt.lost = lost
             self.board.closed(self.attempt)
             self.attempt = None
         self.stage = Stage.QUEUED
 
-    def _cancel_attempt(self) -> None:
+    def cancel_attempt(self) -> None:
         """Cancel on the sides that may still have it."""
         attempt = self.attempt
         if attempt is None:
@@ -181,8 +182,8 @@ class Flow:
         log.info("attempt lost: %s", reason, extra={"request": self.request})
         if self.queue_deadline is not None:
             self.queue_deadline = now + self._queue_s  # it had its turn; it waits anew
-        self._cancel_attempt()
-        self._close_attempt(reason)
+        self.cancel_attempt()
+        self.close_attempt(reason)
         if self.answer.complete:  # only the worker's Finished was missing
             self._finish_here(now)
         elif self.strikes >= MAX_STRIKES:
@@ -330,19 +331,6 @@ class Flow:
         elif self.answer.complete:
             self._finish_here(now)
 
-    def hand_on(self, start: pb.Start) -> None:
-        """The same request was issued again, under a higher epoch: end without an event.
-
-        An attempt that decode has admitted goes on under the new flow, which will find it.
-        """
-        start.strikes = max(start.strikes, self.strikes)
-        if self.attempt is not None and self.stage is not Stage.ADMITTING:
-            start.placement.CopyFrom(self.placement)
-        else:
-            self._cancel_attempt()
-        self._close_attempt()
-        self.stage = Stage.ENDED
-
     def tick(self, now: float) -> None:
         """Let time pass."""
         if self.stage is Stage.ENDED:
@@ -362,7 +350,7 @@ class Flow:
             adoption.seek_prefill(self, attempt, attempt.ticket, now)
         elif now - attempt.asked >= ANSWER_S:
             if self.stage is Stage.ADMITTING:
-                self._cancel_attempt()
+                self.cancel_attempt()
                 self.on_busy(now)
             elif self.stage is Stage.RESUMING:
                 self.retry("no answer", now)
@@ -381,7 +369,7 @@ class Flow:
         if self.stage is Stage.ENDED:
             return
         error = ServiceError(code, message, param, retry_after_s)
-        self._cancel_attempt()
+        self.cancel_attempt()
         failed = pb.Failed(request=self.request, epoch=self.epoch, failure=error.to_failure())
         if self.attempt is not None:
             failed.attempt = self.attempt.id
@@ -390,7 +378,7 @@ class Flow:
     def _end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
         self.board.emit(self, event)
         self.board.ended(self, now, error)
-        self._close_attempt()
+        self.close_attempt()
         self.stage = Stage.ENDED
 
 

@@ -44,6 +44,9 @@ KINDS = (
 # After these a request may end with an error that its client has asked for or was told of.
 MAY_FAIL = ("client closes", "deadline", "SIGKILL gateway")
 
+# After these the workers have all that they had: no prompt token is computed twice.
+NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart")
+
 
 def unreachable(kind: str, phase: str) -> str:
     """Why a cell of the matrix cannot be hit; empty: it can."""
@@ -85,7 +88,7 @@ class Faults:
         self._cluster = cluster
         self._world = cluster.world
         self._network = cluster.network
-        self._watch = watch
+        self.watch = watch
         self.calm_at = 0.0  # when the last effect of a fault ends
         faults = cluster.scenario.faults
         self.strikes = [Strike(f, Random(f"fault {f.seed} {i}")) for i, f in enumerate(faults)]
@@ -142,7 +145,7 @@ class Faults:
         self._world.after(delay_s, self._cluster.supervisor, act)
 
     def _name(self, strike: Strike, role: str) -> str:
-        return self._watch.places.get(strike.fault.request, {}).get(role, "")
+        return self.watch.places.get(strike.fault.request, {}).get(role, "")
 
     def _hit(self, strike: Strike) -> None:
         strike.hit = True
@@ -316,7 +319,7 @@ class Faults:
                 body = candidate.body
                 # Frames of a chunk leave while the next one computes.
                 frame = isinstance(body, bytes) and len(body) > FRAME_BYTES and body[3] == 1
-                if frame and self._watch.frames[-1:][0][0] == strike.fault.request:
+                if frame and self.watch.frames[-1:][0][0] == strike.fault.request:
                     self._spoil(strike, kind, candidate)
                     return True
                 return False
@@ -344,7 +347,7 @@ class Faults:
         """A frame that was sent before, once more on a connection between the two."""
         prefill, decode = self._name(strike, "prefill"), self._name(strike, "decode")
         for connection in self._network.between(prefill, decode):
-            frames = [record for _, record in self._watch.frames]
+            frames = [record for _, record in self.watch.frames]
             if not connection.pings and frames:
                 self._hit(strike)
                 send = partial(connection.up.send, strike.rng.choice(frames))

@@ -1,9 +1,10 @@
 """What must hold after every run, whatever struck: a list of violations, empty if all does.
 
 Every request has one terminal answer, complete or a typed error, and a stream is a prefix of what a
-run without faults gives. Every block is back, nothing is promised, reserved or remembered, each
-request is counted once, no service has logged an error, and what the processes have noted of their
-hand-offs is what the machine says (engine/handoff/conform.py).
+run without faults gives. After the death of a router no prompt token is computed again. Every block
+is back, nothing is promised, reserved or remembered, each request is counted once, no service has
+logged an error, and what the processes have noted of their hand-offs is what the machine says
+(engine/handoff/conform.py).
 """
 
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 from pdserve.engine.handoff.conform import check
 from simulation.cluster import Cluster, Node, Reply
-from simulation.faults import MAY_FAIL, Faults
+from simulation.faults import MAY_FAIL, NOTHING_AGAIN, Faults
 from simulation.model import reference
 from simulation.scenario import Ask
 
@@ -28,6 +29,7 @@ def violations(cluster: Cluster, faults: Faults) -> list[str]:
     """All of them, in words."""
     found = [v for reply in cluster.replies.values() for v in _of_reply(cluster, faults, reply)]
     found += leftovers(cluster)
+    found += _computed_again(cluster, faults)
     found += _of_metrics(cluster, faults)
     notes = [life.recording() for life in cluster.world.notes]
     found += [f"the trace of attempt {str(v)[8:]}" for v in check(notes)]
@@ -119,6 +121,22 @@ def _held(node: Node) -> dict[str, Any]:
 
 def at_rest(cluster: Cluster) -> bool:
     return not leftovers(cluster)
+
+
+def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
+    """Prompt tokens less the last, after a fault that costs no worker what it has. An engine that
+    lacks blocks takes them from a running request, and computes it again, whatever strikes."""
+    kinds = {strike.fault.kind for strike in faults.strikes}
+    roles = [n.process.service for n in cluster.of("decode")]
+    parts = [role._part for role in roles if role is not None and role._part is not None]
+    preempted = any(part.engine.stats().preemptions for part in parts)
+    if not kinds or kinds - set(NOTHING_AGAIN) or preempted:
+        return []
+    again: Counter[str] = Counter()
+    for (request, position), times in faults.watch.computed.items():
+        if position < len(cluster.replies[request].ask.prompt) - 1:
+            again[request] += times - 1
+    return [f"{name}: {n} prompt tokens computed again" for name, n in again.items() if n]
 
 
 def _of_metrics(cluster: Cluster, faults: Faults) -> list[str]:

@@ -39,6 +39,8 @@ class PhaseWatch:
         self.places: dict[str, dict[str, str]] = {}  # request -> role -> process name
         self.frames: list[tuple[str, bytes]] = []  # (request, record and payload), as sent
         self.seen: Counter[str] = Counter()
+        # (request, position) -> how often its KV was computed, at prefill or decode
+        self.computed: Counter[tuple[str, int]] = Counter()
         self._tell = tell
         self._requests: dict[bytes, str] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # ticket -> attempt
@@ -138,6 +140,8 @@ class PhaseWatch:
                 attempt = bytes.fromhex(row.sequence.job.key)
             except ValueError:
                 continue  # a fault's own
+            request = self.request_of(attempt)
+            self.computed.update((request, position) for position in range(row.start, row.end))
             if row.num_tokens > 1 or row.sequence.job.request.prefill_only:
                 self._step(attempt, "computing", None)
 

@@ -14,7 +14,9 @@ from pdserve.engine.handoff.keys import TagKey
 from pdserve.engine.handoff.layout import Bitmap
 from pdserve.engine.kv_cache import KvCache
 from pdserve.gateway.flight import Flight
+from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.decode.core import DecodeCore
 from pdserve.services.router.answer import Answer
 from simulation.model import Model, spec
 from simulation.run import make, simulate
@@ -46,10 +48,18 @@ def positions_are_ignored() -> AbstractContextManager[Any]:
     return both
 
 
+def nobody_is_adopted() -> AbstractContextManager[Any]:
+    def resume(core: Any, session: Any, resume: wire.Resume) -> None:
+        session.outbox.put(wire.DecodeEvent(gone=wire.Gone(attempt=resume.attempt)))
+
+    return patch.object(DecodeCore, "resume", resume)
+
+
 BUGS: list[tuple[Bug, str, str, str]] = [
     (unchecked_payloads, "bit flip", "transferring", "choice # is"),
     (committed_before_the_last_frame, "reordered message", "transferring", "choice # is"),
     (blocks_stay_reserved, "SIGKILL prefill", "transferring", "holds"),
+    (nobody_is_adopted, "router restart", "decoding", "prompt tokens computed again"),
     (positions_are_ignored, "duplicate message", "decoding", "ids from"),
 ]
 

@@ -166,6 +166,8 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.said: dict[bytes, list[wire.DecodeEvent]] = {}  # tokens and Finished, by attempt
         self.tickets: dict[bytes, tuple[wire.Ticket, bytes]] = {}  # and who prefills
         self.mute = False  # do not answer Resume
+        self.answering = asyncio.Event()  # until it is set, no Admit is answered
+        self.answering.set()
 
     def resume(self, resume: wire.Resume) -> None:
         attempt = resume.attempt
@@ -201,6 +203,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
         start, attempt = message.start, message.attempt
         prompt = self.collector.take(start.request, start.prompt_ids)
         self.prompts[attempt] = prompt
+        await self.answering.wait()
         if self.busy:
             self.busy -= 1
             self.put(wire.DecodeEvent(busy=wire.Busy(attempt=attempt)))

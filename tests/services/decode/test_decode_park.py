@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,6 +56,10 @@ async def lose(pair: Pair) -> None:
 
 def another(pair: Pair) -> SessionClient:
     return SessionClient(DecodeStub, pair.decode_worker.address)
+
+
+def served_by(pair: Pair, attempt: bytes) -> Any:
+    return pair.decode_role.core._served[attempt]
 
 
 def ask_again(
@@ -293,6 +298,68 @@ def test_the_highest_epoch_has_it_and_the_old_session_no_say(
         await client.close()
 
     with_pair(test, engine=slow())
+
+
+@contextmanager
+def busy_engine(pair: Pair) -> Iterator[None]:
+    """Its thread is in a step that takes as long as this lasts."""
+    part: Any = pair.decode_worker.part
+    done = threading.Event()
+    part.thread.post(lambda _: done.wait(30))
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def test_who_asks_before_the_engine_has_answered_waits_for_it(
+    with_pair: Callable[..., None],
+) -> None:
+    """Of two that ask the last one is answered, and one whose session is lost is not."""
+
+    async def test(pair: Pair) -> None:
+        clients = [another(pair) for _ in range(3)]
+        with busy_engine(pair):
+            attempt = pair.admit(prompt(20), remote=False)
+            await eventually(lambda: pair.decode_role.core.num_served == 1)
+            await pair.decode.close()
+            await eventually(lambda: figures(pair).parked == 1)
+            ask_again(clients[0], attempt, epoch=EPOCH + 1)
+            await eventually(lambda: served_by(pair, attempt).asked is not None)
+            ask_again(clients[1], attempt, epoch=EPOCH + 2)
+            await clients[0].wait("gone", attempt)
+            await clients[1].close()
+            await eventually(lambda: served_by(pair, attempt).asked is None)
+            ask_again(clients[2], attempt, epoch=EPOCH + 3)
+            await eventually(lambda: served_by(pair, attempt).asked is not None)
+            assert not clients[2].events
+        resumed = await clients[2].wait("resumed", attempt)
+        assert resumed.epoch == EPOCH + 3
+        await clients[2].wait("finished", attempt)
+        assert clients[2].tokens(attempt) == expected(prompt(20), max_tokens=8)
+        assert (await engine_stats(pair)).prompt_tokens == 20
+        for client in clients[::2]:
+            await client.close()
+
+    with_pair(test)
+
+
+def test_who_asks_for_what_the_engine_then_refuses_is_told(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        client = another(pair)
+        with busy_engine(pair):
+            attempt = pair.admit(prompt(20), remote=False, params={"max_tokens": 10**6})
+            await eventually(lambda: pair.decode_role.core.num_served == 1)
+            await pair.decode.close()
+            await eventually(lambda: figures(pair).parked == 1)
+            ask_again(client, attempt)
+            await eventually(lambda: served_by(pair, attempt).asked is not None)
+        await client.wait("gone", attempt)
+        assert client.kinds() == ["gone"]
+        await eventually(lambda: pair.decode_role.core.num_served == 0)
+        await client.close()
+
+    with_pair(test)
 
 
 def test_a_deadline_passes_while_it_is_parked(with_pair: Callable[..., None]) -> None:

@@ -75,6 +75,43 @@ async def test_a_request_that_finished_meanwhile_is_told(make_cluster: Any, expe
     assert len(decode.of("admit")) == 1
 
 
+async def test_an_end_that_was_not_heard_is_said_again(make_cluster: Any, expected: Any) -> None:
+    """The session breaks with Placed and every word on their way: the router still knows where."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await gateway.end("r")
+    again = await cluster.gateway(boot=gateway.boot)
+    await again.start("r", SHORT, max_tokens=12, epoch=1)
+    assert isinstance(await again.end("r"), pb.Finished)
+    assert again.ids("r") == expected(SHORT, 12)
+    assert len(decode.of("resume")) == len(decode.of("admit")) == 1
+
+
+async def test_what_decode_has_yet_to_answer_goes_on(make_cluster: Any, expected: Any) -> None:
+    """Issued again between Admit and Admitted, under a session that never heard Placed."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.answering.clear()
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=12)
+    await decode.until(lambda: len(decode.of("admit")) == 1)
+    again = await cluster.gateway(boot=gateway.boot)
+    await again.start("r", SHORT, max_tokens=12, epoch=1)
+    dispatch = cluster.router.core.dispatcher
+    await again.start("other", SHORT, max_tokens=1)  # the Start before it has arrived, too
+    await decode.until(lambda: len(decode.of("admit")) == 2)
+    decode.answering.set()
+    finished = await again.end("r")
+    assert (finished.epoch, again.ids("r")) == (1, expected(SHORT, 12))
+    await again.end("other")
+    assert len(decode.of("admit")) == 2
+    assert not decode.cancelled
+    assert not dispatch.num_retries
+    assert not gateway.of("r", "finished")
+
+
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_hand_off_goes_on_after_a_restart(
     make_cluster: Any, expected: Any, known: bool

@@ -74,7 +74,9 @@ async def test_busy_worker_is_passed_over(make_cluster: Any, expected: Any) -> N
     await gateway.start("r", SHORT)
     assert isinstance(await gateway.end("r"), pb.Finished)
     assert gateway.ids("r") == expected(SHORT, 8)
-    assert len(gateway.of("r", "placed")) == 1
+    placed = [p.placement.attempt for p in gateway.of("r", "placed")]
+    assert placed == list(dict.fromkeys(placed)), "each try says where it asks"
+    assert len(placed) == len(first.of("admit")) + len(second.of("admit")) > 1
     assert first.busy < 2
     assert second.busy < 2
     assert cluster.router.core.view().retries == 0

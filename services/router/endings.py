@@ -1,0 +1,41 @@
+"""Where requests ran that have just ended: a gateway may not have heard their last words. Pure.
+
+A session that breaks loses what was on its way, and with it perhaps `Placed` itself. Decode keeps
+the words of an ended attempt for a while (engine/handoff/lease.py KEPT): a request issued again
+needs only its placement to hear them; nothing is computed twice.
+"""
+
+from collections import OrderedDict
+
+from pdserve.protos import common_pb2 as pb
+
+KEEP_S = 5.0  # as long as decode keeps them
+
+Key = tuple[bytes, str]  # client, request
+
+
+class Endings:
+    """Placements of ended requests, for KEEP_S seconds."""
+
+    def __init__(self) -> None:
+        # The oldest first: epoch, where, when.
+        self._ended: OrderedDict[Key, tuple[int, pb.Placement, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, key: Key, epoch: int, placement: pb.Placement, now: float) -> None:
+        """A request has ended there."""
+        self._ended[key] = (epoch, placement, now)
+        self._ended.move_to_end(key)
+
+    def restore(self, key: Key, start: pb.Start) -> None:
+        """Name the placement in a Start that was issued again without knowing it."""
+        found = self._ended.get(key)
+        if found is not None and found[0] < start.epoch and not start.HasField("placement"):
+            start.placement.CopyFrom(found[1])
+
+    def tick(self, now: float) -> None:
+        """Forget the old ones."""
+        while self._ended and now - next(iter(self._ended.values()))[2] >= KEEP_S:
+            self._ended.popitem(last=False)
