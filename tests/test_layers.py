@@ -74,6 +74,7 @@ PURE = (
     "services/router/migrations.py",
     "services/router/endings.py",
     "services/router/policy.py",
+    "services/router/queues.py",
     "gateway/text/stop.py",
 )
 IMPURE_IMPORTS = {"torch", "grpc", "socket", "asyncio", "threading", "time", "os", "subprocess"}

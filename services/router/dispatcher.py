@@ -4,7 +4,6 @@ Synchronous, time is an argument; the shell around it owns the sockets. One flow
 request); messages that name an unknown or ended attempt are counted and ignored.
 """
 
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pdserve.services.router.flow import MAX_CANDIDATES, Flow
 from pdserve.services.router.kinship import Kinship
 from pdserve.services.router.migrations import Migrations
 from pdserve.services.router.policy import Decision, PromptFacts, Rules, decide
+from pdserve.services.router.queues import Queues
 from pdserve.services.router.refusal import refusal
 from pdserve.services.router.switchboard import Attempt, Client
 
@@ -58,7 +58,7 @@ class Dispatcher:
         self._flows: dict[tuple[bytes, str], Flow] = {}
         self._by_attempt: dict[bytes, Flow] = {}
         self._admitting: Counter[bytes] = Counter()  # by boot of the decode worker
-        self._queues: dict[str, list[tuple[int, Flow]]] = {}  # by model, a heap by arrival
+        self._queues: Queues[Flow] = Queues()
         self._models: set[str] = set()  # every name that was ever served here
         self.draining = False
         self.trace = Trace()
@@ -79,8 +79,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        waiting = sum(map(len, self._queues.values())) + self.migrations.num_waiting
-        return waiting + len(self.kinship.stranded)
+        return len(self._queues) + self.migrations.num_waiting + len(self.kinship.stranded)
 
     # --- clients
 
@@ -209,10 +208,7 @@ class Dispatcher:
         if self._flows.get(key) is flow:
             del self._flows[key]
         self.migrations.forget(flow)
-        queue = self._queues.get(flow.model)
-        if queue and (flow.ordinal, flow) in queue:
-            queue.remove((flow.ordinal, flow))
-            heapq.heapify(queue)
+        self._queues.remove(flow)
 
     # --- placing
 
@@ -221,7 +217,7 @@ class Dispatcher:
             self._migrate(flow, now)
         elif not self._can_begin(flow, now) or not self._begin(flow, now):
             flow.refused.clear()
-            heapq.heappush(self._queues.setdefault(flow.model, []), (flow.ordinal, flow))
+            self._queues.add(flow)
 
     def _migrate(self, flow: Flow, now: float) -> None:
         """Begin to compute a running request again, or have it wait for its turn."""
@@ -236,8 +232,9 @@ class Dispatcher:
         """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
         if flow.deadline is not None and now >= flow.deadline:
             return False
-        queue = self._queues.get(flow.model)
-        return not (queue and queue[0][0] < flow.ordinal) and bool(self._candidates(flow, now))
+        head = self._queues.head(flow.model)
+        first = head is None or head.ordinal >= flow.ordinal
+        return first and bool(self._candidates(flow, now))
 
     def _candidates(self, flow: Flow, now: float) -> list[Worker]:
         if len(flow.refused) >= MAX_CANDIDATES:
@@ -288,15 +285,16 @@ class Dispatcher:
                 workers = self.fleet.of(DECODE, flow.model)
                 if not self.kinship.strand(flow, workers, now):
                     self._migrate(flow, now)
-        for model, queue in list(self._queues.items()):
-            self.kinship.set_aside(queue, self.fleet.of(DECODE, model), now)
-            while queue and self._can_begin(queue[0][1], now):
-                flow = heapq.heappop(queue)[1]
-                if not self._begin(flow, now):
-                    heapq.heappush(queue, (flow.ordinal, flow))
+        for model in self._queues.models:
+            workers = self.fleet.of(DECODE, model)
+            while (head := self._queues.head(model)) is not None:
+                stranded = self.kinship.strand(head, workers, now)
+                if not stranded and not self._can_begin(head, now):
                     break
-            if not queue:
-                del self._queues[model]
+                self._queues.remove(head)
+                if not stranded and not self._begin(head, now):
+                    self._queues.add(head)
+                    break
 
     # --- workers
 

@@ -5,7 +5,6 @@ is resumed on the same, or on one that the operator's Mixing admits. One whose k
 is set aside, so that it holds up nobody behind it, until one comes or STRANDED_S are over.
 """
 
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -67,13 +66,6 @@ class Kinship:
         if attempt.prefill is not None:
             other = attempt.prefill.identity.digest != attempt.decode.identity.digest
             self.inexact["hand-off"] += other
-
-    def set_aside(
-        self, queue: list[tuple[int, Flow]], workers: Sequence[Worker], now: float
-    ) -> None:
-        """Take flows off a queue's head that none of its model's workers may go on with."""
-        while queue and self.strand(queue[0][1], workers, now):
-            heapq.heappop(queue)
 
     def strand(self, flow: Flow, workers: Sequence[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with a flow: it is set aside then."""

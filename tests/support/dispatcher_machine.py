@@ -336,7 +336,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert self.dispatcher._admitting == unanswered
         for worker in self.fleet.workers.values():
             assert set(worker.unreported) <= current
-        queued = {flow for q in self.dispatcher._queues.values() for _, flow in q}
+        queued = set(self.dispatcher._queues)
         queued |= {flow for _, flow in self.dispatcher.migrations._waiting}
         seeking = {f for f in flows if f.stage is Stage.SEEKING}
         assert queued | seeking == {f for f in flows if f.attempt is None}
@@ -360,6 +360,6 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.pass_time(6.0)
         assert not self.dispatcher._flows
         assert not self.dispatcher._by_attempt
-        assert not self.dispatcher._queues
+        assert not len(self.dispatcher._queues)
         assert not self.at_decode
         assert not set(self.at_prefill) - self.adopted
