@@ -7,6 +7,7 @@
       |                                   +--Resumed with a ticket--> PREFILLING
       |   SEEKING --its worker is here--> RESUMING --Resumed--> RUNNING
       +-- not in time -+------ Gone, no answer, a dead worker -+
+    PREFILLING, RUNNING, RESUMING --a lost session with decode, which lives--> SEEKING
     any --Finished | Failed | Cancel | deadline--> ENDED
 
 SEEKING and RESUMING are adoption.py's. Messages of another attempt never reach this object.
@@ -56,6 +57,7 @@ class Flow:
         self.request = start.request
         self.model = start.model
         self.epoch = start.epoch
+        self.turn, self.sought = 0, now  # sessions outlived; since when its worker is sought
         self.strikes = start.strikes
         self.arrived = now
         self.deadline = now + start.remaining_ms / 1000 if start.remaining_ms else None
@@ -92,7 +94,7 @@ class Flow:
         # A request that had its first step does not wait for one again.
         queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
         start = self.answer.to_start(
-            self.epoch, self.strikes, _left_ms(self.deadline, now), queue_ms
+            adoption.claim(self), self.strikes, _left_ms(self.deadline, now), queue_ms
         )
         # Placed goes first: whatever a worker computes from here on can be found again.
         self.placement = pb.Placement(
@@ -116,7 +118,7 @@ class Flow:
         if prefill is None:
             self.stage = Stage.RUNNING
             return
-        self.stage = Stage.PREFILLING
+        self.stage, attempt.ticket = Stage.PREFILLING, admitted.ticket
         self.start_prefill(attempt, prefill, admitted.ticket, now)
 
     def emit_placed(self, prefill: Worker | None) -> None:
@@ -134,7 +136,7 @@ class Flow:
         self, attempt: Attempt, prefill: Worker, ticket: wire.Ticket, now: float
     ) -> None:
         """Have its KV computed and sent."""
-        attempt.prefill, attempt.asked = prefill, now
+        attempt.prefill, attempt.asked, attempt.unheard = prefill, now, False
         start = wire.PrefillStart(
             attempt=attempt.id,
             ticket=ticket,
@@ -201,9 +203,7 @@ class Flow:
     def prefill_lost(self, reason: str, now: float) -> None:
         """The prefill side failed; without effect once the KV is known to be complete."""
         attempt = self.attempt
-        if attempt is None or attempt.prefill is None:
-            return
-        if attempt.produced or attempt.prefill_done:
+        if attempt is None or attempt.prefill is None or attempt.filled:
             return
         self.failed_prefills.add(attempt.prefill.boot)
         self.num_prefill_failures += 1
@@ -212,10 +212,11 @@ class Flow:
     def worker_lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
         """A worker died or froze (a strike), or the session to it broke with its messages."""
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None or (not strike and adoption.outlives(self, attempt, worker, now)):
             return
         if attempt.decode is worker:
-            if strike and attempt.computing and self.stage not in ASKING:
+            unknown = self.stage in ASKING and (attempt.adopted or not attempt.answered)
+            if strike and attempt.computing and not unknown:
                 self.strikes += 1
             self.retry(f"decode {worker.hello.address} {how}", now)
         elif attempt.prefill is worker:
@@ -346,7 +347,7 @@ class Flow:
             waited = self.queue_deadline is not None and now >= self.queue_deadline
             if waited and not self.answer.begun:
                 self.fail(pb.QUEUE_TIMEOUT, "no worker took the request in time", now, "", 1.0)
-        elif self.stage is Stage.PREFILLING and attempt.prefill is None and attempt.ticket:
+        elif self.stage is Stage.PREFILLING and attempt.unsaid and attempt.ticket:
             adoption.seek_prefill(self, attempt, attempt.ticket, now)
         elif now - attempt.asked >= ANSWER_S:
             if self.stage is Stage.ADMITTING:

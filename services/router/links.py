@@ -1,11 +1,13 @@
 """The router's sessions to its workers: one stream per worker life, opened anew when it breaks.
 
 A reader hands events on and never waits; a writer drains the session's outbox. What was unsent
-when a session broke is dropped, since its requests are placed again.
+when a session broke is dropped, since its requests are asked for or placed again; what was to be
+cancelled meanwhile is said first in the next one.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import Enum
@@ -26,6 +28,7 @@ PROBE_S = 0.5
 RETRY_S = 0.1  # doubled with every session that breaks soon after it began
 MAX_RETRY_S = 2.0
 SOON_S = 1.0
+MAX_OWED = 1024  # what is forgotten beyond them, the workers end by themselves
 Command = wire.DecodeCommand | wire.PrefillCommand
 Event = wire.DecodeEvent | wire.PrefillEvent
 
@@ -40,7 +43,7 @@ class Listener(Protocol):
         """The session broke: no new commands. What becomes of the worker is told next."""
 
     def broken(self, worker: Worker) -> None:
-        """The worker lives, but what the broken session carried is lost."""
+        """The worker lives, but messages that the broken session carried may be lost."""
 
     def refused(self, worker: Worker) -> None:
         """Nobody listens on its port: it is dead."""
@@ -67,11 +70,14 @@ class Link:
         self._hello = wire.SessionHello(router_boot=boot)
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
+        self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels that nobody has read
         self._unsettled = False  # a session broke, and what it carried is not given up yet
 
     def send(self, command: Command) -> None:
         if self._outbox is not None:
             self._outbox.put(command)
+        elif command.HasField("cancel") and not command.cancel.choices:
+            self._owed.append(command)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -110,6 +116,8 @@ class Link:
                 await call.write(wire.PrefillCommand(hello=self._hello))
             self._settle()
             outbox = self._outbox = Outbox[wire.DecodeCommand | wire.PrefillCommand]()
+            while self._owed:
+                outbox.put(self._owed.popleft())
             self._unsettled = True
             writer = asyncio.create_task(_write(call.write, outbox))
             log.info("session with %s is up", self._address)

@@ -49,14 +49,25 @@ class Attempt:
     produced: bool = False  # ids or prompt log-probabilities came
     lost: str = ""  # why it was given up
     adopted: bool = False  # another flow began it; if its KV is awaited, with whom it may be:
-    ticket: wire.Ticket | None = None
     prefill_boot: bytes = b""
+    ticket: wire.Ticket | None = None  # of its hand-off
+    unheard: bool = False  # the session with prefill was lost: PrefillStart is said again
+
+    @property
+    def unsaid(self) -> bool:
+        """Prefill may not know that its KV is wanted, or we may not hear of it."""
+        return not self.prefill_over and (self.prefill is None or self.unheard)
+
+    @property
+    def filled(self) -> bool:
+        """Its KV is known to be complete at decode."""
+        return self.produced or self.prefill_done
 
     @property
     def computing(self) -> bool:
         """Its KV is complete or computed at decode: a step there may be its own."""
         local = self.prefill is None and self.ticket is None
-        return local or self.prefill_done or self.produced
+        return local or self.filled
 
 
 class Switchboard(Protocol):

@@ -54,6 +54,7 @@ class Remote:
         self.worker = worker
         self.command = command
         self.admitted = False
+        self.parked = False  # its session was lost: it says nothing until it is resumed
         self.sent: dict[int, int] = {}
 
 
@@ -74,6 +75,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.asked: dict[bytes, tuple[Worker, wire.Resume]] = {}
         # Whose prefill worker the router may not know: it hears of the end from decode.
         self.adopted: set[bytes] = set()
+        self.unsure: set[bytes] = set()  # attempts whose end the router may not have heard of
         rules = Rules(mode, 10)
         self.dispatcher = Dispatcher(self.fleet, rules, self.send, Random(seed), 5, 0.0)
         self.started: dict[str, int] = {}
@@ -86,9 +88,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         return self.random.random() < 0.25
 
     def send(self, worker: Worker, command: Any) -> None:
-        if not worker.connected or self.fleet.get(worker.boot) is not worker:
-            return
         kind = command.WhichOneof("command")
+        if self.fleet.get(worker.boot) is not worker or not (worker.connected or kind == "cancel"):
+            return  # a cancel is said in the next session
         if kind == "admit":
             assert worker.hello.role == fleet_pb2.DECODE
             self.at_decode[command.admit.attempt] = Remote(worker, command.admit)
@@ -97,10 +99,15 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.at_prefill[command.start.attempt] = Remote(worker, command.start)
         elif kind == "resume":
             self.asked[command.resume.attempt] = (worker, command.resume)
-            self.adopted.add(command.resume.attempt)
+            flow = self.dispatcher._by_attempt[command.resume.attempt]
+            if flow.attempt is not None and flow.attempt.adopted:
+                self.adopted.add(command.resume.attempt)
         elif kind == "cancel" and not command.cancel.choices:
             side = self.at_decode if worker.hello.role == fleet_pb2.DECODE else self.at_prefill
-            if self.asked.pop(command.cancel.attempt, None) and command.cancel.attempt not in side:
+            asked = self.asked.pop(command.cancel.attempt, None)
+            if (asked or command.cancel.attempt in self.unsure) and (
+                command.cancel.attempt not in side
+            ):
                 return  # it cannot know whether the worker still has it
             # Both sides are told only of attempts that they may still have.
             assert side.pop(command.cancel.attempt).worker is worker
@@ -130,7 +137,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         worker = workers[which % len(workers)]
         for side in (self.at_decode, self.at_prefill):
             for attempt in [a for a, r in side.items() if r.worker is worker]:
-                del side[attempt]
+                remote = side[attempt]
+                self.unsure.add(attempt)
+                if died or (side is self.at_decode and not remote.admitted):
+                    del side[attempt]
+                elif side is self.at_decode:
+                    remote.parked = True
         self.asked = {a: found for a, found in self.asked.items() if found[0] is not worker}
         worker.connected = False
         if died:
@@ -226,7 +238,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         running = {
             a: r
             for a, r in self.at_decode.items()
-            if r.admitted and (not r.command.prefill_boot or a not in self.at_prefill)
+            if r.admitted
+            and not r.parked
+            and (not r.command.prefill_boot or a not in self.at_prefill)
         }
         found = self.pick(running, which)
         if found is None:
@@ -279,7 +293,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             resumed.ticket.id = attempt
             resumed.prefill_boot = remote.command.prefill_boot
             HITS["adopted with a ticket"] += 1
-        HITS["adopted"] += 1
+        HITS["unparked" if remote.parked else "adopted"] += 1
+        remote.parked = False
         self.dispatcher.on_decode(worker, wire.DecodeEvent(resumed=resumed), self.now)
         for choice, end in remote.sent.items():
             first = resume.counts[choice] if choice < len(resume.counts) else 0
@@ -299,6 +314,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         if found is None or found[0] not in self.at_decode or not self.rarely():
             return
         remote = self.at_decode.pop(found[0])
+        if remote.parked:
+            return  # said to nobody
         lost = wire.HandoffLost(attempt=found[0])
         self.dispatcher.on_decode(remote.worker, wire.DecodeEvent(handoff_lost=lost), self.now)
         HITS["handoff lost"] += 1
@@ -338,7 +355,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert set(worker.unreported) <= current
         queued = set(self.dispatcher._queues)
         queued |= {flow for _, flow in self.dispatcher.migrations._waiting}
-        seeking = {f for f in flows if f.stage is Stage.SEEKING}
+        seeking = {f for f in flows if f.stage is Stage.SEEKING and f.attempt is None}
         assert queued | seeking == {f for f in flows if f.attempt is None}
         assert not queued & seeking
         begun = sum(f.answer.begun for f in flows)

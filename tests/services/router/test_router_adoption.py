@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router import adoption, dispatcher, flow
+from pdserve.services.router.adoption import MAX_TURNS
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +50,7 @@ async def test_a_stream_is_adopted_after_a_restart(
         assert ids == expected(SHORT, 12, choice)
     assert {t.epoch for t in again.of("r", "tokens")} == {1}
     (resume,) = decode.of("resume")
-    assert (resume.epoch, list(resume.counts)) == (1, [5] * n)
+    assert (resume.epoch, list(resume.counts)) == (MAX_TURNS, [5] * n)
     assert len(decode.of("admit")) == 1
     (placed,) = again.of("r", "placed")
     assert placed.placement == gateway.of("r", "placed")[0].placement

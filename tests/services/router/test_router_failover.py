@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.router import links
 
 pytestmark = pytest.mark.anyio
 
@@ -154,7 +155,72 @@ async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: An
     assert isinstance(await gateway.end("r"), pb.Finished)
     assert gateway.ids("r") == expected(SHORT, 8)
     assert len(decode.outboxes) == 2
-    assert [a.start.strikes for a in decode.of("admit")] == [0, 0]
+    (admit,) = decode.of("admit")
+    (resume,) = decode.of("resume")
+    assert resume.attempt == admit.attempt, "nothing was tried anew"
+    assert list(resume.counts) == [3]
+    assert resume.epoch > admit.start.epoch
+
+
+async def test_a_broken_session_with_prefill_is_taken_up_again(
+    make_cluster: Any, expected: Any, wait_for: Any
+) -> None:
+    cluster = await make_cluster(remote_prefill="always")
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG)
+    await wait_for(lambda: len(prefill.of("start")) == 1)
+    prefill.hang = False
+    prefill.outboxes[-1].close()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(LONG, 8)
+    first, again = prefill.of("start")
+    assert first.attempt == again.attempt
+    assert first.ticket == again.ticket
+    assert len(decode.of("admit")) == 1
+
+
+async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike(
+    make_cluster: Any, expected: Any, wait_for: Any
+) -> None:
+    """The broken session is seen before the port that refuses."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    decode.mute = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    decode.outboxes[-1].close()
+    await wait_for(lambda: decode.of("resume"))
+    other = await cluster.decode()
+    await decode.kill()
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(SHORT, 8)
+    (admit,) = other.of("admit")
+    assert admit.start.strikes == 1
+
+
+async def test_what_is_cancelled_while_its_session_is_down_is_cancelled_in_the_next(
+    make_cluster: Any, wait_for: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(links, "RETRY_S", 0.5)
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 3
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 3)
+    decode.outboxes[-1].close()
+    worker = next(iter(cluster.router.core.fleet.workers.values()))
+    await wait_for(lambda: not worker.connected)
+    await gateway.cancel("r")
+    assert (await gateway.end("r")).failure.code == pb.CANCELLED
+    assert not decode.cancelled
+    await wait_for(lambda: decode.cancelled)
+    assert len(decode.outboxes) == 2
 
 
 def verify(decode: Any, attempt: bytes, tokens: int, cached: int = 0) -> None:

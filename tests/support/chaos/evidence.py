@@ -1,0 +1,130 @@
+"""What the rings say of a fault: whether it fell where it should, and how soon it was noticed.
+
+`Watch` reads the rings of running processes as they grow; `Evidence` what all have noted at the
+end. Times are readings of the one monotonic clock, in ns.
+"""
+
+import mmap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.machine import Side
+from pdserve.engine.handoff.ring import (
+    HEADER_BYTES,
+    POSITION_AT,
+    SUFFIX,
+    read_rings,
+)
+from pdserve.engine.handoff.timeline import Entry, event_name, merge
+from pdserve.engine.handoff.trace import RECORD_BYTES, ROUTE, Mark, Record, unpack
+
+SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
+EARLY = 3  # frames; the prompts of the chaos runs have six or more
+NOTICED_S = 10.0  # what a router closes later has another cause
+
+
+class Watch:
+    """Hand-offs that one live prefill worker is sending."""
+
+    def __init__(self, folder: Path, boot: bytes) -> None:
+        (path,) = folder.glob(f"prefill-{boot.hex()[:12]}{SUFFIX}")
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._capacity = (len(self._map) - HEADER_BYTES) // RECORD_BYTES
+        self._seen = int.from_bytes(self._map[POSITION_AT : POSITION_AT + 8], "little")
+        self.frames: Counter[bytes] = Counter()  # by attempt that is not over
+
+    def sending(self) -> set[bytes]:
+        """Attempts that have sent a frame, but not many, and hold their blocks."""
+        for record in self._new():
+            if record.mark is Mark.SENT:
+                self.frames[record.attempt] += 1
+            elif record.mark is Mark.FREED:
+                self.frames.pop(record.attempt, None)
+        return {attempt for attempt, sent in self.frames.items() if sent <= EARLY}
+
+    def _new(self) -> Iterator[Record]:
+        position = int.from_bytes(self._map[POSITION_AT : POSITION_AT + 8], "little")
+        for sequence in range(self._seen + 1, position + 1):
+            at = HEADER_BYTES + sequence % self._capacity * RECORD_BYTES
+            record = unpack(self._map[at : at + RECORD_BYTES])
+            if record is not None:
+                yield record
+        self._seen = position
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """One attempt, as all processes together have noted it."""
+
+    opened_ns: int = 0  # by the router
+    closed_ns: int = 0
+    reason: str = ""
+    sent: tuple[int, ...] = ()  # when each frame was
+    sender: bytes = b""  # boot id
+    receiver: bytes = b""
+    filled_ns: int = 0  # at decode: every cell was there
+    freed_ns: dict[str, int] = field(default_factory=dict)  # by side
+
+
+class Evidence:
+    """All rings of a folder, merged; `violations`: what they break, in words."""
+
+    def __init__(self, folder: Path) -> None:
+        recordings = read_rings(sorted(folder.glob(f"*{SUFFIX}")))
+        self.violations = [str(violation) for violation in check(recordings)]
+        self.damaged = sum(recording.damaged for recording in recordings)
+        timeline = merge(recordings)
+        self.handoffs: dict[bytes, Handoff] = {}
+        for attempt, entries in timeline.attempts().items():
+            found: dict[str, list[Entry]] = {SEND: [], RECEIVE: [], ROUTE: []}
+            for entry in entries:
+                found[entry.record.side].append(entry)
+            closed = next((e for e in found[ROUTE] if e.record.mark is Mark.CLOSED), None)
+            self.handoffs[attempt] = Handoff(
+                opened_ns=next((e.at_ns for e in found[ROUTE]), 0),
+                closed_ns=closed.at_ns if closed else 0,
+                reason=timeline.of(closed).word(closed.record.detail) if closed else "",
+                sent=tuple(e.at_ns for e in found[SEND] if e.record.mark is Mark.SENT),
+                sender=timeline.of(found[SEND][0]).boot if found[SEND] else b"",
+                receiver=timeline.of(found[RECEIVE][0]).boot if found[RECEIVE] else b"",
+                filled_ns=next(
+                    (e.at_ns for e in found[RECEIVE] if event_name(e.record) == "filled"), 0
+                ),
+                freed_ns={
+                    side: e.at_ns
+                    for side in (SEND, RECEIVE)
+                    for e in found[side]
+                    if e.record.mark is Mark.FREED
+                },
+            )
+
+    def in_transfer(self, sender: bytes, at_ns: int) -> list[Handoff]:
+        """Hand-offs of a prefill worker that were between first and last frame then."""
+        return [
+            h for h in self.handoffs.values()
+            if h.sender == sender and h.sent and h.sent[0] < at_ns
+            and not 0 < h.filled_ns < at_ns and not 0 < h.closed_ns < at_ns
+            and not 0 < h.freed_ns.get(SEND, 0) < at_ns
+        ]  # fmt: skip
+
+    def noticed(self, address: str, at_ns: int) -> list[float]:
+        """Seconds from a fault of the worker to each time that the router gave up a try of it."""
+        return [
+            (h.closed_ns - at_ns) / 1e9
+            for h in self.handoffs.values()
+            if address in h.reason and 0 <= h.closed_ns - at_ns < NOTICED_S * 1e9
+        ]
+
+    def given_back(self, boot: bytes, at_ns: int) -> list[float]:
+        """Seconds from a worker's death until the blocks of its hand-offs were free elsewhere."""
+        found = []
+        for h in self.handoffs.values():
+            other = RECEIVE if h.sender == boot else SEND if h.receiver == boot else ""
+            freed = h.freed_ns.get(other, 0)
+            if freed >= at_ns:
+                found.append((freed - at_ns) / 1e9)
+        return found
