@@ -1,7 +1,8 @@
 """A tiny decoder whose next token depends on every key that its block tables reach.
 
 It writes each token's id and position into the KV cache and reads them back through the tables, so
-a wrong table, slot, copy or shared block gives wrong tokens; no weights, exact in any batch.
+a wrong table, slot, copy or shared block gives wrong tokens, and a wrong bit in any word of a key
+or a value an error; no weights, exact in any batch.
 """
 
 import torch
@@ -20,6 +21,12 @@ def fake_spec(block_size: int = 4, window: int = 0) -> KvSpec:
     if window:
         groups.append(LayerGroup((1,), "window", window, 1, 4, "float32", 0, 1))
     return KvSpec(block_size, tuple(groups))
+
+
+def words(ids: Tensor, positions: Tensor) -> Tensor:
+    """Key and value of each token, [tokens, 2, 4]: functions of both, a different one in each."""
+    scale = torch.arange(1, 9).reshape(2, 4)
+    return (ids[:, None, None] * scale + positions[:, None, None] * (scale**2)).float()
 
 
 class FakeDecoder:
@@ -45,16 +52,16 @@ class FakeDecoder:
             block, offset = table.slots // self.spec.block_size, table.slots % self.spec.block_size
             assert (block > 0).all(), "a write into the null block"
             assert len(table.slots.unique()) == len(table.slots), "two writes into one slot"
-            data[block, 0, 0, offset, 0] = batch.token_ids.float()
-            data[block, 0, 0, offset, 1] = batch.positions.float()
+            data[block, :, 0, offset] = words(batch.token_ids, batch.positions)
             for row in range(batch.num_rows):
-                keys = data[table.block_table[row], 0, 0].flatten(0, 1)  # [max_blocks * size, 4]
+                kept = data[table.block_table[row], :, 0]  # [max_blocks, 2, size, 4]
+                kept = kept.transpose(1, 2).flatten(0, 1)  # [max_blocks * size, 2, 4]
                 for token in range(batch.starts[row], batch.starts[row + 1]):
                     end = int(batch.positions[token]) + 1
                     low = max(0, end - group.window) if group.window else 0
-                    ids, positions = keys[low:end, 0], keys[low:end, 1]
-                    wanted = torch.arange(low, end).float()
-                    assert torch.equal(positions, wanted), f"row {row} sees other keys"
+                    wanted = torch.arange(low, end)
+                    ids = kept[low:end, 0, 0] - wanted
+                    assert torch.equal(kept[low:end], words(ids, wanted)), f"row {row} sees others"
                     mixed = (ids + 1) * ((wanted * 7 + number * 3) % 11 + 1)
                     seen[token] += float(mixed.sum() % 8191)
         wanted_tokens = seen[batch.logit_tokens]
