@@ -20,7 +20,7 @@ from pdserve.engine.kv_identity import UNKNOWN, KvIdentity
 from pdserve.engine.limits import Limits
 from pdserve.engine.plan import Outcome, Plan
 from pdserve.engine.progress import Progress
-from pdserve.engine.request import Event, Request, Step
+from pdserve.engine.request import Event, Request, Step, prefix_ids
 from pdserve.engine.reservation import Reservation, ReservationState
 from pdserve.engine.roster import Roster
 from pdserve.engine.runner import Launched, Model, ModelRunner
@@ -240,6 +240,22 @@ class Engine:
         """Frees the blocks; no event. Raises ValueError if it was committed or released before."""
         reservations.release(self._roster, reservation)
         self._reservations.pop(reservation.key, None)
+
+    def chain(self, request: Request) -> list[bytes]:
+        """Chain hashes of the full blocks of its prefix; any thread.
+
+        None without a prefix cache, nor with window layers, of which a part of a prompt is no use.
+        """
+        tables = self._roster.tables
+        if any(tables.windows):
+            return []
+        seed_hash = cache_seed(self.kv_identity.digest, request.cache_salt)
+        return tables.hashes(prefix_ids(request), seed_hash)
+
+    def num_found(self, chain: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain are in the prefix cache."""
+        found = (index for index, link in enumerate(chain) if self._main_pool.find(link) is None)
+        return next(found, len(chain))
 
     def held_blocks(self, key: str) -> list[list[int]]:
         """A prefill_only request's blocks per group, from Scheduled to release_held or abort.

@@ -69,11 +69,13 @@ PURE = (
     "engine/handoff/life.py",
     "engine/handoff/conform.py",
     "engine/handoff/seed.py",
+    "services/decode/flights.py",
     "services/decode/transcript.py",
     "services/host/stillness.py",
     "services/router/migrations.py",
     "services/router/endings.py",
     "services/router/policy.py",
+    "services/router/promised.py",
     "services/router/queues.py",
     "gateway/text/stop.py",
 )

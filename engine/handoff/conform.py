@@ -10,6 +10,8 @@ machine.step. On top of that:
   Granted, receive's Filled before send's; a frame was sent before it is written, with no fewer
   cells; one process each sends and receives an attempt
 - a router opens an attempt before decode has it, and closes it once
+- a follower (services/decode/flights.py) is handed no KV, its wait is over once, and nobody waits
+  at an orderly end
 
 What was overwritten, or never written because a process died, is no violation: rules that need it
 are left out for its attempt.
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from pdserve.engine.handoff.life import Life
 from pdserve.engine.handoff.machine import Side
 from pdserve.engine.handoff.timeline import Entry, Timeline, describe, event_name, merge
-from pdserve.engine.handoff.trace import ROUTE, Mark, Recording
+from pdserve.engine.handoff.trace import FOLLOW, ROUTE, Mark, Recording
 
 AROUND = 4  # records of the attempt that a violation shows before and after
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
@@ -33,6 +35,7 @@ ORDER = (
     ((RECEIVE, "filled"), (SEND, "filled")),
     ((RECEIVE, "opened"), (SEND, "opened")),
     ((ROUTE, "opened"), (RECEIVE, "opened")),
+    ((ROUTE, "opened"), (FOLLOW, "opened")),
 )
 BY_ENGINE = (Mark.OPENED, Mark.TAKEN, Mark.END)  # besides events: by the engine thread alone
 
@@ -100,8 +103,10 @@ def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -
     for side, sources in sides.items():
         for source, entries in sources.items():
             recording = timeline.recordings[source]
-            if side == ROUTE:
-                yield from _routed(recording, entries)
+            if side in (ROUTE, FOLLOW):
+                yield from _noted_twice(recording, entries)
+                if side == FOLLOW and ends[source][1] and entries[-1].record.mark is Mark.OPENED:
+                    yield entries[-1], "it waits at an orderly end"
                 continue
             life = Life(recording, entries[0])
             if not life.begins:
@@ -112,7 +117,7 @@ def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -
             yield from life.end(*ends[source])
 
 
-def _routed(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
+def _noted_twice(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
     """OPENED, then CLOSED, once each."""
     if recording.damaged:
         return
@@ -132,6 +137,9 @@ def _routed(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
 
 def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
     """What the sides say about each other."""
+    for entries in sides.get(FOLLOW, {}).values():
+        if RECEIVE in sides:
+            yield entries[0], "it waits for the KV of another, and is handed its own"
     for side in (SEND, RECEIVE):
         processes = list(sides.get(side, {}).values())
         if len(processes) > 1:

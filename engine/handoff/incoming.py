@@ -61,6 +61,7 @@ class Received:
     num_bytes: int
     cached_tokens: int  # not computed for it: decode's prefix hit, or prefill's if longer
     times: ReceiveTimes
+    num_tokens: int  # whose KV is there
     inexact: bool = False  # another KV identity computed it
 
 

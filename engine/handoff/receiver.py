@@ -332,6 +332,7 @@ class Receiver(Endpoint[Incoming]):
                 incoming.num_bytes,
                 cached,
                 incoming.times,
+                incoming.num_tokens,
                 inexact=bool(incoming.sender),
             )
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdserve.engine.handoff.trace import MAX_ARGUMENT, ROUTE, TOLD, Mark, Record, Recording
+from pdserve.engine.handoff.trace import FOLLOW, MAX_ARGUMENT, ROUTE, TOLD, Mark, Record, Recording
 
 
 class Entry(NamedTuple):
@@ -60,6 +60,8 @@ def describe(recording: Recording, record: Record) -> str:
             return _step(recording, record)
         case Mark.OPENED if record.side == ROUTE:
             return f"opened: try {detail} of request {argument}"
+        case Mark.OPENED if record.side == FOLLOW:
+            return f"waits for {detail} blocks of attempt {argument:08x}"
         case Mark.OPENED:
             left = "no deadline" if argument == MAX_ARGUMENT else f"{argument / 1000:g} s left"
             promised = f", {detail} blocks promised" if detail else ""

@@ -37,7 +37,8 @@ class Mark(IntEnum):
     """What is noted beside the machine's steps: (detail modulo 2^16, argument)."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route:
-    #               (which try, number of the request)
+    #               (which try, number of the request); a follower's: (blocks awaited, the first
+    #               four bytes of the attempt that they are of)
     TAKEN = 129  # blocks allocated (how many, cells to be filled; a cell: a block of a layer)
     FREED = 130  # blocks given back
     HANDED = 131  # blocks belong to the sequence now
@@ -46,13 +47,15 @@ class Mark(IntEnum):
     WRITTEN = 134  # a verified frame is in the blocks (its sequence, cells new)
     LATE = 135  # a frame of an ended attempt was dropped (its sequence, 0)
     GONE = 136  # a late Claim was answered Gone
-    CLOSED = 137  # the router takes no more events of it (word for the reason, 0)
+    CLOSED = 137  # the router takes no more events of it, or its wait is over (word for why, 0)
     END = 138  # the process ended in order; of no attempt
 
 
 EVENTS: tuple[type, ...] = get_args(Event)
-ROUTE = "route"  # the router's side of an attempt; the machine does not run there
-SIDES = (*(side.value for side in Side), ROUTE)
+# The machine does not run on these sides of an attempt:
+ROUTE = "route"  # the router's
+FOLLOW = "follow"  # decode's, while it waits for the KV of another
+SIDES = (*(side.value for side in Side), ROUTE, FOLLOW)
 PHASES = tuple(Phase)
 ACTIONS = tuple(Action)
 _NAMES = (
@@ -70,6 +73,7 @@ _SIDE = {id(side): number << 12 for number, side in enumerate(Side)}
 _PHASE = {id(phase): number for number, phase in enumerate(PHASES)}
 _BIT = {id(action): 1 << number for number, action in enumerate(ACTIONS)}
 _ROUTE = SIDES.index(ROUTE) << 12
+_FOLLOW = SIDES.index(FOLLOW) << 12
 _MARKS = frozenset(int(mark) for mark in Mark)
 _BODY = struct.Struct("<Q8sIHHI")
 _CHECK = struct.Struct("<I")
@@ -226,3 +230,14 @@ class Trace:
         """The router is done with it; `reason`: why it is lost, empty otherwise."""
         if self._log is not None:
             self._log.append(Mark.CLOSED, attempt, _ROUTE, self._log.word(reason), 0)
+
+    def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
+        """Decode has it wait for that many blocks of another."""
+        if self._log is not None:
+            other = int.from_bytes(leader[:4], "big")
+            self._log.append(Mark.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
+
+    def unfollow(self, attempt: bytes, reason: str) -> None:
+        """That wait is over."""
+        if self._log is not None:
+            self._log.append(Mark.CLOSED, attempt, _FOLLOW, self._log.word(reason), 0)

@@ -16,7 +16,6 @@ from typing import Any
 
 from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.lease import Lease, Phase
 from pdserve.engine.request import (
     Computed,
@@ -33,8 +32,9 @@ from pdserve.engine.request import (
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
+from pdserve.services.decode.following import Sharing
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.part import DecodePart
+from pdserve.services.decode.part import Admission, DecodePart
 from pdserve.services.decode.served import RouterSession, Served
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
@@ -97,6 +97,9 @@ class DecodeCore:
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.params.prompt_logprobs is not None
         remote = bool(admit.prefill_boot) and not nothing_to_send
+        own = part.engine.kv_identity.digest
+        leads = not remote or admit.prefill_identity in (b"", own)
+        sharing = Sharing(admit.min_shared_tokens, not remote, leads)
         now = time.monotonic()
         served = Served(
             attempt=admit.attempt,
@@ -116,9 +119,11 @@ class DecodeCore:
         self._set_timers(served, start)
         if remote:
             deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
-            future = part.admit_remote(served.attempt, request, admit.prefill_boot, deadline)
+            future = part.admit_remote(
+                served.attempt, request, admit.prefill_boot, deadline, sharing
+            )
         else:
-            future = part.admit_local(served.attempt, request)
+            future = part.admit_local(served.attempt, request, sharing)
         self._when_done(future, partial(self._admitted, served))
 
     def cancel(self, session: RouterSession, attempt: bytes, choices: Sequence[int]) -> None:
@@ -173,6 +178,21 @@ class DecodeCore:
             verified = wire.Verified(attempt=attempt, tokens=tokens, cached_tokens=cached_tokens)
             served.session.outbox.put(wire.DecodeEvent(verified=verified))
 
+    def on_attached(self, attempt: bytes) -> None:
+        """What it waited for is there: the engine has it."""
+        served = self._served.get(attempt)
+        if served is not None:
+            served.follows = False
+            attached = wire.Attached(attempt=attempt)
+            served.session.outbox.put(wire.DecodeEvent(attached=attached))
+
+    def on_again(self, attempt: bytes, tokens: int, reason: str) -> None:
+        """It waited in vain, or the rest is worth a hand-off; it has held nothing."""
+        served = self._served.get(attempt)
+        if served is not None:
+            again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
+            self._end(served, wire.DecodeEvent(place_again=again))
+
     def on_lost(self, attempt: bytes, reason: str) -> None:
         served = self._served.get(attempt)
         if served is None:
@@ -216,7 +236,7 @@ class DecodeCore:
         if self._served.get(served.attempt) is not served:
             return  # cancelled meanwhile, after the admission: the engine did likewise
         try:
-            ticket: Ticket | None = future.result()
+            admission: Admission | None = future.result()
         except QueueFull:
             self._busy(served)
             return
@@ -226,11 +246,15 @@ class DecodeCore:
         except CancelledError:
             self._fail(served, ServiceError(pb.UNAVAILABLE, "this worker stops"))
             return
-        if served.remote and ticket is None:
+        if admission is None:
             self._busy(served)
             return
+        ticket, served.follows = admission.ticket, admission.follows
+        served.remote = ticket is not None
         admitted = wire.Admitted(
-            attempt=served.attempt, promised_tokens=len(prefix_ids(served.request))
+            attempt=served.attempt,
+            promised_tokens=len(prefix_ids(served.request)),
+            follows=served.follows,
         )
         if ticket is not None and self._part is not None:
             admitted.ticket.CopyFrom(
@@ -266,7 +290,7 @@ class DecodeCore:
     def _queue_timeout(self, served: Served) -> None:
         if served.scheduled or self._part is None:
             return
-        if not served.remote:
+        if not served.remote and not served.follows:
             self._queued_too_long(served)
             return
 

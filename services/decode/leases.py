@@ -170,6 +170,7 @@ class Leases:
     def _hand_over(self, served: Served, session: RouterSession, counts: Sequence[int]) -> None:
         served.session, served.epoch = session, served.lease.epoch
         resumed = wire.Resumed(attempt=served.attempt, epoch=served.epoch)
+        resumed.follows = served.follows
         if served.lease.live and served.ticket is not None and served.received is None:
             resumed.ticket.CopyFrom(served.ticket)
             resumed.prefill_boot = served.prefill_boot

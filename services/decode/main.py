@@ -42,6 +42,8 @@ class DecodeRole:
             received=on_loop(loop, core.on_received),
             lost=on_loop(loop, core.on_lost),
             verified=on_loop(loop, core.on_verified),
+            attached=on_loop(loop, core.on_attached),
+            again=on_loop(loop, core.on_again),
         )
         leases = core.leases.figures
         self._part = DecodePart(self._settings, engine, card, boot, sink, leases)

@@ -22,6 +22,7 @@ from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.cuda_device import opener
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
+from pdserve.services.decode.following import Following, Sharing
 from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.addresses import advertised
@@ -41,6 +42,16 @@ class Sink:
     received: Callable[[Received], None]
     lost: Callable[[bytes, str], None]
     verified: Callable[[bytes, int, int], None]
+    attached: Callable[[bytes], None]
+    again: Callable[[bytes, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A promise."""
+
+    ticket: Ticket | None = None  # for whoever is to send the KV
+    follows: bool = False  # it waits for the KV of others
 
 
 class DecodePart:
@@ -62,20 +73,22 @@ class DecodePart:
         self._changed = True
         self._last_command = b""
         self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
+        trace = Trace(self._ring)
+        self._following = Following(engine, sink.attached, sink.again, trace)
         self._receiver = Receiver(
             engine,
             engine.kv,
             boot=boot,
             identity=engine.kv_identity,
-            on_received=sink.received,
-            on_lost=sink.lost,
-            on_verified=sink.verified,
+            on_received=self._received,
+            on_lost=self._lost,
+            on_verified=self._verified,
             wake=self.thread.wake,
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
             mixing=Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics),
             encrypted=settings.encrypt_kv,
-            trace=Trace(self._ring),
+            trace=trace,
         )
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(
@@ -123,28 +136,48 @@ class DecodePart:
 
     # posted by the loop
 
-    def admit_local(self, attempt: bytes, request: Request) -> "Future[Any]":
-        """The engine queues the prompt itself. The future raises the engine's errors."""
+    def admit_local(
+        self, attempt: bytes, request: Request, sharing: Sharing
+    ) -> "Future[Admission | None]":
+        """The engine queues the prompt itself, at once or when what it waits for is there. The
+        future raises the engine's errors."""
+        chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> None:
-            engine.submit(request)
+        def admit(engine: Engine) -> Admission | None:
+            follows = self._following.follows(request, chain, sharing)
+            if not follows:
+                engine.submit(request)
+                self._following.leads(request, chain, sharing)
             self._command(attempt)
+            return Admission(follows=follows)
 
         return self.thread.post(admit)
 
     def admit_remote(
-        self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
-    ) -> "Future[Any]":
-        """The ticket, or None without room. The future raises the engine's errors."""
+        self,
+        attempt: bytes,
+        request: Request,
+        prefill_boot: bytes,
+        deadline: float,
+        sharing: Sharing,
+    ) -> "Future[Admission | None]":
+        """With a ticket for `prefill_boot`, unless it waits; None: there is no room. The future
+        raises the engine's errors."""
+        chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> Ticket | None:
+        def admit(engine: Engine) -> Admission | None:
+            if self._following.follows(request, chain, sharing):
+                self._command(attempt)
+                return Admission(follows=True)
             engine.limits.check(request)
             ticket = self._receiver.admit(
                 attempt, request, prefill_boot, deadline + DEADLINE_SLACK_S
             )
-            if ticket is not None:
-                self._command(attempt)
-            return ticket
+            if ticket is None:
+                return None
+            self._following.leads(request, chain, sharing)
+            self._command(attempt)
+            return Admission(ticket)
 
         return self.thread.post(admit)
 
@@ -152,10 +185,11 @@ class DecodePart:
         """End an attempt, or some of its choices, wherever it is; its blocks are free then."""
 
         def cancel(engine: Engine) -> None:
+            known = self._following.cancel(attempt, choices)
             if choices:
-                known = self._receiver.cancel_choices(attempt, choices)
+                known |= self._receiver.cancel_choices(attempt, choices)
             else:
-                known = self._receiver.cancel(attempt, "cancelled")
+                known |= self._receiver.cancel(attempt, "cancelled")
             if not known:
                 engine.abort(attempt.hex(), choices)
             self._changed = True
@@ -166,15 +200,22 @@ class DecodePart:
         """No steps from here on, or steps again; a hand-off goes on either way."""
 
         def park(engine: Engine) -> None:
-            if not self._receiver.park(attempt, parked):
+            known = self._following.park(attempt, parked)
+            if not known and not self._receiver.park(attempt, parked):
                 (engine.park if parked else engine.unpark)(attempt.hex())
             self._changed = True
 
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether a hand-off is live and has no blocks yet."""
-        return self.thread.post(lambda _: self._receiver.is_waiting(attempt))
+        """Whether a hand-off is live and has no blocks yet, or it waits for KV that nobody has
+        begun to compute."""
+
+        def look(_: Engine) -> bool:
+            first = self._following.first(attempt)
+            return self._receiver.is_waiting(first) or self._following.is_queued(first)
+
+        return self.thread.post(look)
 
     # on the engine thread
 
@@ -184,7 +225,10 @@ class DecodePart:
         leases = self._leases
         stale = receiver.counters["stale"] + receiver.counters["late_frames"] + leases.stale
         load = load_of(stats, receiver.figures, receiver.refusals, stale)
-        load.waiting += receiver.num_waiting
+        load.waiting += receiver.num_waiting + self._following.num_waiting
+        load.following = self._following.num_waiting
+        load.attached = self._following.figures.attached
+        load.placed_again = self._following.figures.placed_again
         load.promised_tokens = receiver.promised_tokens
         load.inexact_handoffs = receiver.counters["inexact"]
         load.last_command = self._last_command
@@ -206,9 +250,24 @@ class DecodePart:
     def _poll(self, budget_s: float) -> bool:
         live = self._receiver.num_live
         more = self._receiver.poll(budget_s)
+        self._following.poll()
         self._changed |= bool(live)
         return more
+
+    def _received(self, received: Received) -> None:
+        self._following.arrived(received.attempt, received.num_tokens, landed=True)
+        self._sink.received(received)
+
+    def _verified(self, attempt: bytes, tokens: int, cached_tokens: int) -> None:
+        self._following.arrived(attempt, tokens)
+        self._sink.verified(attempt, tokens, cached_tokens)
+
+    def _lost(self, attempt: bytes, reason: str) -> None:
+        self._following.over(attempt)
+        self._sink.lost(attempt, reason)
 
     def _on_step(self, step: Step) -> None:
         self._changed = True
         self._sink.step(step, time.monotonic())
+        if self._following.on_step(step):
+            self.thread.wake()

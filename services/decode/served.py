@@ -36,6 +36,7 @@ class Served:
     ticket: Ticket | None = None  # for whom
     admitted: bool = False  # the router was told
     asked: tuple[RouterSession, Resume] | None = None  # by another one, before it was admitted
+    follows: bool = False  # it waits for the KV of another
     last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0
     computed: float = 0.0

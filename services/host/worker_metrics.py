@@ -30,6 +30,7 @@ class WorkerMetrics:
             ("vllm:num_requests_waiting", "Requests that wait", load.waiting),
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
             ("pdserve_parked_requests", "Requests of lost router sessions", load.parked),
+            ("pdserve_following_requests", "Waiting for KV sent to another", load.following),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -44,6 +45,8 @@ class WorkerMetrics:
             ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
             ("pdserve_adopted_requests", "Requests taken over after a loss", load.adopted),
             ("pdserve_park_expired_requests", "Parked, and nobody came", load.park_expired),
+            ("pdserve_attached_requests", "Waited, and share the KV", load.attached),
+            ("pdserve_placed_again_requests", "Waited, and were placed again", load.placed_again),
             ("pdserve_park_evicted_requests", "Parked, until others needed it", load.park_evicted),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))

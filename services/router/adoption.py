@@ -72,6 +72,7 @@ def resumed(flow: "Flow", message: wire.Resumed, now: float) -> None:
     if attempt is None or flow.stage is not Stage.RESUMING or message.epoch != claim(flow):
         return
     flow.board.adopted(flow)
+    attempt.follows = message.follows
     flow.emit_placed(attempt.prefill)
     aborted = [i for i, c in enumerate(flow.answer.choices) if c.finish == pb.ABORTED]
     if aborted:  # it may not have heard of them

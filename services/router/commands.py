@@ -8,16 +8,15 @@ from pdserve.services.host.fragments import send_ids
 
 
 def admit(
-    attempt: bytes, start: pb.Start, prompt_ids: Sequence[int], prefill_boot: bytes
+    admit: wire.Admit, start: pb.Start, prompt_ids: Sequence[int]
 ) -> Iterator[wire.DecodeCommand]:
     """Hand the request over; `start` comes without prompt ids, which go ahead in parts."""
     parts, tail = send_ids(start.request, prompt_ids)
     for part in parts:
         yield wire.DecodeCommand(ids_part=part)
     start.prompt_ids.extend(tail)
-    yield wire.DecodeCommand(
-        admit=wire.Admit(attempt=attempt, start=start, prefill_boot=prefill_boot)
-    )
+    admit.start.CopyFrom(start)
+    yield wire.DecodeCommand(admit=admit)
 
 
 def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:

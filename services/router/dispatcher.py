@@ -15,7 +15,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router import adoption
+from pdserve.services.router import adoption, sharing
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.endings import Endings
 from pdserve.services.router.facts import FactsOfWorkers
@@ -23,7 +23,8 @@ from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.flow import MAX_CANDIDATES, Flow
 from pdserve.services.router.kinship import Kinship
 from pdserve.services.router.migrations import Migrations
-from pdserve.services.router.policy import Decision, PromptFacts, Rules, decide
+from pdserve.services.router.policy import Rules, decide
+from pdserve.services.router.promised import PromisedChains
 from pdserve.services.router.queues import Queues
 from pdserve.services.router.refusal import refusal
 from pdserve.services.router.switchboard import Attempt, Client
@@ -72,6 +73,7 @@ class Dispatcher:
         self.num_frozen = 0  # engines found frozen
         self.kinship = Kinship(rules.mixing)
         self._endings = Endings()
+        self.promised = PromisedChains()
 
     @property
     def num_running(self) -> int:
@@ -161,15 +163,16 @@ class Dispatcher:
             return
         self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
         self._admitting[attempt.decode.boot] += 1
-        local = attempt.prefill is None
-        attempt.decode.commanded(attempt.id, len(attempt.ids) if local else 0, now)
+        tokens = 0 if attempt.follows else len(attempt.ids)
+        attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
         if attempt.prefill is not None:
-            attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
+            attempt.prefill.commanded(attempt.id, tokens, now)
         self.num_retries += flow.num_attempts > 1
 
     def closed(self, attempt: Attempt) -> None:
         if not attempt.adopted:
             self.trace.unroute(attempt.id, attempt.lost)
+        self.promised.drop(attempt.id)
         flow = self._by_attempt.pop(attempt.id, None)
         if flow is not None:
             self.migrations.stopped(flow)
@@ -249,34 +252,23 @@ class Dispatcher:
         ]
 
     def _begin(self, flow: Flow, now: float) -> bool:
-        decision = self._decide(flow, now)
+        ids, salt = flow.answer.prefix_ids(), flow.answer.start.cache_salt
+        facts = FactsOfWorkers(ids, salt, flow.verified, self.promised, now)
+        decodes = [facts.of(w) for w in self._candidates(flow, now)]
+        prefills = [facts.of(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
+        decision = decide(flow.facts(), decodes, prefills, self._rules, self._rng)
         if decision is None:
             return False
         self.reasons[decision.reason] += 1
-        log.debug(
-            "%s, %d tokens cached at decode",
-            decision.reason,
-            decision.cached_tokens,
-            extra={"request": flow.request},
-        )
+        why, cached = decision.reason, decision.cached_tokens
+        log.debug("%s, %d tokens cached at decode", why, cached, extra={"request": flow.request})
         decode = self.fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
         self.kinship.left_out(decode.boot, decision.refused)
-        flow.begin(decode, prefill, now)
+        shares = sharing.Shares(self._rules.min_shared_tokens, decision.follows)
+        attempt = flow.begin(decode, prefill, shares, now)
+        self.promised.add(attempt.id, decode.boot, facts.chain(decode))
         return True
-
-    def _decide(self, flow: Flow, now: float) -> Decision | None:
-        ids = flow.answer.prefix_ids()
-        facts = FactsOfWorkers(ids, flow.answer.start.cache_salt, flow.verified, now)
-        prompt = PromptFacts(
-            num_tokens=len(ids) - 1,
-            may_go_remote=flow.answer.may_go_remote,
-            prefill_failures=flow.num_prefill_failures,
-            failed_prefills=frozenset(flow.failed_prefills),
-        )
-        decodes = [facts.of(w) for w in self._candidates(flow, now)]
-        prefills = [facts.of(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
-        return decide(prompt, decodes, prefills, self._rules, self._rng)
 
     def pump(self, now: float) -> None:
         """Begin what waits, in order of arrival, as far as workers take it."""
@@ -346,7 +338,7 @@ class Dispatcher:
             flow.on_tokens(message, now)
             return
         if kind == "verified":
-            flow.on_verified(message)
+            sharing.verified(flow, message)
             return
         if kind in ("admitted", "busy", "failed", "gone", "resumed") and not flow.attempt.answered:
             self._answered(flow.attempt)
@@ -369,6 +361,10 @@ class Dispatcher:
             flow.on_finished(message, now)
         elif kind == "failed":
             flow.on_failed(message.failure, now)
+        elif kind == "attached":
+            sharing.attached(flow)
+        elif kind == "place_again":
+            sharing.placed_again(flow, message, now)
         elif kind == "handoff_lost":
             flow.on_handoff_lost(message.reason, now)
         self.pump(now)

@@ -3,7 +3,7 @@
     QUEUED ----place----> ADMITTING --Admitted--> PREFILLING (remote) --first ids--> RUNNING
       ^  ^                  |   |                     |                               |
       |  +----- Busy -------+   +--Admitted (local)---|----------------> RUNNING      |
-      +-- a lost attempt (PrefillFailed, HandoffLost, Gone, a dead worker) -----------+
+      +-- a lost attempt (PrefillFailed, HandoffLost, Gone, a dead worker), PlaceAgain --+
       |                                   +--Resumed with a ticket--> PREFILLING
       |   SEEKING --its worker is here--> RESUMING --Resumed--> RUNNING
       +-- not in time -+------ Gone, no answer, a dead worker -+
@@ -23,9 +23,11 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router import adoption, commands
+from pdserve.services.router import adoption, commands, sharing
 from pdserve.services.router.answer import Answer, LostTokens
 from pdserve.services.router.fleet import Worker
+from pdserve.services.router.policy import PromptFacts
+from pdserve.services.router.sharing import Shares
 from pdserve.services.router.switchboard import ASKING, Attempt, Client, Stage, Switchboard
 
 log = logging.getLogger(__name__)
@@ -81,21 +83,30 @@ class Flow:
         self.placement = pb.Placement()  # of the attempt that it has, or is to adopt
         self.placement.CopyFrom(start.placement)
 
+    def facts(self) -> PromptFacts:
+        """What the policy is told of it."""
+        return PromptFacts(
+            num_tokens=len(self.answer.prefix_ids()) - 1,
+            may_go_remote=self.answer.may_go_remote,
+            prefill_failures=self.num_prefill_failures,
+            failed_prefills=frozenset(self.failed_prefills),
+        )
+
     # --- tries
 
-    def begin(self, decode: Worker, prefill: Worker | None, now: float) -> None:
+    def begin(self, decode: Worker, prefill: Worker | None, shares: Shares, now: float) -> Attempt:
         """Send Admit to the decode worker that the policy chose."""
         ids = self.answer.prefix_ids()[:-1]
         attempt = Attempt(os.urandom(16), decode, prefill, ids, now, now)
+        attempt.follows = shares.expected
         self.attempt = attempt
         self.stage = Stage.ADMITTING
         self.num_attempts += 1
         self.board.opened(self, attempt, now)
         # A request that had its first step does not wait for one again.
         queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
-        start = self.answer.to_start(
-            adoption.claim(self), self.strikes, _left_ms(self.deadline, now), queue_ms
-        )
+        left_ms = _left_ms(self.deadline, now)
+        start = self.answer.to_start(adoption.claim(self), self.strikes, left_ms, queue_ms)
         # Placed goes first: whatever a worker computes from here on can be found again.
         self.placement = pb.Placement(
             attempt=attempt.id,
@@ -104,9 +115,12 @@ class Flow:
             identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
         )
         self.emit_placed(prefill)
-        boot = b"" if prefill is None else prefill.boot
-        for command in commands.admit(attempt.id, start, self.answer.prompt_ids, boot):
+        admit = wire.Admit(attempt=attempt.id, min_shared_tokens=shares.min_tokens)
+        if prefill is not None:
+            admit.prefill_boot, admit.prefill_identity = prefill.boot, prefill.identity.digest
+        for command in commands.admit(admit, start, self.answer.prompt_ids):
             self.board.to_decode(decode, command)
+        return attempt
 
     def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
         """The promise: start the remote prefill."""
@@ -114,6 +128,7 @@ class Flow:
         if attempt is None or self.stage is not Stage.ADMITTING:
             return
         self.refused.clear()
+        sharing.settle(attempt, admitted, now)
         prefill = attempt.prefill
         if prefill is None:
             self.stage = Stage.RUNNING
@@ -153,8 +168,12 @@ class Flow:
         if attempt is None or self.stage is not Stage.ADMITTING:
             return
         self.refused.add(attempt.decode.boot)
-        self.num_attempts -= 1  # nothing was tried
-        self.close_attempt("busy")
+        self.not_tried("busy", now)
+
+    def not_tried(self, reason: str, now: float) -> None:
+        """The attempt is over on every worker before anything was tried."""
+        self.num_attempts = max(0, self.num_attempts - 1)  # an adopted one was not counted
+        self.close_attempt(reason)
         if self.answer.complete:  # its choices were cancelled meanwhile
             self._finish_here(now)
         else:
@@ -273,15 +292,6 @@ class Flow:
             # What an earlier try has left in a cache was computed for this request.
             finished.cached_tokens = min(finished.cached_tokens, self.hit)
         self._end(RequestEvent(finished=finished), now, None)
-
-    def on_verified(self, verified: wire.Verified) -> None:
-        """Decode keeps what it has verified, whatever becomes of the attempt."""
-        if self.attempt is None:
-            return
-        boot = self.attempt.decode.boot
-        self.verified[boot] = max(self.verified.get(boot, 0), verified.tokens)
-        if self.hit is None:
-            self.hit = verified.cached_tokens
 
     def on_handoff_lost(self, reason: str, now: float) -> None:
         """Decode gave up waiting for the KV; its blocks are free."""

@@ -12,7 +12,7 @@ prefill worker would have to compute a long beginning anew.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from pdserve.engine.kv_identity import NO_MIXING, Difference, KvIdentity, Mixing, refusal
@@ -42,6 +42,7 @@ class WorkerFacts:
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
     cached_tokens: int = 0  # of this prompt
+    promised_tokens: int = 0  # of this prompt: those, and what is on its way there for others
     wire_version: int = 1
     transports: tuple[str, ...] = ()
     layout: KvSpec = NO_LAYOUT
@@ -67,6 +68,11 @@ class Rules:
     max_prefill_failures: int = 2
     mixing: Mixing = NO_MIXING
 
+    @property
+    def min_shared_tokens(self) -> int:
+        """Tokens of another prompt that are worth waiting for: as many as are worth a hand-off."""
+        return 1 if self.remote_prefill == "always" else self.threshold
+
 
 Refused = tuple[bytes, Difference]  # boot of a prefill worker, and why
 
@@ -76,10 +82,11 @@ class Decision:
     """Boot ids of the workers, and why."""
 
     decode: bytes
-    prefill: bytes | None  # None: decode computes the prompt itself
+    prefill: bytes | None  # None: decode computes the prompt itself, if it does not wait
     reason: str
     cached_tokens: int  # expected at decode
     refused: tuple[Refused, ...] = ()  # prefill workers that do not go with it, and why
+    follows: bool = False  # decode is expected to wait for the KV of another prompt
 
 
 def decide(
@@ -90,18 +97,32 @@ def decide(
     rng: Random,
 ) -> Decision | None:
     """The worker pair for a prompt, or None if no decode worker is given."""
-    decode = pick_decode(prompt, decodes, rng)
-    if decode is None:
+    sharing = [replace(w, cached_tokens=awaited_tokens(prompt, w, rules)) for w in decodes]
+    picked = pick_decode(prompt, sharing, rng)
+    if picked is None:
         return None
+    (decode,) = (w for w in decodes if w.boot == picked.boot)
     missing = missing_tokens(prompt, decode)
+    # Of a follower this is who computes its prompt if decode knows better.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
     boot = None if prefill is None else prefill.boot
-    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused)
+    follows = picked.cached_tokens > decode.cached_tokens
+    reason = "shared prefix" if follows else reason
+    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused, follows)
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
     """Prompt tokens that are not cached there."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
+
+
+def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
+    """Tokens of the prompt that nobody has to compute for it there: cached ones, and those on their
+    way if they are worth waiting for, as decode decides (services/decode/following.py)."""
+    shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
+    enough = shared >= max(rules.min_shared_tokens, worker.layout.block_size)
+    waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
+    return worker.cached_tokens + (shared if waits else 0)
 
 
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:

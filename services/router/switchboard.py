@@ -46,6 +46,7 @@ class Attempt:
     prefill_over: bool = False
     prefill_accepted: bool = False
     prefill_done: bool = False
+    follows: bool = False  # it waits, or may wait, for the KV of another prompt
     produced: bool = False  # ids or prompt log-probabilities came
     lost: str = ""  # why it was given up
     adopted: bool = False  # another flow began it; if its KV is awaited, with whom it may be:
@@ -66,7 +67,7 @@ class Attempt:
     @property
     def computing(self) -> bool:
         """Its KV is complete or computed at decode: a step there may be its own."""
-        local = self.prefill is None and self.ticket is None
+        local = self.prefill is None and self.ticket is None and not self.follows
         return local or self.filled
 
 

@@ -52,7 +52,7 @@ def unreachable(kind: str, phase: str) -> str:
     """Why a cell of the matrix cannot be hit; empty: it can."""
     no_frames = "only a frame on its way can be changed, and none of the attempt is"
     if kind in ("bit flip", "truncation"):
-        return "" if phase in ("computing", "transferring") else no_frames
+        return "" if phase in ("computing", "transferring", "followed") else no_frames
     if kind == "other weights" and phase not in ("queued", "claimed"):
         return "identities are compared at PrefillStart and in the introduction only"
     if kind == "no blocks at prefill" and phase not in ("admitted", "queued"):

@@ -89,6 +89,7 @@ def _held(node: Node) -> dict[str, Any]:
             "requests": dispatcher.num_running,
             "queued": dispatcher.num_queued,
             "attempts": len(dispatcher._by_attempt),
+            "promised chains": len(set(dispatcher.promised)),
         }
     part = service._part
     if part is None:
@@ -113,6 +114,8 @@ def _held(node: Node) -> dict[str, Any]:
         held["hand-offs"] = part._receiver.num_live
         held["promises"] = part.promised_tokens
         held["served"] = service.core.num_served
+        held["followers"] = part._following.num_waiting
+        held["leaders"] = len(part._following._flights._leaders)
     else:
         held["hand-offs"] = part._sender.num_live
         held["attempts"] = int(not service.core._empty.is_set())

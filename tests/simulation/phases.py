@@ -5,6 +5,7 @@ queued        PrefillStart has arrived at the prefill worker; its engine has not
 claimed       prefill has sent Claim
 computing     the engine has planned a chunk of the prompt (k-th: index k)
 transferring  prefill has sent a frame (i-th: index i)
+followed      decode has told another request that it waits for this one's KV
 complete      decode has sent Complete: every block is verified, no row has run yet
 decoding      decode has sent the token at position j of a choice (index j)
 last          decode has sent a choice's last token, or Finished
@@ -22,7 +23,8 @@ from simulation.clock import Process
 from simulation.network import Message
 
 PHASES = (
-    "admitted", "queued", "claimed", "computing", "transferring", "complete", "decoding", "last",
+    "admitted", "queued", "claimed", "computing", "transferring", "followed", "complete",
+    "decoding", "last",
 )  # fmt: skip
 # Not a phase: PrefillStart is about to be sent.
 ASKED = "asked"
@@ -41,11 +43,13 @@ class PhaseWatch:
         self.seen: Counter[str] = Counter()
         # (request, position) -> how often its KV was computed, at prefill or decode
         self.computed: Counter[tuple[str, int]] = Counter()
+        self.placed_again: Counter[str] = Counter()  # by request
         self._tell = tell
         self._requests: dict[bytes, str] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # ticket -> attempt
         self._names: dict[bytes, str] = {}  # boot -> worker
         self._counts: Counter[tuple[bytes, str]] = Counter()
+        self._prompts: dict[str, list[int]] = {}
 
     def request_of(self, attempt: bytes) -> str:
         return self._requests.get(attempt, "")
@@ -82,6 +86,7 @@ class PhaseWatch:
 
     def _on_admit(self, message: Message, admit: wire.Admit) -> None:
         self._requests[admit.attempt] = admit.start.request
+        self._prompts[admit.start.request] = list(admit.start.prompt_ids)
         place = self.places.setdefault(admit.start.request, {})
         place["router"], place["decode"] = message.src.name, message.dst.name
         place.pop("prefill", None)
@@ -94,6 +99,10 @@ class PhaseWatch:
             attempt = event.admitted.attempt
             self._tickets[event.admitted.ticket.id] = attempt
             self._step(attempt, "admitted", message)
+            if event.admitted.follows:
+                self._step(self._leader(attempt), "followed", message)
+        elif kind == "place_again":
+            self.placed_again[self._requests[event.place_again.attempt]] += 1
         elif kind == "tokens":
             tokens = event.tokens
             self._step(tokens.attempt, "decoding", message)
@@ -103,6 +112,13 @@ class PhaseWatch:
             self._step(event.finished.attempt, "last", message)
         elif kind == "failed":
             self._on_failed(event.failed.request)
+
+    def _leader(self, follower: bytes) -> bytes:
+        """The newest attempt of the oldest request that has most in common with a follower."""
+        name = self._requests[follower]
+        others = [other for other in self._prompts if other != name]
+        best = max(others, key=lambda other: _common(self._prompts[other], self._prompts[name]))
+        return self.attempts_of(best)[-1]
 
     def _on_failed(self, request: str) -> None:
         self.failed_in.setdefault(request, self.current.get(request, ""))
@@ -155,3 +171,9 @@ class PhaseWatch:
         if phase != ASKED:
             self.current[request] = phase
         self._tell(request, phase, index, message)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Leading tokens that are equal."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

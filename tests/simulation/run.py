@@ -38,6 +38,8 @@ class Result:
     callbacks: int
     answers: dict[str, str]  # by request: its terminal answer
     retries: int
+    computed: int  # prompt tokens, by all workers for all requests
+    placed_again: int  # followers
 
 
 class Run:
@@ -81,6 +83,12 @@ class Run:
                 for node in cluster.of("router")
                 if node.process.service is not None
             ),
+            computed=sum(
+                times
+                for (name, position), times in self.watch.computed.items()
+                if name and position < len(self.scenario.ask(name).prompt)
+            ),
+            placed_again=self.watch.placed_again.total(),
         )
 
     def _answered(self) -> bool:

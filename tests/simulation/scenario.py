@@ -103,6 +103,8 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
     pair = kind.endswith("prefill-decode") or kind == "replay of a frame"
     if kind == "other weights" and phase == "claimed":
         asks = [a for a in asks if a.name == TARGET]  # the first contact of the pair
+    twins = _twins(rng, next(a for a in asks if a.name == TARGET)) if phase == "followed" else []
+    asks += twins
     several = phase in ("computing", "transferring", "decoding")
     index = rng.randint(0, 2) if several else 0
     return Scenario(
@@ -112,8 +114,23 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
         gateways=gateways,
         routers=rng.choice((1, 2)),
         prefills=1 if pair else rng.choice((1, 2, 2)),  # its connection is there from the start
-        decodes=1 if pair else rng.choice((1, 2, 2)),
+        decodes=1 if pair else rng.choice((1, 1, 2) if twins else (1, 2, 2)),
         prefill_blocks=rng.choice((24, 48)),
         decode_blocks=rng.choice((48, 64)),
-        window=rng.choice((0, 0, 10)),
+        window=0 if twins else rng.choice((0, 0, 10)),  # nobody follows with window layers
     )
+
+
+TWIN = "twin"
+
+
+def _twins(rng: Random, target: Ask) -> list[Ask]:
+    """Requests with the same prompt, or most of it, while the target's KV is on its way."""
+    twins = []
+    for number in range(rng.randint(2, 4)):
+        tail = tuple(rng.randrange(1, 64) for _ in range(rng.choice((0, 0, 3, 20))))
+        keep = len(target.prompt) - (len(tail) > 0) * rng.randint(0, 6)
+        at_s = target.at_s + rng.uniform(0.0, 0.012)
+        prompt, seed = target.prompt[:keep] + tail, rng.getrandbits(32)
+        twins.append(Ask(f"{TWIN}{number}", at_s, prompt, rng.randint(1, 12), seed))
+    return twins

@@ -55,6 +55,7 @@ class Remote:
         self.command = command
         self.admitted = False
         self.parked = False  # its session was lost: it says nothing until it is resumed
+        self.follows = False  # it waits for the KV of another
         self.sent: dict[int, int] = {}
 
 
@@ -122,7 +123,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             role=role,
             boot=self.num_workers.to_bytes(16),
             address=f"10.0.0.{self.num_workers}:1",
-            card=pb.ModelCard(name="m", kv_identity=b"i"),
+            card=pb.ModelCard(name="m", kv_identity=b"i", kv_spec=pb.KvSpec(block_size=4)),
             transports=["tcp"],
         )
         worker, _ = self.fleet.join(hello, self.now)
@@ -211,7 +212,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(
         which=st.integers(0, 5),
-        what=st.sampled_from([*["ok"] * 8, *["busy"] * 4, "failed", "gone"]),
+        what=st.sampled_from([*["ok"] * 6, "follows", "follows", *["busy"] * 4, "failed", "gone"]),
     )
     def answer_admit(self, which: int, what: str) -> None:
         waiting = {a: r for a, r in self.at_decode.items() if not r.admitted}
@@ -219,9 +220,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         if found is None:
             return
         attempt, remote = found
-        if what == "ok":
-            remote.admitted = True
-            event = wire.DecodeEvent(admitted=wire.Admitted(attempt=attempt))
+        if what in ("ok", "follows"):
+            remote.admitted, remote.follows = True, what == "follows"
+            admitted = wire.Admitted(attempt=attempt, follows=remote.follows)
+            if remote.command.prefill_boot and not remote.follows:
+                admitted.ticket.id = attempt
+            event = wire.DecodeEvent(admitted=admitted)
         else:
             del self.at_decode[attempt]
             failure = pb.Failure(code=pb.INVALID_ARGUMENT, message="no")
@@ -238,9 +242,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         running = {
             a: r
             for a, r in self.at_decode.items()
-            if r.admitted
-            and not r.parked
-            and (not r.command.prefill_boot or a not in self.at_prefill)
+            if r.admitted and not r.parked and not r.follows and a not in self.at_prefill
         }
         found = self.pick(running, which)
         if found is None:
@@ -274,6 +276,22 @@ class DispatcherMachine(RuleBasedStateMachine):
             finished = pb.Finished(attempt=attempt)
             self.dispatcher.on_decode(remote.worker, wire.DecodeEvent(finished=finished), self.now)
 
+    @rule(which=st.integers(0, 5), attached=st.booleans())
+    def end_wait(self, which: int, attached: bool) -> None:
+        waiting = {a: r for a, r in self.at_decode.items() if r.follows and not r.parked}
+        found = self.pick(waiting, which)
+        if found is None:
+            return
+        attempt, remote = found
+        remote.follows = False
+        if attached:
+            event = wire.DecodeEvent(attached=wire.Attached(attempt=attempt))
+        else:
+            del self.at_decode[attempt]
+            event = wire.DecodeEvent(place_again=wire.PlaceAgain(attempt=attempt, tokens=8))
+        HITS["attached" if attached else "placed again"] += 1
+        self.dispatcher.on_decode(remote.worker, event, self.now)
+
     @rule(which=st.integers(0, 5), gone=st.sampled_from([False, False, False, True]))
     def answer_resume(self, which: int, gone: bool) -> None:
         asked = list(self.asked)
@@ -288,7 +306,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             event = wire.DecodeEvent(gone=wire.Gone(attempt=attempt))
             self.dispatcher.on_decode(worker, event, self.now)
             return
-        resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch)
+        resumed = wire.Resumed(attempt=attempt, epoch=resume.epoch, follows=remote.follows)
         if attempt in self.at_prefill:
             resumed.ticket.id = attempt
             resumed.prefill_boot = remote.command.prefill_boot
@@ -345,6 +363,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         flows = set(self.dispatcher._flows.values())
         current = {f.attempt.id for f in flows if f.attempt is not None}
         assert set(self.dispatcher._by_attempt) == current
+        assert set(self.dispatcher.promised) <= current
         assert set(self.at_decode) <= current
         assert set(self.at_prefill) - self.adopted <= current
         unanswered = Counter(
@@ -378,5 +397,6 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not self.dispatcher._flows
         assert not self.dispatcher._by_attempt
         assert not len(self.dispatcher._queues)
+        assert not set(self.dispatcher.promised)
         assert not self.at_decode
         assert not set(self.at_prefill) - self.adopted

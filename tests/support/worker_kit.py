@@ -132,7 +132,9 @@ class Pair:
     prefill: SessionClient
 
     def admit(self, ids: Sequence[int], remote: bool = True, **change: Any) -> bytes:
+        """`shared`: missing tokens of another prompt that it waits for; 0: it does not."""
         attempt: bytes = change.pop("attempt", None) or os.urandom(16)
+        shared: int = change.pop("shared", 0)
         params = {"temperature": 0.0, "max_tokens": 8} | change.pop("params", {})
         request = f"req-{attempt.hex()[:6]}"
         parts, tail = send_ids(request, ids)
@@ -146,8 +148,8 @@ class Pair:
         )
         for part in parts:
             self.decode.send(wire.DecodeCommand(ids_part=part))
-        boot = self.prefill_worker.boot if remote else b""
-        admit = wire.Admit(attempt=attempt, start=start, prefill_boot=boot)
+        admit = wire.Admit(attempt=attempt, start=start, min_shared_tokens=shared)
+        admit.prefill_boot = self.prefill_worker.boot if remote else b""
         self.decode.send(wire.DecodeCommand(admit=admit))
         return attempt
 

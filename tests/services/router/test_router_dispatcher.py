@@ -33,7 +33,7 @@ TestDispatcherMachine.settings = settings(max_examples=60, stateful_step_count=5
 
 
 WEIGHTS = {"submit": 4, "admit": 12, "generate": 14, "prefill": 10, "time": 4, "join": 2}
-WEIGHTS |= {"lose": 8, "handoff": 3, "cancel": 1, "again": 4, "resume": 9}
+WEIGHTS |= {"lose": 8, "handoff": 3, "cancel": 1, "again": 4, "resume": 9, "wait": 6}
 
 
 def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
@@ -47,7 +47,9 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
             queue, left = random.choice([0, 500, 60_000]), random.choice([0, 0, 5_000, 60_000])
             names.append(machine.submit(random.choice([1, 40]), random.choice([1, 2]), queue, left))
         elif what == "admit":
-            machine.answer_admit(which, random.choices(["ok", "busy", "gone"], [8, 2, 1])[0])
+            machine.answer_admit(
+                which, random.choices(["ok", "follows", "busy", "gone"], [6, 2, 2, 1])[0]
+            )
         elif what == "generate":
             machine.generate(which, random.choice([1, 2]), random.random() < 0.3)
         elif what == "prefill":
@@ -60,6 +62,8 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
             machine.lose(which, random.random() < 0.5)
         elif what == "resume":
             machine.answer_resume(which, random.random() < 0.2)
+        elif what == "wait":
+            machine.end_wait(which, random.random() < 0.6)
         elif what == "handoff":
             machine.lose_handoff(which)
         elif what == "cancel":
@@ -79,6 +83,7 @@ def test_long_runs_reach_every_interesting_state() -> None:
         *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "STRUCK_TWICE"),
         *("OVERLOADED", "cancelled", "lost", "replaced", "repeated", "tokens", "handoff lost"),
         *("adopted", "adopted with a ticket", "resume gone"),
+        *("admit follows", "attached", "placed again"),
         *("prefill done", "prefill failed", "admit ok", "admit busy", "admit gone"),
     ]
     print({name: HITS[name] for name in wanted})

@@ -76,6 +76,7 @@ class World:
         return worker
 
     def submit(self, request: str, **start: Any) -> None:
+        start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
         message = pb.Start(request=request, model="m", params=pb.SamplingParams(n=1), **start)
         self.dispatcher.submit(Answer(message, list(range(40))), self, self.now)
 
@@ -86,7 +87,8 @@ class World:
         """The last Admit is of that request; admit it, and generate a token."""
         worker, admit = self.commands("admit")[-1]
         assert admit.start.request == request
-        admitted = wire.Admitted(attempt=admit.attempt)
+        ticket = wire.Ticket(id=b"t") if admit.prefill_boot else None
+        admitted = wire.Admitted(attempt=admit.attempt, ticket=ticket)
         self.dispatcher.on_decode(worker, wire.DecodeEvent(admitted=admitted), self.now)
         position = len(admit.start.choices[0].generated_ids) if admit.start.choices else 0
         tokens = pb.Tokens(attempt=admit.attempt, position=position, ids=[7])

@@ -1,0 +1,98 @@
+"""Chains that attempts bring to decode workers, and the decisions that count on them."""
+
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.kv_identity import KvIdentity
+from pdserve.services.router.policy import (
+    PromptFacts,
+    Rules,
+    WorkerFacts,
+    awaited_tokens,
+    decide,
+)
+from pdserve.services.router.promised import PromisedChains
+
+RULES = Rules(threshold=512)
+PROMPT = PromptFacts(3999)
+
+
+def worker(boot: bytes, **facts: int) -> WorkerFacts:
+    return WorkerFacts(boot, KvIdentity(b"a"), transports=("tcp",), **facts)
+
+
+def test_what_is_promised_is_counted_by_attempt() -> None:
+    promised = PromisedChains()
+    promised.add(b"1", b"d0", [b"a", b"b", b"c"])
+    promised.add(b"2", b"d0", [b"a", b"b", b"x"])
+    assert promised.num_promised(b"d0", [b"a", b"b", b"c", b"d"]) == 3
+    assert promised.num_promised(b"d1", [b"a"]) == 0
+    promised.drop(b"1")
+    promised.drop(b"1")
+    assert promised.num_promised(b"d0", [b"a", b"b", b"c"]) == 2
+    promised.drop(b"2")
+    assert not promised._counts
+
+
+chains = st.lists(st.sampled_from([bytes([i]) for i in range(6)]), max_size=6, unique=True)
+moves = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([b"d0", b"d1"]), chains))
+
+
+@given(moves, chains)
+def test_against_a_plain_list(
+    moves: list[tuple[int, bytes, list[bytes]]], asked: list[bytes]
+) -> None:
+    promised = PromisedChains()
+    live: dict[bytes, tuple[bytes, list[bytes]]] = {}
+    for number, boot, chain in moves:
+        attempt = bytes([number])
+        if live.pop(attempt, None) is None:
+            live[attempt] = boot, chain
+            promised.add(attempt, boot, chain)
+        else:
+            promised.drop(attempt)
+        assert set(promised) == set(live)
+        for one in (b"d0", b"d1"):
+            known = {link for at, chain in live.values() if at == one for link in chain}
+            count = next((i for i, link in enumerate(asked) if link not in known), len(asked))
+            assert promised.num_promised(one, asked) == count
+
+
+def test_followers_go_where_the_kv_is_going() -> None:
+    decodes = [worker(b"d0", requests=3, promised_tokens=3984), worker(b"d1")]
+    prefills = [worker(b"p0")]
+    for seed in range(20):
+        decision = decide(PROMPT, decodes, prefills, RULES, Random(seed))
+        assert decision is not None
+        assert (decision.decode, decision.reason) == (b"d0", "shared prefix")
+        assert decision.follows
+        # Decode has the last word: it may know better, and then this one computes the prompt.
+        assert decision.prefill == b"p0"
+        assert decision.cached_tokens == 0
+
+
+def test_no_hot_spots() -> None:
+    decodes = [worker(b"d0", requests=9, promised_tokens=3984), worker(b"d1")]
+    decision = decide(PROMPT, decodes, [worker(b"p0")], RULES, Random(0))
+    assert decision is not None
+    assert (decision.decode, decision.reason) == (b"d1", "remote prefill")
+    assert not decision.follows
+
+
+def test_what_is_worth_waiting_for() -> None:
+    def awaited(prompt: PromptFacts = PROMPT, rules: Rules = RULES, **facts: int) -> int:
+        return awaited_tokens(prompt, worker(b"d0", **facts), rules)
+
+    assert awaited(promised_tokens=3984) == 3984
+    assert awaited(promised_tokens=5000) == 3999
+    assert awaited(promised_tokens=1984) == 0, "less than half of what is missing"
+    assert awaited(cached_tokens=1000, promised_tokens=3000) == 3000
+    assert awaited(cached_tokens=3500, promised_tokens=3984) == 3500, "too little to wait for"
+    assert awaited(cached_tokens=3500, promised_tokens=16) == 3500
+    always = Rules("always", 512)
+    assert awaited(rules=always, cached_tokens=3500, promised_tokens=3984) == 3984
+    local = replace(PROMPT, may_go_remote=False)
+    assert awaited(prompt=local, promised_tokens=3984) == 0, "prompt logprobs need every token"
