@@ -1,8 +1,8 @@
 """The engine: requests in, steps and their events out. Every method runs on one thread.
 
 Owns the KV pool through its parts: the Roster says whose each block is, the KvCache holds the
-bytes. Every submitted request ends with exactly one Finished or RequestFailed event, but a
-prefill_only one, whose last event is Computed(done) and whose blocks are held until release_held.
+bytes. Every submitted request ends with exactly one Finished or RequestFailed event, but one that
+is held and released: a prefill_only one, whose last event is Computed(done), or one that has moved.
 """
 
 import logging
@@ -41,6 +41,14 @@ class Pending:
     launched: Launched | None
     started_s: float
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request whose KV can move."""
+
+    num_tokens: int  # leading ones whose KV is in its blocks: all but the last
+    cached_tokens: int  # what its Finished would say
 
 
 class Engine:
@@ -129,6 +137,30 @@ class Engine:
         if job is None:
             return False
         self._roster.unpark(job)
+        return True
+
+    def hold(self, key: str) -> Held | None:
+        """Gives a request no steps until unhold, and its blocks to nobody: they can be read.
+
+        None, and nothing changes, unless its KV is one chain that lacks only its last token's:
+        while a prompt is computed, with several unfinished choices, or without blocks it stays.
+        """
+        job = self._roster.jobs.get(key)
+        if job is None or job.request.prefill_only or key in self._roster.reserved:
+            return None
+        if len(job.sequences) != 1 or len(job.unfinished) != 1 or job.prompt_scores is not None:
+            return None
+        if job.sequences[0].num_left != 1:
+            return None
+        self._roster.hold(job)
+        return Held(job.sequences[0].num_computed, job.cached_tokens)
+
+    def unhold(self, key: str) -> bool:
+        """A held request goes on where it was. False if it is not held."""
+        job = self._roster.held.get(key)
+        if job is None or job.request.prefill_only:
+            return False
+        self._roster.unhold(job)
         return True
 
     def schedule(self) -> Plan | None:
@@ -258,18 +290,19 @@ class Engine:
         return next(found, len(chain))
 
     def held_blocks(self, key: str) -> list[list[int]]:
-        """A prefill_only request's blocks per group, from Scheduled to release_held or abort.
+        """Blocks per group of a prefill_only request, from Scheduled to release_held or abort, or
+        of a held one.
 
         Block i holds tokens [i * block_size, ...); 0 where the window has passed it.
         Raises KeyError if the request holds none.
         """
         job = self._roster.jobs[key]
-        if not job.request.prefill_only or not job.sequences:
+        if not job.sequences or not (job.request.prefill_only or key in self._roster.held):
             raise KeyError(key)
         return [list(table) for table in job.sequences[0].block_tables]
 
     def release_held(self, key: str) -> None:
-        """Frees a computed prefill_only request's blocks. Raises KeyError if it is not held."""
+        """Frees a held request's blocks; no event follows. Raises KeyError if it is not held."""
         self._roster.end(self._roster.held[key])
 
     def stats(self) -> EngineStats:
@@ -295,6 +328,7 @@ class Engine:
             prefill_tokens_s=self._meter.prefill_tokens_s,
             prompt_tokens=self._meter.prompt_tokens,
             generation_tokens=self._progress.generated_tokens,
+            recomputed_tokens=self._meter.recomputed_tokens,
             preemptions=roster.preemptions,
             prefix_queries=roster.prefix_queries,
             prefix_hits=roster.prefix_hits,

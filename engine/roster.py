@@ -1,8 +1,9 @@
 """Every job of an engine by state, and the one place where jobs gain and lose blocks. Pure.
 
 A job is in one of: waiting (with blocks only after a hand-off or a park), running (has slots of the
-batch), held (a computed prefill_only request), reserved (the KV is on its way from a prefill
-worker), parked (nobody listens: its blocks stay, unless others need them; it has no slots).
+batch), held (its blocks are read: a computed prefill_only request, or one that moves to another
+worker), reserved (the KV is on its way from a prefill worker), parked (nobody listens: its blocks
+stay, unless others need them; it has no slots).
 """
 
 from bisect import insort
@@ -121,11 +122,17 @@ class Roster:
         return max(candidates, key=lambda j: j.order, default=None)
 
     def hold(self, job: Job) -> None:
-        """A computed prefill_only job leaves the batch and keeps its blocks."""
-        self.running.remove(job)
-        self._free_slots.append(job.sequences[0].slot)
-        job.sequences[0].slot = -1
+        """A job leaves the steps, and nobody takes its blocks: others read them."""
+        self._return_slots(job)
+        if job in self.running:
+            self.running.remove(job)
+        for state in (self.waiting, self.parked):
+            state.pop(job.key, None)
         self.held[job.key] = job
+
+    def unhold(self, job: Job) -> None:
+        """Back to the queue, with its blocks."""
+        self.waiting[job.key] = self.held.pop(job.key)
 
     def end_sequence(self, sequence: Sequence) -> None:
         """One choice has ended."""

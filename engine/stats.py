@@ -18,7 +18,7 @@ class EngineStats:
     running: int  # requests in the batch
     waiting: int  # requests queued
     waiting_tokens: int  # prefix tokens not yet computed
-    held: int  # prefill_only requests that hold their blocks
+    held: int  # requests whose blocks are read by others: computed prefill_only ones, and moves
     reserved: int  # hand-offs that are not committed
     parked: int  # requests that nobody listens to: they have no steps
     parked_blocks: int  # that they hold; shared ones count each time
@@ -27,6 +27,7 @@ class EngineStats:
     prefill_tokens_s: float  # measured rate; 0: unknown
     prompt_tokens: int  # counters from here on: prompt tokens computed
     generation_tokens: int
+    recomputed_tokens: int  # generated tokens whose KV was lost, or never here
     preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # of them found
@@ -38,6 +39,7 @@ class StepMeter:
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0
         self.prompt_tokens = 0
+        self.recomputed_tokens = 0
         self.prefill_tokens_s = 0.0
         self._token_s = token_s  # of chunks; the slowest, fading
         self._rows_s = 0.0  # of a step without chunks; likewise
@@ -54,6 +56,8 @@ class StepMeter:
             prompt_len = row.sequence.job.prompt_len
             if row.start < prompt_len:
                 self.prompt_tokens += min(row.end, prompt_len) - row.start
+            new = 1 if row.choices else 0  # the token that a choice goes on from
+            self.recomputed_tokens += max(0, row.end - new - max(row.start, prompt_len))
         chunks = plan.num_tokens - plan.num_decode_rows
         if chunks >= LEAST_CHUNK:
             self._token_s = _slowest(self._token_s, wall_s / chunks)

@@ -119,7 +119,14 @@ class FleetCollector(Collector):
         where.add_metric(("remote",), view.prefill_remote)
         retries = CounterMetricFamily("pdserve_router_retries", "Second and later tries.")
         retries.add_metric((), view.retries)
+        moves = CounterMetricFamily(
+            "pdserve_router_moves",
+            "Running requests that went to another decode worker with their KV, or could not.",
+            labels=("outcome",),
+        )
+        moves.add_metric(("done",), view.moves)
+        moves.add_metric(("failed",), view.moves_failed)
         return [
             running, waiting, usage, preempted, queries, hits, stale, silent, blocks, *moved,
-            where, retries,
+            where, retries, moves,
         ]  # fmt: skip

@@ -74,6 +74,7 @@ PURE = (
     "services/host/stillness.py",
     "services/router/migrations.py",
     "services/router/endings.py",
+    "services/router/rebalance.py",
     "services/router/policy.py",
     "services/router/promised.py",
     "services/router/queues.py",

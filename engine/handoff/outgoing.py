@@ -26,6 +26,9 @@ from pdserve.engine.transport.device import Copy, DeviceError
 log = logging.getLogger(__name__)
 
 
+HANDED_BACK = "handed back"  # the reason of an end before the engine had begun
+
+
 class ReadableKv(Protocol):
     spec: KvSpec
 
@@ -69,9 +72,11 @@ class Outgoing(Attempt):
         times: SendTimes,
         trace: Trace,
         encrypted: bool = False,
+        lender: str = "",
     ) -> None:
         super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
-        self.key = ticket.attempt.hex()
+        self.key = lender or ticket.attempt.hex()  # of the engine's request
+        self.lent = bool(lender)  # the blocks are a held request's until decode has the KV
         self.address = address
         self.num_tokens = num_tokens
         self.num_computed = 0

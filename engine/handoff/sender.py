@@ -1,4 +1,5 @@
 """Prefill's side of a hand-off: claim when the engine has picked the prompt, push what is computed.
+Of a move to another decode worker it is the source's side: all is computed from the start.
 
 Everything but the link callbacks, dialling with its first Claims, and the building of frames
 (outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the
@@ -28,10 +29,11 @@ from pdserve.engine.handoff.machine import (
     Granted,
     Handoff,
     Heard,
+    Phase,
     Picked,
     Side,
 )
-from pdserve.engine.handoff.outgoing import Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.handoff.outgoing import HANDED_BACK, Outgoing, ReadableKv, SendTimes, Sent
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.request import (
@@ -136,14 +138,32 @@ class Sender(Endpoint[Outgoing]):
         self._engine.submit(
             Request(key, ids, params, seed=0, cache_salt=cache_salt, prefill_only=True)
         )
-        keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
-        state = Handoff(Side.SEND, deadline)
-        times = SendTimes(self._clock())
-        outgoing = Outgoing(
-            ticket, state, keys, address, len(ids), times, self._trace, self._encrypted
-        )
-        self._by_key[key] = outgoing
-        self._add(outgoing)
+        self._by_key[key] = self._open(ticket, address, len(ids), deadline, receiver, "")
+
+    def send_held(
+        self,
+        ticket: Ticket,
+        address: str,
+        key: str,
+        num_tokens: int,
+        deadline: float,
+        receiver: bytes = b"",
+    ) -> None:
+        """Send the first `num_tokens` tokens' KV of a request that the engine holds; its blocks
+        are freed if decode has taken them all, else they are left to it. Raises KeyError."""
+        blocks = sum(map(len, self._engine.held_blocks(key)))
+        outgoing = self._open(ticket, address, num_tokens, deadline, receiver, key)
+        outgoing.cached_tokens = outgoing.num_computed = num_tokens
+        outgoing.times.picked = outgoing.times.computed = self._clock()
+        outgoing.done = True
+        self._note(outgoing, Mark.TAKEN, blocks)
+        self._advance(outgoing, Picked())
+
+    def hand_back(self) -> None:
+        """End what the engine has not begun: others may do it sooner."""
+        for outgoing in list(self._live.values()):
+            if outgoing.state.phase is Phase.ADMITTED:
+                self._advance(outgoing, Ended(HANDED_BACK))
 
     def on_step(self, step: Step) -> None:
         """What the engine did; call on the engine thread with every step it tells."""
@@ -165,6 +185,16 @@ class Sender(Endpoint[Outgoing]):
         self._stop_ticker()
 
     # the engine thread
+
+    def _open(
+        self, ticket: Ticket, address: str, num: int, deadline: float, receiver: bytes, lender: str
+    ) -> Outgoing:
+        keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
+        state, times = Handoff(Side.SEND, deadline), SendTimes(self._clock())
+        secret = self._encrypted
+        outgoing = Outgoing(ticket, state, keys, address, num, times, self._trace, secret, lender)
+        self._add(outgoing)
+        return outgoing
 
     def _on_event(self, event: Event, outgoing: Outgoing) -> None:
         match event:
@@ -271,6 +301,8 @@ class Sender(Endpoint[Outgoing]):
         """Give the blocks back, once no job reads them."""
         readable = outgoing.readable  # only this thread changes it
         outgoing.settle()
+        if outgoing.lent and outgoing.state.phase is not Phase.COMMITTED:
+            return  # they are the held request's again
         if readable and outgoing.done:
             self._engine.release_held(outgoing.key)
         elif readable:

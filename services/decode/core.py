@@ -34,10 +34,12 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
 from pdserve.services.decode.following import Sharing
 from pdserve.services.decode.leases import Leases
+from pdserve.services.decode.moving import Moving
 from pdserve.services.decode.part import Admission, DecodePart
 from pdserve.services.decode.served import RouterSession, Served
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.sessions import Sessions, when_done
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,15 @@ class DecodeCore:
         self._part: DecodePart | None = None
         self._served: dict[bytes, Served] = {}
         self._by_key: dict[str, Served] = {}
+        self.moving = Moving(self._served, self._moved)
+        self._sessions = Sessions()
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
 
     def attach(self, part: DecodePart) -> None:
         self._part = part
+        self.moving.attach(part)
 
     @property
     def ready(self) -> bool:
@@ -71,15 +76,19 @@ class DecodeCore:
     async def drain(self) -> None:
         self._draining = True
         await self._empty.wait()
+        await self._sessions.end()
 
     # what routers say
 
     def open_session(self) -> RouterSession:
-        return RouterSession()
+        session = RouterSession()
+        self._sessions.opened(session)
+        return session
 
     def close_session(self, session: RouterSession) -> None:
         """The stream is over: its attempts wait for another one."""
         session.outbox.close()
+        self._sessions.closed(session)
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: RouterSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
@@ -124,7 +133,7 @@ class DecodeCore:
             )
         else:
             future = part.admit_local(served.attempt, request, sharing)
-        self._when_done(future, partial(self._admitted, served))
+        when_done(future, partial(self._admitted, served))
 
     def cancel(self, session: RouterSession, attempt: bytes, choices: Sequence[int]) -> None:
         """One-way. Whole: no event follows. Single choices: they finish as ABORTED.
@@ -146,6 +155,8 @@ class DecodeCore:
 
     def resume(self, session: RouterSession, resume: wire.Resume) -> None:
         """Answered with Resumed and what the asker lacks, or with Gone."""
+        if self._part is not None:
+            self._part.stay(resume.attempt)  # a move was another session's
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
     # what leases say
@@ -298,7 +309,7 @@ class DecodeCore:
             if not future.cancelled() and future.result():
                 self._queued_too_long(served)
 
-        self._when_done(self._part.is_waiting(served.attempt), answered)
+        when_done(self._part.is_waiting(served.attempt), answered)
 
     def _queued_too_long(self, served: Served) -> None:
         self._cut(served, pb.QUEUE_TIMEOUT, "the request waited too long for its turn")
@@ -325,15 +336,10 @@ class DecodeCore:
         if not self._served:
             self._empty.set()
 
-    def _when_done(self, future: "Future[Any]", then: Any) -> None:
-        """Call then(future) on the loop, in the order in which the engine thread answers."""
-        loop = asyncio.get_running_loop()
-
-        def done(future: "Future[Any]") -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(then, future)
-
-        future.add_done_callback(done)
+    def _moved(self, served: Served) -> None:
+        """It goes on at another worker."""
+        self._forget(served)
+        self.leases.cancelled(served)
 
 
 def _failed(request: str, attempt: bytes, epoch: int, error: ServiceError) -> pb.Failed:

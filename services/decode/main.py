@@ -44,6 +44,7 @@ class DecodeRole:
             verified=on_loop(loop, core.on_verified),
             attached=on_loop(loop, core.on_attached),
             again=on_loop(loop, core.on_again),
+            departed=on_loop(loop, core.moving.on_departed),
         )
         leases = core.leases.figures
         self._part = DecodePart(self._settings, engine, card, boot, sink, leases)

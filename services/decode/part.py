@@ -1,4 +1,5 @@
-"""Decode's engine thread and Receiver. The engine thread owns both; other threads post to it."""
+"""Decode's engine thread, Receiver and Sender (of requests that move away). The engine thread owns
+them; other threads post to it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,16 +13,20 @@ from pdserve.engine.handoff.frames import WIRE_VERSION
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.layout import slot_bytes
+from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.ring import open_ring
+from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.handoff.trace import Trace
 from pdserve.engine.kv_identity import Mixing
 from pdserve.engine.request import Request, Step
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.cuda_device import opener
+from pdserve.engine.transport.dial import usable
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
+from pdserve.services.decode.departures import Departures
 from pdserve.services.decode.following import Following, Sharing
 from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.settings import DecodeSettings
@@ -44,6 +49,7 @@ class Sink:
     verified: Callable[[bytes, int, int], None]
     attached: Callable[[bytes], None]
     again: Callable[[bytes, int, str], None]
+    departed: Callable[[bytes, Sent], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class DecodePart:
         self.thread = EngineThread(engine, self._on_step)
         self._sink = sink
         self._leases = leases
+        self.boot = boot
         self._changed = True
         self._last_command = b""
         self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
@@ -98,9 +105,24 @@ class DecodePart:
             device=opener(engine.kv, encrypted=settings.encrypt_kv),
         )
         transports = make_transports(settings.kv_transport, options)
-        addresses = self._receiver.listen(transports, settings.kv_transport != "auto")
+        chosen = settings.kv_transport != "auto"
+        addresses = self._receiver.listen(transports, chosen)
+        self._sender = Sender(
+            engine,
+            engine.kv,
+            usable(make_transports(settings.kv_transport, options), chosen),
+            boot=boot,
+            identity=engine.kv_identity,
+            on_ended=lambda sent: self.departures.ended(sent),
+            wake=self.thread.wake,
+            progress=lambda: (self.thread.steps, True),
+            encrypted=settings.encrypt_kv,
+            trace=Trace(self._ring),
+        )
+        self.departures = Departures(engine, self._sender, sink.departed)
         self.thread.add_poll(self._poll)
         self._receiver.start()
+        self._sender.start()
         self.data_address = ""
         if "tcp" in addresses:
             self.data_address = advertised(addresses["tcp"], settings.data_advertise)
@@ -185,6 +207,7 @@ class DecodePart:
         """End an attempt, or some of its choices, wherever it is; its blocks are free then."""
 
         def cancel(engine: Engine) -> None:
+            self.departures.stay(attempt)
             known = self._following.cancel(attempt, choices)
             if choices:
                 known |= self._receiver.cancel_choices(attempt, choices)
@@ -200,6 +223,7 @@ class DecodePart:
         """No steps from here on, or steps again; a hand-off goes on either way."""
 
         def park(engine: Engine) -> None:
+            self.departures.stay(attempt)
             known = self._following.park(attempt, parked)
             if not known and not self._receiver.park(attempt, parked):
                 (engine.park if parked else engine.unpark)(attempt.hex())
@@ -217,6 +241,18 @@ class DecodePart:
 
         return self.thread.post(look)
 
+    def hold(self, attempt: bytes) -> "Future[Any]":
+        """Stop a request for a move: Held, or None if it cannot move."""
+        return self.thread.post(lambda _: self.departures.hold(attempt))
+
+    def move(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> "Future[Any]":
+        """Send a held request's KV; False: it is not held."""
+        return self.thread.post(lambda _: self.departures.send(attempt, ticket, address, receiver))
+
+    def stay(self, attempt: bytes) -> None:
+        """A held or moving request goes on here."""
+        self.thread.post(lambda _: self.departures.stay(attempt))
+
     # on the engine thread
 
     def snapshot(self) -> Snapshot:
@@ -232,6 +268,7 @@ class DecodePart:
         load.promised_tokens = receiver.promised_tokens
         load.inexact_handoffs = receiver.counters["inexact"]
         load.last_command = self._last_command
+        load.moved_away, load.stayed = self.departures.num_gone, self.departures.num_stayed
         load.parked, load.adopted = leases.parked, leases.adopted
         load.park_expired, load.park_evicted = leases.expired, leases.evicted
         added, removed = self.engine.take_prefix_events()
@@ -240,6 +277,7 @@ class DecodePart:
     def close(self) -> None:
         self.thread.close()
         self._receiver.close()
+        self._sender.close()
         if self._ring is not None:
             self._ring.close()
 
@@ -248,9 +286,10 @@ class DecodePart:
         self._changed = True
 
     def _poll(self, budget_s: float) -> bool:
-        live = self._receiver.num_live
+        live = self._receiver.num_live + self._sender.num_live
         more = self._receiver.poll(budget_s)
         self._following.poll()
+        more |= self._sender.poll(budget_s)
         self._changed |= bool(live)
         return more
 

@@ -33,7 +33,8 @@ class DecodeService(DecodeServicer):
         try:
             async for events in session.outbox:
                 yield DecodeMessage(events=events)
-            await reader  # its error, if it has one, ends the stream
+            if reader.done():
+                await reader  # its error, if it has one, ends the stream
         finally:
             reader.cancel()
             self._core.close_session(session)
@@ -53,6 +54,12 @@ class DecodeService(DecodeServicer):
                     self._core.cancel(session, cancel.attempt, cancel.choices)
                 case "resume":
                     self._core.resume(session, command.resume)
+                case "hold":
+                    self._core.moving.hold(session, command.hold.attempt)
+                case "move":
+                    self._core.moving.move(session, command.move)
+                case "stay":
+                    self._core.moving.stay(session, command.stay.attempt)
                 case "hello":
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:

@@ -38,6 +38,7 @@ def load_of(
         prefill_tokens_s=stats.prefill_tokens_s,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
+        recomputed_tokens=stats.recomputed_tokens,
         preemptions=stats.preemptions,
         prefix_queries=stats.prefix_queries,
         prefix_hits=stats.prefix_hits,

@@ -47,6 +47,9 @@ class WorkerMetrics:
             ("pdserve_park_expired_requests", "Parked, and nobody came", load.park_expired),
             ("pdserve_attached_requests", "Waited, and share the KV", load.attached),
             ("pdserve_placed_again_requests", "Waited, and were placed again", load.placed_again),
+            ("pdserve_recomputed_tokens", "Generated, computed again", load.recomputed_tokens),
+            ("pdserve_moved_requests", "Went on at another worker", load.moved_away),
+            ("pdserve_stayed_requests", "Held for a move, went on here", load.stayed),
             ("pdserve_park_evicted_requests", "Parked, until others needed it", load.park_evicted),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))

@@ -17,12 +17,13 @@ from typing import Any
 from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.handoff.frames import ID_BYTES
 from pdserve.engine.handoff.keys import SECRET_BYTES, Ticket
-from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.outgoing import HANDED_BACK, Sent
 from pdserve.engine.kv_identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.sessions import Sessions
 from pdserve.services.prefill.part import PrefillPart
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class PrefillCore:
         self._sessions: dict[bytes, RouterSession] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # their public ids, by attempt
         self._done: OrderedDict[bytes, wire.PrefillDone] = OrderedDict()  # the oldest first
+        self._open = Sessions()
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -59,15 +61,22 @@ class PrefillCore:
         return self._part is not None
 
     async def drain(self) -> None:
+        """What has begun is finished; the rest is handed back, so that others do it."""
         self._draining = True
+        if self._part is not None:
+            self._part.hand_back()
         await self._empty.wait()
+        await self._open.end()
 
     def open_session(self) -> RouterSession:
-        return RouterSession()
+        session = RouterSession()
+        self._open.opened(session)
+        return session
 
     def close_session(self, session: RouterSession) -> None:
         session.lost = True
         session.outbox.close()
+        self._open.closed(session)
 
     def start(self, session: RouterSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
         """Answered with PrefillAccepted, Busy, PrefillFailed, or PrefillDone if it is over."""
@@ -79,7 +88,7 @@ class PrefillCore:
                 raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
             ticket = self._ticket(start, part)
         except ServiceError as error:
-            session.outbox.put(_failed(start.attempt, error))
+            session.outbox.put(_failed(start.attempt, error, handed_back=self._draining))
             return
         self._sessions[start.attempt] = session
         self._tickets[start.attempt] = ticket.id
@@ -116,7 +125,8 @@ class PrefillCore:
             return
         if sent.reason:
             error = ServiceError(pb.UNAVAILABLE, f"hand-off lost: {sent.reason}")
-            session.outbox.put(_failed(sent.attempt, error))
+            unbegun = sent.reason == HANDED_BACK
+            session.outbox.put(_failed(sent.attempt, error, handed_back=unbegun))
             return
         done = wire.PrefillDone(
             attempt=sent.attempt,
@@ -191,8 +201,10 @@ class PrefillCore:
         return session
 
 
-def _failed(attempt: bytes, error: ServiceError) -> wire.PrefillEvent:
-    failed = wire.PrefillFailed(attempt=attempt, failure=error.to_failure())
+def _failed(attempt: bytes, error: ServiceError, handed_back: bool = False) -> wire.PrefillEvent:
+    failed = wire.PrefillFailed(
+        attempt=attempt, failure=error.to_failure(), handed_back=handed_back
+    )
     return wire.PrefillEvent(failed=failed)
 
 

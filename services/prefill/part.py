@@ -126,6 +126,10 @@ class PrefillPart:
 
         self.thread.post(cancel)
 
+    def hand_back(self) -> None:
+        """End every attempt that has not begun."""
+        self.thread.post(lambda _: self._sender.hand_back())
+
     # on the engine thread
 
     def snapshot(self) -> Snapshot:

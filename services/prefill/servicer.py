@@ -32,7 +32,8 @@ class PrefillService(PrefillServicer):
         try:
             async for events in session.outbox:
                 yield PrefillMessage(events=events)
-            await reader  # its error, if it has one, ends the stream
+            if reader.done():
+                await reader  # its error, if it has one, ends the stream
         finally:
             reader.cancel()
             self._core.close_session(session)

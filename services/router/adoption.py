@@ -74,10 +74,7 @@ def resumed(flow: "Flow", message: wire.Resumed, now: float) -> None:
     flow.board.adopted(flow)
     attempt.follows = message.follows
     flow.emit_placed(attempt.prefill)
-    aborted = [i for i, c in enumerate(flow.answer.choices) if c.finish == pb.ABORTED]
-    if aborted:  # it may not have heard of them
-        cancel = wire.CancelAttempt(attempt=attempt.id, choices=aborted)
-        flow.board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
+    leave_out_aborted(flow, attempt)
     if not message.HasField("ticket"):
         if attempt.adopted:
             flow.counted = True  # by the router before
@@ -89,6 +86,14 @@ def resumed(flow: "Flow", message: wire.Resumed, now: float) -> None:
         attempt.ticket, attempt.prefill_boot = message.ticket, message.prefill_boot
     if attempt.unsaid:
         seek_prefill(flow, attempt, message.ticket, now)
+
+
+def leave_out_aborted(flow: "Flow", attempt: Attempt) -> None:
+    """Say which choices its client has cancelled: the attempt may not have heard of them."""
+    aborted = [i for i, c in enumerate(flow.answer.choices) if c.finish == pb.ABORTED]
+    if aborted:
+        cancel = wire.CancelAttempt(attempt=attempt.id, choices=aborted)
+        flow.board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
 
 
 def seek_prefill(flow: "Flow", attempt: Attempt, ticket: wire.Ticket, now: float) -> None:

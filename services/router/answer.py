@@ -91,6 +91,11 @@ class Answer:
         return any(choice.generated_ids for choice in self.choices)
 
     @property
+    def num_unfinished(self) -> int:
+        """Choices that still want tokens."""
+        return sum(not choice.finish for choice in self.choices)
+
+    @property
     def may_go_remote(self) -> bool:
         """Prompt log-probabilities need the logits of the whole prompt, so stay at decode."""
         return not self.start.params.HasField("prompt_logprobs")

@@ -173,4 +173,8 @@ class RouterCore:
             prefill_local=self.dispatcher.prefills["local"],
             prefill_remote=self.dispatcher.prefills["remote"],
             retries=self.dispatcher.num_retries,
+            moves=self.dispatcher.moves.num_done,
+            moves_failed=self.dispatcher.moves.failed.total(),
+            moved_tokens=self.dispatcher.moves.num_tokens,
+            moved_bytes=self.dispatcher.moves.num_bytes,
         )

@@ -6,7 +6,7 @@ request); messages that name an unknown or ended attempt are counted and ignored
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from pdserve.engine.handoff.trace import Trace
@@ -18,11 +18,12 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.router import adoption, sharing
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.endings import Endings
-from pdserve.services.router.facts import FactsOfWorkers
+from pdserve.services.router.facts import FactsOfWorkers, destination
 from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.flow import MAX_CANDIDATES, Flow
 from pdserve.services.router.kinship import Kinship
 from pdserve.services.router.migrations import Migrations
+from pdserve.services.router.moves import Moves, leaving
 from pdserve.services.router.policy import Rules, decide
 from pdserve.services.router.promised import PromisedChains
 from pdserve.services.router.queues import Queues
@@ -74,6 +75,7 @@ class Dispatcher:
         self.kinship = Kinship(rules.mixing)
         self._endings = Endings()
         self.promised = PromisedChains()
+        self.moves = Moves(self)
 
     @property
     def num_running(self) -> int:
@@ -163,26 +165,34 @@ class Dispatcher:
             return
         self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
         self._admitting[attempt.decode.boot] += 1
-        tokens = 0 if attempt.follows else len(attempt.ids)
+        tokens = 0 if attempt.follows or attempt.moves else len(attempt.ids)
         attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, tokens, now)
-        self.num_retries += flow.num_attempts > 1
+        self.num_retries += flow.num_attempts > 1 and not attempt.moves
 
     def closed(self, attempt: Attempt) -> None:
         if not attempt.adopted:
             self.trace.unroute(attempt.id, attempt.lost)
         self.promised.drop(attempt.id)
         flow = self._by_attempt.pop(attempt.id, None)
+        if flow is not None and flow.move is not None and flow.move.source is attempt:
+            self.moves.drop(flow, "its source is over")
         if flow is not None:
             self.migrations.stopped(flow)
         if flow is not None and not attempt.answered:
-            self._answered(attempt)
+            self.answered(attempt)
         attempt.decode.unreported.pop(attempt.id, None)
         if attempt.prefill is not None:
             attempt.prefill.unreported.pop(attempt.id, None)
 
-    def _answered(self, attempt: Attempt) -> None:
+    def flows(self) -> Iterable[Flow]:
+        return self._flows.values()
+
+    def leaving(self) -> list[Worker]:
+        return leaving(w for w in self.fleet.workers.values() if w.hello.role == DECODE)
+
+    def answered(self, attempt: Attempt) -> None:
         attempt.answered = True
         self._admitting[attempt.decode.boot] -= 1
         if not self._admitting[attempt.decode.boot]:
@@ -251,6 +261,10 @@ class Dispatcher:
             and self._admitting[w.boot] < MAX_ADMITTING
         ]
 
+    def place_for(self, flow: Flow, now: float) -> Worker | None:
+        boot = destination(flow, self._candidates(flow, now), self._rules.mixing, self._rng, now)
+        return None if boot is None else self.fleet.workers[boot]
+
     def _begin(self, flow: Flow, now: float) -> bool:
         ids, salt = flow.answer.prefix_ids(), flow.answer.start.cache_salt
         facts = FactsOfWorkers(ids, salt, flow.verified, self.promised, now)
@@ -315,6 +329,7 @@ class Dispatcher:
 
     def _lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
         for flow in list(self._by_attempt.values()):
+            self.moves.worker_lost(flow, worker, strike, now)
             flow.worker_lost(worker, how, strike, now)
         self.pump(now)
 
@@ -330,6 +345,9 @@ class Dispatcher:
             return
         message = getattr(event, kind)
         flow = self._by_attempt.get(message.attempt)
+        if flow is not None and self.moves.took(flow, worker, kind, message, now):
+            self.pump(now)
+            return
         if flow is None or flow.attempt is None or flow.attempt.decode is not worker:
             self.num_stale += 1
             return
@@ -341,7 +359,7 @@ class Dispatcher:
             sharing.verified(flow, message)
             return
         if kind in ("admitted", "busy", "failed", "gone", "resumed") and not flow.attempt.answered:
-            self._answered(flow.attempt)
+            self.answered(flow.attempt)
         if kind == "admitted":
             self.kinship.admitted(flow, flow.attempt)
             flow.on_admitted(message, now)
@@ -389,7 +407,7 @@ class Dispatcher:
             self.kinship.handed_off(flow.attempt)
             flow.on_prefill_done()
         elif kind == "failed":
-            flow.on_prefill_failed(message.failure.message, now)
+            flow.on_prefill_failed(message.failure.message, now, not message.handed_back)
         else:
             flow.on_prefill_failed(kind, now)
 
@@ -401,4 +419,5 @@ class Dispatcher:
             text = "no worker is left with the weights that began this answer"
             flow.fail(pb.UNAVAILABLE, text, now, "", 1.0)
         self._endings.tick(now)
+        self.moves.tick(now)
         self.pump(now)

@@ -1,11 +1,17 @@
 """What the policy is told of each worker about one prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING
 
 from pdserve.engine.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv_identity import Mixing
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.policy import WorkerFacts
+from pdserve.services.router.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
 from pdserve.services.router.promised import PromisedChains
+
+if TYPE_CHECKING:
+    from pdserve.services.router.flow import Flow
 
 
 class FactsOfWorkers:
@@ -43,6 +49,7 @@ class FactsOfWorkers:
             transports=tuple(worker.hello.transports),
             layout=worker.layout,
             encrypts=worker.hello.encrypt_kv,
+            free_tokens=worker.free_tokens,
         )
 
     def chain(self, worker: Worker) -> list[bytes]:
@@ -54,3 +61,24 @@ class FactsOfWorkers:
             size = card.kv_spec.block_size
             self._chains[kind] = chain_hashes(self._ids, size, seed) if size else []
         return self._chains[kind]
+
+
+def destination(
+    flow: "Flow", workers: Iterable[Worker], mixing: Mixing, rng: Random, now: float
+) -> bytes | None:
+    """Boot id of the decode worker of least cost that has room for a running request's KV and
+    takes it from the one where it runs; None: there is none."""
+    if flow.attempt is None:
+        return None
+    ids = flow.answer.prefix_ids()
+    facts = FactsOfWorkers(ids, flow.answer.start.cache_salt, flow.verified, PromisedChains(), now)
+    here = facts.of(flow.attempt.decode)
+    fit = [
+        other
+        for other in map(facts.of, workers)
+        if other.boot != here.boot
+        and other.free_tokens >= len(ids)
+        and mismatch(here, other, mixing) is None
+    ]
+    found = pick_decode(PromptFacts(len(ids) - 1), fit, rng)
+    return None if found is None else found.boot

@@ -4,7 +4,8 @@
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
     SUSPECT -> LIVE      heard again on a join stream under the same boot id: nothing happened
     SUSPECT -> dead      500 ms without a witness (a byte on its session)
-    any -> dead          connection refused; a new boot id on its address; goodbye, then gone
+    any -> dead          connection refused; a new boot id on its address; goodbye, then both its
+                         join stream and its session gone
     LIVE -> DRAINING     goodbye: no new work, running work goes on
     LIVE, DRAINING -> FROZEN   its engine's counter stands still although it has work
     FROZEN -> LIVE, DRAINING   the counter moves, or it has no work
@@ -76,6 +77,12 @@ class Worker:
         """The state of a worker that is heard."""
         drains = State.DRAINING if self.said_goodbye else State.LIVE
         self.state = State.FROZEN if self.frozen else drains
+
+    @property
+    def free_tokens(self) -> int:
+        """Room for KV that its last load tells of, less what it has promised."""
+        blocks = self.load.blocks_free + self.load.blocks_cached
+        return blocks * self.hello.card.kv_spec.block_size - self.load.promised_tokens
 
     def takes_work(self, now: float) -> bool:
         """Whether a new command may go there."""
@@ -166,7 +173,7 @@ class Fleet:
         """A join stream ended; an older one than the newest says nothing."""
         if self.workers.get(worker.boot) is not worker or worker.lease != lease:
             return []
-        if worker.said_goodbye:
+        if worker.said_goodbye and not worker.connected:  # else its last words may be on their way
             return self.lost(worker)
         self._suspect(worker, now)
         return []

@@ -25,7 +25,9 @@ from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router import adoption, commands, sharing
 from pdserve.services.router.answer import Answer, LostTokens
+from pdserve.services.router.beginning import Beginning
 from pdserve.services.router.fleet import Worker
+from pdserve.services.router.moves import Move
 from pdserve.services.router.policy import PromptFacts
 from pdserve.services.router.sharing import Shares
 from pdserve.services.router.switchboard import ASKING, Attempt, Client, Stage, Switchboard
@@ -73,7 +75,10 @@ class Flow:
         self.failed_prefills: set[bytes] = set()
         self.num_prefill_failures = 0
         self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
-        self.hit: int | None = None  # tokens that were cached before the first of them
+        self.beginning = Beginning()
+        self.move: Move | None = None
+        self.num_stuck = 0  # moves that failed in a row
+        self.stays_until = 0.0  # before it the next one does not begin
         self.orphan_since: float | None = None
         self.counted = False  # its prompt was counted as local or remote
         self.origin: KvIdentity | None = None  # who computed what it has passed on; binds it
@@ -103,24 +108,21 @@ class Flow:
         self.stage = Stage.ADMITTING
         self.num_attempts += 1
         self.board.opened(self, attempt, now)
+        self.place_at(attempt)  # first: whatever a worker computes from here on can be found again
+        self.admit(attempt, prefill, shares.min_tokens, now)
+        return attempt
+
+    def admit(self, attempt: Attempt, sender: Worker | None, min_shared: int, now: float) -> None:
+        """Hand it over as it stands; `sender` will send its KV, if anybody does."""
         # A request that had its first step does not wait for one again.
         queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
         left_ms = _left_ms(self.deadline, now)
         start = self.answer.to_start(adoption.claim(self), self.strikes, left_ms, queue_ms)
-        # Placed goes first: whatever a worker computes from here on can be found again.
-        self.placement = pb.Placement(
-            attempt=attempt.id,
-            decode_boot=decode.boot,
-            decode_address=decode.hello.address,
-            identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
-        )
-        self.emit_placed(prefill)
-        admit = wire.Admit(attempt=attempt.id, min_shared_tokens=shares.min_tokens)
-        if prefill is not None:
-            admit.prefill_boot, admit.prefill_identity = prefill.boot, prefill.identity.digest
+        admit = wire.Admit(attempt=attempt.id, min_shared_tokens=min_shared)
+        if sender is not None:
+            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
         for command in commands.admit(admit, start, self.answer.prompt_ids):
-            self.board.to_decode(decode, command)
-        return attempt
+            self.board.to_decode(attempt.decode, command)
 
     def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
         """The promise: start the remote prefill."""
@@ -135,6 +137,16 @@ class Flow:
             return
         self.stage, attempt.ticket = Stage.PREFILLING, admitted.ticket
         self.start_prefill(attempt, prefill, admitted.ticket, now)
+
+    def place_at(self, attempt: Attempt) -> None:
+        """The attempt runs there, or is to: say so."""
+        self.placement = pb.Placement(
+            attempt=attempt.id,
+            decode_boot=attempt.decode.boot,
+            decode_address=attempt.decode.hello.address,
+            identity=pb.KvIdentity(**(self.origin or attempt.decode.identity).parts()),
+        )
+        self.emit_placed(attempt.prefill)
 
     def emit_placed(self, prefill: Worker | None) -> None:
         """Say where the attempt runs."""
@@ -219,13 +231,14 @@ class Flow:
         finished = pb.Finished(request=self.request, epoch=self.epoch, inexact=self.inexact)
         self._end(RequestEvent(finished=finished), now, None)
 
-    def prefill_lost(self, reason: str, now: float) -> None:
-        """The prefill side failed; without effect once the KV is known to be complete."""
+    def prefill_lost(self, reason: str, now: float, fault: bool = True) -> None:
+        """The prefill side failed; without effect once the KV is known to be complete.
+        `fault`: it counts among the failures after which decode does it itself."""
         attempt = self.attempt
         if attempt is None or attempt.prefill is None or attempt.filled:
             return
         self.failed_prefills.add(attempt.prefill.boot)
-        self.num_prefill_failures += 1
+        self.num_prefill_failures += fault
         self.retry(f"prefill {attempt.prefill.hello.address}: {reason}", now)
 
     def worker_lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
@@ -285,30 +298,29 @@ class Flow:
         finished.request = self.request
         finished.epoch = self.epoch
         finished.inexact |= self.inexact
-        if self.num_attempts == 1:
-            # Decode's clock starts at its Admit; what the request waited here comes on top.
-            finished.phases.queue_s += attempt.began - self.arrived
-        elif self.hit is not None:
-            # What an earlier try has left in a cache was computed for this request.
-            finished.cached_tokens = min(finished.cached_tokens, self.hit)
+        self.beginning.complete(finished, self.num_attempts, attempt.began - self.arrived)
         self._end(RequestEvent(finished=finished), now, None)
 
     def on_handoff_lost(self, reason: str, now: float) -> None:
         """Decode gave up waiting for the KV; its blocks are free."""
-        if self.attempt is not None:
-            self.attempt.decode_over = True
-        self.prefill_lost(reason, now)
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.decode_over = True
+        if attempt is not None and attempt.moves:
+            self.retry(f"decode lost its KV: {reason}", now)
+        else:
+            self.prefill_lost(reason, now)
 
     def on_prefill_done(self) -> None:
         """Decode has verified every block."""
         if self.attempt is not None:
             self.attempt.prefill_done = self.attempt.prefill_over = True
 
-    def on_prefill_failed(self, reason: str, now: float) -> None:
+    def on_prefill_failed(self, reason: str, now: float, fault: bool = True) -> None:
         """Prefill ended it, or never began."""
         if self.attempt is not None:
             self.attempt.prefill_over = True
-        self.prefill_lost(reason, now)
+        self.prefill_lost(reason, now, fault)
 
     def on_gone(self, now: float) -> None:
         """Decode does not know the attempt."""

@@ -76,6 +76,18 @@ class RouterMetrics:
             "Running requests that are being computed again",
             value=dispatcher.migrations.num_under_way,
         )
+        moves = dispatcher.moves
+        for name, text, value in (
+            ("begun", "Moves of running requests to another decode worker", moves.num_begun),
+            ("done", "Of them those that went on there", moves.num_done),
+            ("bytes", "KV payload that they sent", moves.num_bytes),
+            ("tokens", "Whose KV was not computed again", moves.num_tokens),
+        ):
+            yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
+        yield by_label("pdserve_router_moves_failed", "By how far they were", "step", moves.failed)
+        yield GaugeMetricFamily(
+            "pdserve_router_moving", "Moves under way", value=moves.num_under_way
+        )
         yield CounterMetricFamily(
             "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
         )

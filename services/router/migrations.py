@@ -1,7 +1,8 @@
-"""How many running requests may be computed again at once; pure counting.
+"""How many running requests may change their worker at once; pure counting.
 
 When a decode worker dies, all its requests want to be prefilled elsewhere, prompt and answer; at
 once they would delay what runs there. So a share of the running moves at a time, the oldest first.
+Those that move with their KV (moves.py) count too: a copy takes memory bandwidth on both sides.
 """
 
 import heapq
@@ -26,6 +27,7 @@ class Migrations(Generic[RequestT]):
     def __init__(self) -> None:
         self._running: set[RequestT] = set()  # that have tokens, wherever they stand
         self._under_way: set[RequestT] = set()
+        self._moving: set[RequestT] = set()  # with their KV, so nothing is computed
         self._waiting: list[tuple[int, RequestT]] = []  # a heap
 
     @property
@@ -39,7 +41,8 @@ class Migrations(Generic[RequestT]):
     @property
     def room(self) -> bool:
         """Whether one more may begin."""
-        return len(self._under_way) < max(1, int(SHARE * len(self._running)))
+        under_way = len(self._under_way) + len(self._moving)
+        return under_way < max(1, int(SHARE * len(self._running)))
 
     def runs(self, request: RequestT) -> None:
         """It has tokens: its migration, if it was one, is over."""
@@ -53,6 +56,14 @@ class Migrations(Generic[RequestT]):
     def stopped(self, request: RequestT) -> None:
         """That try is over, whatever came of it."""
         self._under_way.discard(request)
+
+    def moves(self, request: RequestT) -> None:
+        """It goes to another worker with its KV."""
+        self._moving.add(request)
+
+    def moved(self, request: RequestT) -> None:
+        """That is over, whatever came of it."""
+        self._moving.discard(request)
 
     def wait(self, request: RequestT) -> None:
         """It is to be computed again when there is room."""

@@ -47,6 +47,7 @@ class WorkerFacts:
     transports: tuple[str, ...] = ()
     layout: KvSpec = NO_LAYOUT
     encrypts: bool = False
+    free_tokens: int = 0  # decode: whose KV has room without anybody being preempted
 
 
 @dataclass(frozen=True, slots=True)

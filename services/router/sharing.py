@@ -43,8 +43,8 @@ def verified(flow: "Flow", message: wire.Verified) -> None:
     """Decode keeps what it has verified, whatever becomes of the attempt."""
     if flow.attempt is not None:
         _keeps(flow, flow.attempt, message.tokens)
-        if flow.hit is None:
-            flow.hit = message.cached_tokens
+        if flow.beginning.hit is None:
+            flow.beginning.hit = message.cached_tokens
 
 
 def attached(flow: "Flow") -> None:

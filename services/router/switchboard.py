@@ -48,6 +48,7 @@ class Attempt:
     prefill_done: bool = False
     follows: bool = False  # it waits, or may wait, for the KV of another prompt
     produced: bool = False  # ids or prompt log-probabilities came
+    moves: bool = False  # another decode worker sends its KV
     lost: str = ""  # why it was given up
     adopted: bool = False  # another flow began it; if its KV is awaited, with whom it may be:
     prefill_boot: bytes = b""

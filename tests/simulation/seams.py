@@ -367,6 +367,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.engine.transport.dial.Link": SimLink,
         "pdserve.services.decode.part.EngineThread": LoopEngineThread,
         "pdserve.services.decode.part.Receiver": LoopReceiver,
+        "pdserve.services.decode.part.Sender": LoopSender,
         "pdserve.services.decode.part.make_transports": transports,
         "pdserve.services.decode.part.open_ring": open_ring,
         "pdserve.services.prefill.part.open_ring": open_ring,

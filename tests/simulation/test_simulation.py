@@ -18,7 +18,7 @@ from simulation.sweep import sweep
 ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parent / "regressions"
 HANGS_LONG = 5  # a fault of this seed draws 30 s
-MORE = 12  # tries for a cell that the first round missed
+MORE = 40  # tries for a cell that the first round missed
 
 
 @pytest.mark.slow

@@ -130,6 +130,8 @@ class FakeWorker(ABC):
                 await self.cancel(command.cancel)
             elif kind == "resume":
                 self.resume(command.resume)
+            elif kind in ("hold", "move", "stay"):
+                getattr(self, kind)(getattr(command, kind))
             elif kind in ("admit", "start"):
                 message = getattr(command, kind)
                 self.tasks[message.attempt] = asyncio.create_task(self.run(message))
@@ -168,6 +170,11 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.mute = False  # do not answer Resume
         self.answering = asyncio.Event()  # until it is set, no Admit is answered
         self.answering.set()
+        self.admits: dict[bytes, wire.Admit] = {}
+        self.peers: list[FakeDecode] = []  # that a move may go to
+        self.keep = False  # answer Hold with Stayed
+        self.silent = False  # do not answer Hold, or Move if that is not asked
+        self.break_moves = ""  # why no hand-off comes to its end
 
     def resume(self, resume: wire.Resume) -> None:
         attempt = resume.attempt
@@ -186,6 +193,40 @@ class FakeDecode(FakeWorker, DecodeServicer):
             again.CopyFrom(event)
             self.put(again)
 
+    def hold(self, hold: wire.Hold) -> None:
+        attempt = hold.attempt
+        if self.silent:
+            return
+        if self.keep or attempt not in self.tasks:
+            self.put(wire.DecodeEvent(stayed=wire.Stayed(attempt=attempt, reason="told to stay")))
+            return
+        self.tasks.pop(attempt).cancel()
+        start = self.admits[attempt].start
+        given = len(start.choices[0].generated_ids) if start.choices else 0
+        said = given + sum(len(e.tokens.ids) for e in self.said[attempt])
+        so_far = pb.Finished(cached_tokens=self.cached_tokens, transport="first")
+        tokens = len(self.prompts[attempt]) + said - 1
+        held = wire.Held(attempt=attempt, tokens=tokens, so_far=so_far)
+        self.put(wire.DecodeEvent(held=held))
+
+    def move(self, move: wire.Move) -> None:
+        if self.break_moves:
+            stayed = wire.Stayed(attempt=move.attempt, reason=self.break_moves)
+            self.put(wire.DecodeEvent(stayed=stayed))
+            self.go_on(move.attempt)
+            return
+        (target,) = (p for p in self.peers if p.address == move.ticket.data_address)
+        target.arrived[move.to].set()
+        moved = wire.Moved(attempt=move.attempt, to=move.to, sent_bytes=1000)
+        self.put(wire.DecodeEvent(moved=moved))
+
+    def stay(self, stay: wire.Stay) -> None:
+        if stay.attempt not in self.tasks:
+            self.go_on(stay.attempt)
+
+    def go_on(self, attempt: bytes) -> None:
+        self.tasks[attempt] = asyncio.create_task(self.generate(self.admits[attempt]))
+
     def say(self, attempt: bytes, event: wire.DecodeEvent) -> None:
         kept = wire.DecodeEvent()
         kept.CopyFrom(event)
@@ -203,6 +244,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
         start, attempt = message.start, message.attempt
         prompt = self.collector.take(start.request, start.prompt_ids)
         self.prompts[attempt] = prompt
+        self.admits[attempt] = message
         await self.answering.wait()
         if self.busy:
             self.busy -= 1
@@ -218,9 +260,15 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.put(wire.DecodeEvent(admitted=admitted))
         if message.prefill_boot:
             await self.arrived[attempt].wait()
+        await self.generate(message)
+
+    async def generate(self, message: wire.Admit) -> None:
+        start, attempt = message.start, message.attempt
+        prompt = self.prompts[attempt]
         choices = list(start.choices) or [pb.ChoiceState() for _ in range(max(1, start.params.n))]
         total = start.params.max_tokens
         first = min(len(c.generated_ids) for c in choices)
+        first += len([e for e in self.said[attempt] if not e.tokens.choice])
         for position in range(first, total):
             if self.hold_at == position:
                 await self.released.wait()

@@ -3,57 +3,13 @@
 import os
 import signal
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 from fleet import Fleet, wait_for
+from streams import LONG, WORDS, Stream
 
-WORDS = "one two three four five six seven eight nine ten eleven twelve "
 OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "64", "--kv-transport", "tcp")
-LONG = "Far too long to be computed where it is answered: " + WORDS * 130  # about 1,700 tokens
-
-
-@dataclass
-class Stream:
-    """One request and what came of it, by choice."""
-
-    options: dict[str, Any]
-    text: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
-    ends: dict[int, str] = field(default_factory=dict)
-    num_chunks: int = 0
-    usage: Any = None
-    error: str = ""
-
-    def run(self, api: openai.OpenAI, model: str) -> None:
-        try:
-            for chunk in api.completions.create(
-                model=model,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},
-                **self.options,
-            ):
-                self.num_chunks += 1
-                self.usage = chunk.usage or self.usage
-                for choice in chunk.choices:
-                    self._take(choice)
-        except openai.OpenAIError as error:
-            self.error = repr(error)
-
-    def _take(self, choice: Any) -> None:
-        self.text[choice.index] = self.text.get(choice.index, "") + choice.text
-        if choice.logprobs is not None:
-            scores = self.logprobs.setdefault(choice.index, [])
-            scores += choice.logprobs.token_logprobs
-        if choice.finish_reason:
-            self.ends[choice.index] = choice.finish_reason
-
-    @property
-    def answer(self) -> tuple[Any, ...]:
-        tokens = self.usage.completion_tokens if self.usage else None
-        return self.text, self.logprobs, self.ends, tokens
 
 
 def streams() -> list[Stream]:

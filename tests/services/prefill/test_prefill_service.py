@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
+from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
 from pdserve.protos import common_pb2 as pb
@@ -169,3 +172,43 @@ def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
         await pair.decode.wait("finished", attempt)
 
     with_pair(test)
+
+
+class Shut(FakeDecoder):
+    """Steps of prefill_only requests wait for `opened`."""
+
+    opened = threading.Event()
+    entered = threading.Event()
+
+    def forward(self, batch: Any, kv: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(30)
+        return super().forward(batch, kv)
+
+
+def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) -> None:
+    """The first prompt fills the batch; the second one waits in the engine's queue."""
+    Shut.opened.clear()
+    Shut.entered.clear()
+
+    async def test(pair: Pair) -> None:
+        first, second = pair.admit(prompt(200)), pair.admit(prompt(100))
+        for attempt, length in ((first, 199), (second, 99)):
+            admitted = await pair.decode.wait("admitted", attempt)
+            pair.start_prefill(attempt, prompt(length), admitted.ticket)
+            core = pair.prefill_role.core
+            await eventually(lambda core=core, attempt=attempt: attempt in core._sessions)
+            await eventually(Shut.entered.is_set)
+        drained = asyncio.create_task(pair.prefill_worker.drain())
+        await asyncio.sleep(0)
+        Shut.opened.set()
+        failed = await pair.prefill.wait("failed", second)
+        assert failed.handed_back
+        assert "handed back" in failed.failure.message
+        await pair.prefill.wait("done", first)
+        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(pair.prefill.reader, 5)  # its session has ended in order
+        pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=second)))
+        await pair.decode.wait("finished", first)
+
+    with_pair(test, engine={"model": Shut(fake_spec()), "max_running": 1})

@@ -104,6 +104,16 @@ def test_a_frozen_worker_that_drains_goes_on_draining() -> None:
     assert fleet.stream_ended(worker, worker.lease, 10.1) == [worker]
 
 
+def test_goodbye_then_gone_while_its_last_words_are_on_their_way() -> None:
+    fleet, worker = joined()
+    worker.connected = True
+    fleet.goodbye(worker)
+    assert fleet.stream_ended(worker, worker.lease, 0.1) == []
+    fleet.witnessed(worker, 0.4)
+    assert fleet.tick(0.8) == []
+    assert fleet.tick(0.4 + SUSPECT_S) == [worker]
+
+
 def test_own_commands_count_until_a_load_includes_them() -> None:
     _, worker = joined()
     worker.report(pb.Load(running=2, waiting_tokens=100))

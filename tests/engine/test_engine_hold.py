@@ -1,0 +1,111 @@
+"""Held requests: no steps, blocks that nobody takes; then on where they were, or gone."""
+
+import pytest
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+
+from pdserve.engine.engine import Held
+from pdserve.engine.request import ChoiceState, Event, Finished, FinishReason
+
+
+@pytest.mark.parametrize("window", [0, 10])
+@pytest.mark.parametrize("before", [2, 5, 9])
+def test_a_held_request_goes_on_where_it_was(before: int, window: int) -> None:
+    asked = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
+    whole = run(fake_engine(window=window), asked)
+    engine = fake_engine(window=window)
+    engine.submit(asked)
+    events: list[Event] = []
+    for _ in range(before):
+        step = engine.step()
+        assert step is not None
+        events += step.events
+    said = len(tokens(events)["r", 0])
+    assert engine.hold("r") == Held(20 + said - 1, 0)
+    assert engine.hold("r") is not None, "it is held already"
+    assert not engine.has_work
+    assert (engine.stats().held, engine.stats().running) == (1, 0)
+    assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-(20 + said - 1) // 4)
+    events += run(engine, ask("other", range(30, 40)))
+    assert engine.unhold("r")
+    assert not engine.unhold("r")
+    events += run(engine)
+    assert tokens(events)["r", 0] == tokens(whole)["r", 0]
+    assert len(of(events, Finished, "r")) == 1
+    assert engine.stats().recomputed_tokens == 0
+    assert_at_rest(engine)
+
+
+def test_nobody_takes_a_held_request_s_blocks() -> None:
+    """Others lack blocks: they wait, are preempted, parked ones are given up; not this one."""
+    engine = fake_engine(num_blocks=20)
+    engine.submit(ask("r", range(30), max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    blocks = engine.held_blocks("r") if engine.hold("r") else []
+    engine.submit(ask("parked", range(8)))
+    engine.step()
+    engine.park("parked")
+    events = run(engine, ask("a", range(20, 40), max_tokens=20), ask("b", range(24), max_tokens=20))
+    assert engine.stats().preemptions > 0
+    assert {e.key for e in of(events, Finished)} == {"a", "b"}
+    assert engine.held_blocks("r") == blocks
+    engine.unhold("r")
+    alone = run(fake_engine(), ask("r", range(30), max_tokens=40))
+    assert tokens(run(engine))["r", 0] == tokens(alone)["r", 0][2:]
+    assert engine.stats().recomputed_tokens > 0, "those of the preempted"
+
+
+def test_a_released_request_is_gone_without_an_event() -> None:
+    engine = fake_engine()
+    engine.submit(ask("r", range(20), max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    engine.hold("r")
+    engine.release_held("r")
+    assert run(engine) == []
+    assert_at_rest(engine)
+
+
+def test_an_aborted_held_request_ends() -> None:
+    engine = fake_engine()
+    engine.submit(ask("r", range(20), max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    engine.hold("r")
+    engine.abort("r")
+    (finished,) = of(run(engine), Finished)
+    assert finished.key == "r"
+    assert_at_rest(engine)
+
+
+def test_what_is_not_one_chain_is_not_held() -> None:
+    engine = fake_engine()
+    engine.submit(ask("long", range(60)))
+    engine.submit(ask("two", range(8), n=2, max_tokens=20))
+    engine.submit(ask("hidden", range(8), prefill_only=True))
+    engine.submit(ask("waits", range(8)))
+    assert [engine.hold(key) for key in ("long", "two", "hidden", "waits", "none")] == [None] * 5
+    for _ in range(3):
+        engine.step()
+    assert engine.hold("two") is None
+    engine.abort("two", (0,))
+    assert engine.hold("two") is not None, "one choice is left"
+    engine.unhold("two")
+    for key in ("long", "two", "hidden", "waits"):
+        engine.abort(key)
+    run(engine)
+    assert_at_rest(engine)
+
+
+def test_tokens_computed_once_more_are_counted() -> None:
+    engine = fake_engine()
+    said = tuple(tokens(run(engine, ask("r", range(20))))["r", 0])
+    assert engine.stats().recomputed_tokens == 0
+    other = fake_engine(prefix_cache=False)
+    begun = (ChoiceState(said[:5]),)
+    (end,) = [
+        e.finish for e in run(other, ask("r", range(20), choices=begun)) if getattr(e, "finish", 0)
+    ]
+    assert end is FinishReason.LENGTH
+    assert other.stats().recomputed_tokens == 4, "the fifth had not been computed before"
+    assert other.stats().prompt_tokens == 20

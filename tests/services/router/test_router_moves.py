@@ -1,0 +1,253 @@
+"""Requests of a draining decode worker go on at another one, or where they were."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from router_workers import FakeDecode
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.router.beginning import Beginning
+from pdserve.services.router.migrations import Migrations
+from pdserve.services.router.moves import MAX_FAILED
+from pdserve.services.router.rebalance import Running, drain_order
+
+pytestmark = pytest.mark.anyio
+SHORT = list(range(20))
+
+
+class Drained:
+    """A request that runs on a worker, which then drains; another one is at hand."""
+
+    def __init__(self, make_cluster: Any, expected: Any, wait_for: Any) -> None:
+        self.make_cluster, self.expected, self.wait_for = make_cluster, expected, wait_for
+
+    async def begin(self, **start: Any) -> None:
+        self.cluster = await self.make_cluster()
+        self.leaving = await self.cluster.decode()
+        self.leaving.hold_at = 5
+        self.leaving.cached_tokens = 7
+        self.gateway = await self.cluster.gateway()
+        await self.gateway.start("r", SHORT, max_tokens=12, **start)
+        await self.gateway.until(lambda: len(self.gateway.ids("r")) == 5)
+        self.target: FakeDecode = await self.cluster.decode()
+        self.leaving.peers.append(self.target)
+        self.target.membership.report(self.load())
+        core = self.cluster.router.core
+        known = core.fleet.get(self.target.boot)
+        await self.wait_for(lambda: known.load.blocks_free > 0)
+        self.moves = core.dispatcher.moves
+
+    @staticmethod
+    def load() -> Any:
+        from pdserve.protos import fleet_pb2
+
+        return fleet_pb2.Load(blocks_free=100, blocks_total=100)
+
+    def drain(self) -> None:
+        self.leaving.membership.goodbye()
+
+    async def answer(self) -> pb.Finished:
+        finished = await self.gateway.end("r")
+        assert isinstance(finished, pb.Finished)
+        assert self.gateway.ids("r") == self.expected(SHORT, 12)
+        assert not self.moves.num_under_way
+        assert self.cluster.router.core.view().retries == 0
+        return finished
+
+
+@pytest.fixture
+def drained(make_cluster: Any, expected: Any, wait_for: Any) -> Drained:
+    return Drained(make_cluster, expected, wait_for)
+
+
+async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
+    await drained.begin()
+    drained.drain()
+    finished = await drained.answer()
+    assert (finished.cached_tokens, finished.transport) == (7, "first"), "how it began"
+    (admit,) = drained.target.of("admit")
+    assert admit.prefill_boot == drained.leaving.boot
+    assert list(admit.start.choices[0].generated_ids) == drained.expected(SHORT, 5)
+    first, second = drained.gateway.of("r", "placed")
+    assert first.placement.decode_boot == drained.leaving.boot
+    assert second.placement.decode_boot == drained.target.boot
+    assert second.placement.attempt == admit.attempt
+    view = drained.cluster.router.core.view()
+    assert (view.moves, view.moves_failed, view.moved_bytes) == (1, 0, 1000)
+    assert view.moved_tokens == len(SHORT) + 4
+    assert not drained.leaving.cancelled, "it has ended there by itself"
+
+
+@pytest.mark.parametrize("how", ["keep", "busy", "break_moves", "gone"])
+async def test_a_move_that_fails_is_as_if_it_had_not_been(drained: Drained, how: str) -> None:
+    await drained.begin()
+    if how == "busy":
+        drained.target.busy = 1000
+    elif how != "gone":
+        setattr(drained.leaving, how, "test")
+    if how == "gone":  # it dies with the KV on its way
+        drained.leaving.move = lambda move: None  # type: ignore[method-assign]
+    drained.drain()
+    if how == "gone":
+        await drained.target.until(lambda: bool(drained.target.of("admit")))
+        await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+        await drained.target.kill()
+    await drained.wait_for(lambda: drained.moves.failed.total() > 0)
+    drained.leaving.released.set()
+    drained.leaving.hold_at = None
+    await drained.answer()
+    assert drained.moves.num_done == 0
+    assert 1 <= drained.moves.failed.total() <= MAX_FAILED
+    steps = {"keep": "holding", "busy": "admitting", "break_moves": "sending", "gone": "sending"}
+    assert set(drained.moves.failed) == {steps[how]}
+    (placed,) = drained.gateway.of("r", "placed")
+    assert placed.placement.decode_boot == drained.leaving.boot
+
+
+async def test_a_source_that_does_not_answer_keeps_it(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.services.router.moves.MOVE_S", 0.2)
+    await drained.begin()
+    drained.leaving.silent = True
+    drained.drain()
+    await drained.wait_for(lambda: drained.moves.failed["holding"] > 0)
+    await drained.leaving.until(lambda: bool(drained.leaving.of("stay")))
+    drained.leaving.released.set()
+    await drained.answer()
+
+
+async def test_a_source_that_dies_with_all_sent_has_moved(drained: Drained) -> None:
+    """The target has every block; only the source's word is missing."""
+    await drained.begin()
+    said: list[wire.Move] = []
+    drained.leaving.move = said.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    await drained.leaving.kill()
+    await drained.wait_for(lambda: drained.moves.num_done == 1)
+    drained.target.arrived[said[0].to].set()
+    finished = await drained.answer()
+    assert finished.cached_tokens == 7
+
+
+async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) -> None:
+    """Source and target live; both sessions break while the KV is on its way."""
+    await drained.begin()
+    said: list[wire.Move] = []
+    drained.leaving.move = said.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    drained.leaving.said.clear()  # it has moved: Gone
+    for worker in (drained.target, drained.leaving):
+        worker.outboxes[-1].close()
+    drained.target.arrived[said[0].to].set()
+    await drained.target.until(lambda: bool(drained.target.of("resume")))
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    assert (drained.moves.num_done, drained.moves.failed.total()) == (1, 0)
+
+
+async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -> None:
+    await drained.begin()
+    said: list[wire.Move] = []
+    drained.leaving.move = said.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    await drained.leaving.kill()
+    await drained.wait_for(lambda: drained.moves.num_done == 1)
+    drained.target.tasks.pop(said[0].to).cancel()
+    lost = wire.HandoffLost(attempt=said[0].to, reason="connection")
+    drained.target.put(wire.DecodeEvent(handoff_lost=lost))
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    again = drained.target.of("admit")[-1]
+    assert again.prefill_boot == b""
+
+
+async def test_the_target_s_first_words_count_as_the_move(drained: Drained) -> None:
+    """The source's Moved may come later than they do, or never."""
+    await drained.begin()
+    moves: list[wire.Move] = []
+    drained.leaving.move = moves.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    source = drained.leaving.of("admit")[0].attempt
+    drained.target.arrived[moves[0].to].set()
+    await drained.answer()
+    assert drained.leaving.cancelled == [(source, ())]
+
+
+async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
+    await drained.begin()
+    drained.leaving.move = lambda move: None  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    await drained.gateway.cancel("r")
+    failed = await drained.gateway.end("r")
+    assert failed.failure.code == pb.CANCELLED
+    (admit,) = drained.target.of("admit")
+    source = drained.leaving.of("admit")[0].attempt
+    await drained.target.until(lambda: drained.target.cancelled == [(admit.attempt, ())])
+    assert drained.leaving.cancelled == [(source, ())]
+    assert not drained.moves.num_under_way
+
+
+async def test_several_unfinished_choices_stay(drained: Drained) -> None:
+    await drained.begin(n=2)
+    drained.drain()
+    await asyncio.sleep(0.3)  # several ticks of the router
+    assert drained.moves.num_begun == 0
+    drained.leaving.released.set()
+    await drained.answer()
+    assert drained.gateway.ids("r", 1) == drained.expected(SHORT, 12, choice=1)
+
+
+async def test_without_room_elsewhere_it_stays(drained: Drained) -> None:
+    await drained.begin()
+    from pdserve.protos import fleet_pb2
+
+    drained.target.membership.report(fleet_pb2.Load(blocks_free=1, blocks_total=100))
+    known = drained.cluster.router.core.fleet.get(drained.target.boot)
+    await drained.wait_for(lambda: known.load.blocks_free == 1)
+    drained.drain()
+    await asyncio.sleep(0.3)
+    assert drained.moves.num_begun == 0
+    drained.leaving.released.set()
+    await drained.answer()
+
+
+def test_what_may_run_longest_goes_first() -> None:
+    asked = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
+    assert [r.ordinal for r in drain_order(asked)] == [2, 3, 4, 1]
+
+
+def test_moves_count_among_what_changes_its_worker() -> None:
+    asked = [Running(n, 0, 0) for n in range(10)]
+    migrations: Migrations[Running] = Migrations()
+    for request in asked:
+        migrations.runs(request)
+    migrations.moves(asked[0])
+    assert migrations.room
+    migrations.begun(asked[1])
+    assert not migrations.room
+    migrations.runs(asked[0])
+    assert not migrations.room, "its tokens come from the source"
+    migrations.moved(asked[0])
+    assert migrations.room
+
+
+def test_the_first_attempt_says_how_a_request_began() -> None:
+    beginning = Beginning()
+    first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
+    beginning.moved(first, 1, 0.5)
+    again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
+    beginning.moved(again, 1, 4.0)
+    last = pb.Finished(cached_tokens=60, remote=True, transport="tcp")
+    beginning.complete(last, 1, 8.0)
+    assert (last.cached_tokens, last.remote, last.transport) == (3, False, "")
+    assert (last.phases.queue_s, last.phases.prefill_s) == (1.5, 2.0)

@@ -1,0 +1,174 @@
+"""A running request goes on at another engine with its KV, or stays where it was."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_decoder import FakeDecoder, fake_spec
+from handoff_pair import MakePair, Pair, fresh, local, request
+
+from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.request import ChoiceState, NewTokens, Request, Step
+from pdserve.services.decode.departures import Departures
+
+
+class Source:
+    """The pair's first engine as a decode worker: its sender sends what Departures says."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.said: list[int] = []
+        self.told: list[tuple[bytes, Sent]] = []
+        self.departures = Departures(pair.prefill, pair.sender, self._ended)
+        pair.prefill_hook = self._step
+        on_ended = pair.sender._on_ended
+
+        def ended(sent: Sent) -> None:
+            self.departures.ended(sent)
+            on_ended(sent)
+
+        pair.sender._on_ended = ended
+
+    def _step(self, step: Step) -> None:
+        for event in step.events:
+            if isinstance(event, NewTokens):
+                self.said += event.ids
+
+    def _ended(self, attempt: bytes, sent: Sent) -> None:
+        self.told.append((attempt, sent))
+
+    def run(self, asked: Request, count: int) -> None:
+        """Until it has said `count` ids; then it is held."""
+        self.asked = asked
+        self.pair.prefill_thread.post(lambda engine: engine.submit(asked))
+        self.pair.wait(lambda: len(self.said) >= count)
+        self.attempt = bytes.fromhex(asked.key)
+        held = self.do(lambda d: d.hold(self.attempt))
+        assert held is not None
+        assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
+
+    def do(self, act: Any) -> Any:
+        return self.pair.prefill_thread.post(lambda _: act(self.departures)).result(10)
+
+    def admit(self) -> tuple[Request, Ticket]:
+        """The rest of it at the other side."""
+        rest = replace(fresh(self.asked), choices=(ChoiceState(tuple(self.said)),))
+        ticket = self.pair.admit(rest)
+        assert ticket is not None
+        return rest, ticket
+
+    def send(self, ticket: Ticket) -> None:
+        address = self.pair.addresses.get("tcp", "")
+        digest = self.pair.receiver._terms.identity.digest
+        assert self.do(lambda d: d.send(self.attempt, ticket, address, digest))
+
+
+class Slow(FakeDecoder):
+    def forward(self, batch: Any, kv: Any) -> Any:
+        threading.Event().wait(0.002)
+        return super().forward(batch, kv)
+
+
+SEEDED = {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+
+
+@pytest.mark.parametrize("params", [{}, SEEDED, {"min_tokens": 50, "top_k": 20, "temperature": 2}])
+@pytest.mark.parametrize("length", [1, 3, 4, 30])
+def test_it_goes_on_with_the_tokens_that_it_would_have_had(
+    pair: Pair, length: int, params: dict[str, Any]
+) -> None:
+    """Nothing is computed twice, and the last block is moved though it is not full."""
+    pair.prefill._runner._model = Slow(fake_spec())
+    asked = request(length, max_tokens=60, **params)
+    source = Source(pair)
+    source.run(asked, 6)
+    said = len(source.said)
+    assert said < 60, "it was over too soon"
+    rest, ticket = source.admit()
+    source.send(ticket)
+    found = pair.answer(rest)[0]
+    assert source.said + found == local(asked)[0]
+    pair.wait(lambda: bool(source.told))
+    ((attempt, sent),) = source.told
+    assert (attempt, sent.reason) == (source.attempt, "")
+    blocks = -(-(length + said - 1) // 4)
+    assert sent.num_bytes == blocks * 128
+    stats = pair.decode.stats()
+    assert (stats.prompt_tokens, stats.recomputed_tokens) == (int(length + said == 1), 0)
+    assert len(source.said) == said, "the source made no step"
+    assert (source.departures.num_gone, source.departures.num_stayed) == (1, 0)
+    pair.assert_clean()
+
+
+def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.prefill._runner._model = Slow(fake_spec())
+    asked = request(40, max_tokens=60)
+    pair.hand_off(fresh(replace(asked, params=replace(asked.params, max_tokens=1))))
+    pair.wait(lambda: bool(pair.finished))
+    pair.at_prefill(lambda s: None)
+    source = Source(pair)
+    source.run(asked, 6)
+    rest, ticket = source.admit()
+    source.send(ticket)
+    assert source.said + pair.answer(rest)[0] == local(asked)[0]
+    pair.wait(lambda: bool(source.told))
+    blocks = -(-(40 + len(source.said) - 1) // 4)
+    assert source.told[0][1].num_bytes <= (blocks - 9) * 128, "nine blocks were there"
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("window", [6, 16])
+def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) -> None:
+    pair = make_pair(window=window)
+    pair.prefill._runner._model = Slow(fake_spec(window=window))
+    asked = request(40, max_tokens=60)
+    source = Source(pair)
+    source.run(asked, 6)
+    rest, ticket = source.admit()
+    source.send(ticket)
+    assert source.said + pair.answer(rest)[0] == local(asked, window=window)[0]
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("how", ["before", "refused", "cancelled there", "it stays", "no answer"])
+def test_whatever_fails_it_goes_on_where_it_was(
+    make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.services.decode.departures.MOVE_S", 0.3)
+    pair = make_pair()
+    pair.prefill._runner._model = Slow(fake_spec())
+    asked = request(40, max_tokens=60)
+    source = Source(pair)
+    source.run(asked, 6)
+    rest, ticket = source.admit()
+    if how in ("cancelled there", "it stays", "no answer"):  # its claim is not granted
+        pair.decode_thread.post(lambda e: setattr(e, "reserve", lambda *a: None)).result(10)
+    if how == "before":
+        assert source.do(lambda d: d.stay(source.attempt))
+        assert not source.do(lambda d: d.send(source.attempt, ticket, "", b""))
+        pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
+    elif how == "refused":
+        pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
+        source.send(ticket)
+    else:
+        source.send(ticket)
+        pair.wait(lambda: bool(pair.receiver._claims))
+        if how == "cancelled there":
+            pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
+        elif how == "it stays":
+            assert source.do(lambda d: d.stay(source.attempt))
+    pair.wait(lambda: len(source.said) == 60)
+    assert source.said == local(asked)[0]
+    assert not source.do(lambda d: d.stay(source.attempt)), "it is not held any more"
+    assert (source.departures.num_gone, source.departures.num_stayed) == (0, 1)
+    pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
+    told = [sent.reason for _, sent in source.told]
+    assert bool(told) == (how not in ("before", "it stays")), "whoever asks knows"
+    if how == "no answer":
+        assert told == ["deadline"]
+    pair.assert_clean()
+    assert pair.prefill.stats().recomputed_tokens == 0
+    assert rest.key not in pair.tokens

@@ -1,0 +1,155 @@
+"""SIGTERM of a worker under eight streams: it ends in time with code 0, and no client notices."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from fleet import Fleet, wait_for
+from streams import LONG, WORDS, Stream
+
+EXTRA = {"min_tokens": 100}
+DRAIN_S = 30.0  # the default of --drain-s
+OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp", "--threads", "1")
+
+
+def streams() -> list[Stream]:
+    """Greedy and sampled, with penalties, log-probabilities, stop strings, echo, two choices."""
+    each: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "echo": True},
+        {"temperature": 1.0, "seed": 3, "logprobs": 2},
+        {"temperature": 1.0, "seed": 4, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "stop": ["never said, never heard"]},
+        {"temperature": 1.0, "seed": 9, "n": 2},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 0.0, "prompt": LONG},
+    ]
+    return [
+        Stream({"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": 160, **options}, EXTRA)
+        for n, options in enumerate(each)
+    ]
+
+
+class Run:
+    """Eight streams that are all under way once it is made."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.streams = streams()
+        api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
+        model = api.models.list().data[0].id
+        self.threads = [threading.Thread(target=s.run, args=(api, model)) for s in self.streams]
+        for thread in self.threads:
+            thread.start()
+        wait_for(lambda: all(s.num_chunks > 3 for s in self.streams), 60, "streams under way")
+
+    def end(self) -> list[tuple[Any, ...]]:
+        for thread in self.threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in self.threads)
+        assert not any(s.error for s in self.streams), [s.error for s in self.streams]
+        return [(*s.answer, s.usage.prompt_tokens) for s in self.streams]
+
+    @property
+    def num_ended(self) -> int:
+        return sum(bool(s.ends) for s in self.streams)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet("--prefill", "1", "--decode", "2", *OPTIONS) as fleet:
+        yield fleet
+    assert fleet.exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def calm(fleet: Fleet) -> list[tuple[Any, ...]]:
+    return Run(fleet).end()
+
+
+def terminate(fleet: Fleet, address: str) -> float:
+    """SIGTERM to who listens there; the seconds until it was gone. Its code must be 0."""
+    ended = fleet.log().count("ended (exit code 0)")
+    (victim,) = [
+        child
+        for child in psutil.Process(fleet.process.pid).children()
+        for at in child.net_connections("tcp")
+        if at.status == "LISTEN" and at.laddr.port == int(address.rpartition(":")[2])
+    ]
+    began = time.monotonic()
+    os.kill(victim.pid, signal.SIGTERM)
+    victim.wait(DRAIN_S)
+    took_s = time.monotonic() - began
+    wait_for(lambda: fleet.log().count("ended (exit code 0)") > ended, 5, "its exit code")
+    return took_s
+
+
+def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
+    """And keep the last load that it reported."""
+    told["loads"] = {}
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            for each in fleet.fleet_view().workers:
+                told["loads"][each.hello.boot] = each.load
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    told["took_s"] = terminate(fleet, worker.hello.address)
+    over.set()
+    looking.join()
+
+
+def whole(fleet: Fleet) -> Any:
+    """The view of the fleet once all its workers are there and idle."""
+
+    def idle() -> Any:
+        view = fleet.fleet_view()
+        live = [w for w in view.workers if w.state == "live" and not w.load.running]
+        return view if len(live) == 3 else None
+
+    return wait_for(idle, 30, "all workers")
+
+
+def computed(loads: Iterable[Any]) -> tuple[int, int]:
+    """(prompt tokens, generated tokens once more) that the workers have computed."""
+    found = list(loads)
+    return sum(x.prompt_tokens for x in found), sum(x.recomputed_tokens for x in found)
+
+
+def test_a_drained_decode_worker_hands_its_streams_over(
+    fleet: Fleet, calm: list[tuple[Any, ...]]
+) -> None:
+    before = whole(fleet)
+    run = Run(fleet)
+    view = fleet.fleet_view()
+    decodes = [w for w in view.workers if w.hello.data_address]
+    leaves = max(decodes, key=lambda w: w.load.running)
+    assert leaves.load.running >= 2
+    told: dict[bytes, Any] = {}
+    watch = threading.Thread(target=terminate_and_note, args=(fleet, leaves, told))
+    assert not run.num_ended
+    watch.start()
+    answers = run.end()
+    watch.join(60)
+    assert answers == calm
+    assert told["took_s"] < DRAIN_S
+    after = fleet.fleet_view()
+    assert after.moves - before.moves >= 2
+    assert after.moved_tokens > before.moved_tokens
+    assert after.moved_bytes > before.moved_bytes
+    assert after.retries == before.retries, "nothing was tried anew"
+    final = told["loads"]
+    final.update({w.hello.boot: w.load for w in after.workers})
+    first = {w.hello.boot: w.load for w in before.workers}
+    new = computed(final[boot] for boot in first)
+    old = computed(first.values())
+    assert new[1] == old[1] == 0
+    asked = sum(answer[-1] for answer in answers)
+    assert new[0] - old[0] <= asked, "no prompt token was computed again"
