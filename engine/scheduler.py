@@ -1,10 +1,11 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Prefill takes the shortest remaining first, and
-waiting counts in a request's favour. When blocks run out, parked requests are given up, the
-longest parked first; then the youngest request is preempted: it loses its blocks, keeps its tokens
-and is computed again later.
+is computed together does not depend on the load. Prefill takes first whoever has been here longest
+for its length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long one,
+none starves, and of two alike the older comes first. When blocks run out, parked requests are given
+up, the longest parked first; then the youngest request is preempted: it loses its blocks, keeps its
+tokens and is computed again later.
 """
 
 from pdserve.engine.limits import Limits
@@ -12,8 +13,6 @@ from pdserve.engine.plan import Plan, Row
 from pdserve.engine.request import Computed, Event, Evicted, Scheduled
 from pdserve.engine.roster import Roster
 from pdserve.engine.sequence import Job, Sequence
-
-AGEING_CHUNKS_S = 5.0  # a second of waiting counts as this many chunks less to compute
 
 
 class Scheduler:
@@ -120,17 +119,20 @@ class Scheduler:
         self, now_s: float, in_prefill: list[tuple[Job, Sequence]]
     ) -> list[tuple[Job, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None, the next to compute first."""
-        ageing = AGEING_CHUNKS_S * self._limits.chunk_size
-        queue: list[tuple[float, int, Job, Sequence | None]] = []
+        queue: list[tuple[float, int, int, Job, Sequence | None]] = []
+
+        def add(job: Job, size: int, left: int, sequence: Sequence | None) -> None:
+            ratio = (now_s - job.arrived_s) / max(1, size)
+            queue.append((-ratio, left, job.order, job, sequence))
+
         for job, sequence in in_prefill:
             if sequence in job.sequences:  # else its job was preempted
-                credit = ageing * (now_s - job.arrived_s)
-                queue.append((sequence.num_left - credit, job.order, job, sequence))
+                size = len(sequence.ids) - job.cached_tokens
+                add(job, size, sequence.num_left, sequence)
         for job in self._roster.waiting.values():
-            credit = ageing * (now_s - job.arrived_s)
-            queue.append((job.num_left - credit, job.order, job, None))
-        queue.sort(key=lambda entry: entry[:2])
-        return [(job, sequence) for _, _, job, sequence in queue]
+            add(job, job.num_left, job.num_left, None)
+        queue.sort(key=lambda entry: entry[:3])
+        return [(job, sequence) for _, _, _, job, sequence in queue]
 
     def _admit(self, job: Job, plan: Plan) -> Sequence | None:
         while (copies := self._roster.admit(job)) is None:

@@ -219,6 +219,46 @@ def test_short_prompts_overtake_and_long_ones_still_come() -> None:
     assert turn > 5
 
 
+def test_a_long_prompt_that_is_computed_does_not_wait() -> None:
+    """However long that takes, a short one comes at the next chunk."""
+    now = [0.0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
+    engine._clock = lambda: now[0]
+    engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
+    for _ in range(8):  # two chunks are left, after eight seconds
+        assert engine.step() is not None
+        now[0] += 1.0
+    engine.submit(ask("short", range(20), max_tokens=1))
+    now[0] += 0.5
+    done = []
+    while engine.has_work:
+        step = engine.step()
+        assert step is not None
+        done += [e.key for e in of(step.events, Finished)]
+        now[0] += 1.0
+    assert done == ["short", "long"]
+
+
+def test_waiting_counts_in_proportion_to_the_length() -> None:
+    """Two long prompts, one behind the other: the second has waited, and is not passed for ever."""
+    now = [0.0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
+    engine._clock = lambda: now[0]
+    for key, odd in (("first", 7), ("second", 11)):
+        engine.submit(ask(key, [(odd * i) % 60 for i in range(160)], max_tokens=1))
+    done: list[str] = []
+    for turn in range(200):
+        engine.submit(ask(f"s{turn}", [turn % 60] * 7 + [59], max_tokens=1))
+        step = engine.step()
+        assert step is not None
+        done += [e.key for e in of(step.events, Finished)]
+        now[0] += 0.1
+        if "second" in done:
+            break
+    assert done.index("first") + 5 < done.index("second") < 60, "not side by side"
+    assert any(key.startswith("s") for key in done[: done.index("first")])
+
+
 def test_prefill_only_holds_its_blocks() -> None:
     engine = fake_engine(prefix_cache=False)
     events = run(engine, ask("p", range(21), prefill_only=True))
