@@ -1,7 +1,9 @@
 """Where a request runs: prompt + fleet view -> Decision. Pure: randomness is an argument.
 
-Costs are in prompt tokens still to be computed before the request's own first token. The cost
-seams are `decode_cost`, `prefill_cost` and `pays`; today the last is a threshold.
+Costs are in prompt tokens still to be computed before the request's own first token. A long prompt
+goes to a prefill worker in any case. A short one does if that costs less, counting what decode's
+running streams lose meanwhile as much as what the request itself waits (`local_cost`,
+`remote_cost`): each token that decode computes stands in the way of every stream that it runs.
 
 After a failed prefill decode has a cached prefix, the blocks that it had verified; the cost of a
 decode worker counts it, so the same one is taken again unless it is much busier. The rest is
@@ -30,6 +32,10 @@ BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
 # The part of a prompt that may be computed again after a failed prefill.
 AGAIN_RATIO = 0.25
+# What a hand-off costs decode, and with it each of its streams: claim, frames, commit.
+HANDOFF_TOKENS = 32
+# A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
+CHUNK_TOKENS = 128
 NO_LAYOUT = KvSpec(0, ())
 
 
@@ -143,9 +149,26 @@ def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> i
     return max(0, missing_tokens(prompt, prefill) - missing)
 
 
-def pays(missing: int, rules: Rules) -> bool:
-    """Whether `missing` tokens are worth a hand-off."""
-    return rules.remote_prefill == "always" or missing >= rules.threshold
+def local_cost(missing: int, decode: WorkerFacts) -> int:
+    """If decode computes the prompt: it and every request that is there wait for it."""
+    return missing * (1 + decode.requests)
+
+
+def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) -> int:
+    """If that prefill worker does: its queue, as far as the shortest prompt comes first, and the
+    hand-off, which the streams of decode wait for."""
+    own = missing_tokens(prompt, prefill)
+    queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * own)
+    return queue + own + HANDOFF_TOKENS * (1 + decode.requests)
+
+
+def pays(
+    prompt: PromptFacts, missing: int, prefill: WorkerFacts, decode: WorkerFacts, rules: Rules
+) -> bool:
+    """Whether the `missing` tokens are worth a hand-off from that worker."""
+    if rules.remote_prefill == "always" or missing >= rules.threshold:
+        return True
+    return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
 
 
 def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Difference | None:
@@ -189,15 +212,17 @@ def pick_prefill(
         return None, "remote prefill is off", ()
     if not prompt.may_go_remote:
         return None, "prompt logprobs", ()
-    if not pays(missing, rules):
+    short = rules.remote_prefill == "auto" and missing < rules.threshold
+    worth = [w for w in workers if pays(prompt, missing, w, decode, rules)]
+    if short and not worth:
         return None, "short prompt", ()
     if prompt.prefill_failures >= rules.max_prefill_failures:
         return None, "prefill failed too often", ()
-    reasons = [(w, mismatch(w, decode, rules.mixing)) for w in workers]
+    reasons = [(w, mismatch(w, decode, rules.mixing)) for w in worth]
     refused = tuple((w.boot, reason) for w, reason in reasons if reason is not None)
     fit = [w for w, reason in reasons if reason is None and w.boot not in prompt.failed_prefills]
     if not fit:
-        none_goes = 0 < len(refused) == len(workers)
+        none_goes = 0 < len(refused) == len(worth)
         return None, "no compatible prefill worker" if none_goes else "no prefill worker", refused
     if prompt.prefill_failures:
         bound = AGAIN_RATIO * prompt.num_tokens

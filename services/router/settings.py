@@ -20,11 +20,12 @@ class RouterSettings:
     )
     remote_prefill: str = option(
         "auto",
-        "prompts that a prefill worker computes; auto: from the threshold on",
+        "prompts that a prefill worker computes; auto: from the threshold on, and shorter ones "
+        "that would hold up decode's streams for longer than a hand-off does",
         choices=("auto", "always", "never"),
     )
     remote_prefill_threshold: int = option(
-        512, "prompt tokens not cached at decode from which auto goes remote", min=1
+        512, "prompt tokens not cached at decode from which auto goes remote in any case", min=1
     )
     allow_mixed_weights: bool = option(
         False, "pair and resume across formats of the same model too; marked inexact"

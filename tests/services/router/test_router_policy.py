@@ -11,6 +11,7 @@ from pdserve.services.router.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
     BUSIER_REQUESTS,
+    HANDOFF_TOKENS,
     NEAR_RATIO,
     SPREAD_RATIO,
     PromptFacts,
@@ -19,7 +20,9 @@ from pdserve.services.router.policy import (
     computed_again,
     decide,
     decode_cost,
+    local_cost,
     mismatch,
+    pays,
     power_of_two,
     within_balance,
 )
@@ -66,17 +69,18 @@ def test_decision_is_possible_and_follows_the_rules(
     decode = next(w for w in decodes if w.boot == decision.decode)
     missing = max(0, prompt.num_tokens - decode.cached_tokens)
     assert decision.cached_tokens == prompt.num_tokens - missing
-    fit = [p for p in prefills if mismatch(p, decode, rules.mixing) is None]
+    fit = [
+        p
+        for p in prefills
+        if mismatch(p, decode, rules.mixing) is None and pays(prompt, missing, p, decode, rules)
+    ]
     if prompt.prefill_failures:
         fit = [p for p in fit if computed_again(prompt, p, missing) <= prompt.num_tokens / 4]
     wanted = (
         missing > 0
         and prompt.may_go_remote
         and prompt.prefill_failures < 2
-        and (
-            rules.remote_prefill == "always"
-            or (rules.remote_prefill == "auto" and missing >= rules.threshold)
-        )
+        and rules.remote_prefill != "never"
     )
     assert (decision.prefill is not None) == (wanted and bool(fit)), decision.reason
     if decision.prefill is not None:
@@ -165,6 +169,40 @@ def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
 
 DECODE = WorkerFacts(b"d" * 16, A, transports=("tcp",))
 PREFILL = WorkerFacts(b"p" * 16, A, transports=("tcp",))
+
+
+def where(missing: int, streams: int, prefill: WorkerFacts = PREFILL) -> str:
+    """Why a prompt below the threshold goes where it goes."""
+    decode = replace(DECODE, requests=streams)
+    decision = decide(PromptFacts(missing), [decode], [prefill], Rules(), Random(0))
+    assert decision is not None
+    return decision.reason
+
+
+def test_a_short_prompt_stays_where_nobody_waits_for_it() -> None:
+    assert where(128, streams=0) == "short prompt"
+    assert where(16, streams=32) == "short prompt", "a hand-off would cost the streams more"
+
+
+def test_a_short_prompt_goes_remote_where_streams_would_stand_still() -> None:
+    assert where(128, streams=8) == "remote prefill"
+    long_one = replace(PREFILL, requests=1, waiting_tokens=4_000)
+    assert where(128, streams=8, prefill=long_one) == "remote prefill", "it comes first there"
+    crowd = replace(PREFILL, requests=10, waiting_tokens=1_280)
+    assert where(128, streams=8, prefill=crowd) == "short prompt", "prefill has enough to do"
+
+
+@given(st.integers(1, 511), st.integers(0, 64), workers, rules)
+def test_more_streams_never_keep_a_prompt_at_decode(
+    missing: int, streams: int, prefill: WorkerFacts, rules: Rules
+) -> None:
+    """Beyond what a hand-off costs them they only speak for it."""
+    prompt = PromptFacts(missing)
+    few, more = (replace(DECODE, requests=n) for n in (streams, streams + 1))
+    if missing > HANDOFF_TOKENS and pays(prompt, missing, prefill, few, rules):
+        event("pays")
+        assert pays(prompt, missing, prefill, more, rules)
+    assert local_cost(missing, more) > local_cost(missing, few)
 
 
 def after_failure(
