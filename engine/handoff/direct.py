@@ -29,6 +29,8 @@ class Parcel:
     link: Link
     header: FrameHeader
     payload: Payload = field(repr=False)
+    num_layers: int = 0  # of its own that are in the pool
+    over: bool = False  # written, or no longer wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from pdserve.engine.handoff.machine import (
     Side,
 )
 from pdserve.engine.handoff.promise import Promises, promise_blocks
+from pdserve.engine.handoff.slices import copy_some
 from pdserve.engine.handoff.terms import Terms
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
@@ -175,8 +176,10 @@ class Receiver(Endpoint[Incoming]):
         self._grant_claims()
         more = self._direct.poll()
         while self._parcels and self._clock() < end:
-            parcel = self._parcels.popleft()
-            self._safely(parcel.attempt, partial(self._write, parcel))
+            parcel = self._parcels[0]
+            done = not self._safely(parcel.attempt, partial(self._write, parcel, end))
+            if done or parcel.over:
+                self._parcels.popleft()
         for incoming in self._to_ack:
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
@@ -231,7 +234,8 @@ class Receiver(Endpoint[Incoming]):
             self._note(incoming, Mark.GONE)
             target.post(control.encode(control.Gone(incoming.ticket.id)))
 
-    def _write(self, parcel: Parcel, incoming: Incoming) -> None:
+    def _write(self, parcel: Parcel, end: float, incoming: Incoming) -> None:
+        parcel.over = True
         try:
             if incoming.bitmap is None or not incoming.state.holds:
                 self.late(parcel)
@@ -241,14 +245,16 @@ class Receiver(Endpoint[Incoming]):
                 if piece.blocks.start < incoming.num_verified:
                     raise FrameError("it overlaps blocks that are cached already")
                 new = piece
-                assert isinstance(parcel.payload, memoryview)
                 blocks = incoming.pool_blocks(piece)
-                self._kv.write(piece.group, piece.layers, blocks, parcel.payload)
+                parcel.over = copy_some(self._kv, parcel, piece, blocks, self._clock, end)
+                if not parcel.over:
+                    return
             self.took(parcel, new)
         except FrameError as err:
             self.refused(parcel, err)
         finally:
-            parcel.link.credit(parcel.header.slot)
+            if parcel.over:
+                parcel.link.credit(parcel.header.slot)
 
     # what becomes of a frame (direct.py Taker)
 
