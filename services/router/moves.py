@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pdserve.services.router.kinship import Kinship
 
 MOVE_S = 3.0  # from Hold to the switch; a source gives the hand-off itself up after 2 s
+WORD_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
 AGAIN_S = 0.5  # after a move that failed
 MAX_FAILED = 3  # in a row; then it ends where it is
 FIRST_WORDS = ("tokens", "prompt_logprobs", "finished")
@@ -94,6 +95,7 @@ class Moves:
         self.num_tokens = 0  # whose KV has moved
         self._floor = floor
         self._under_way: dict[Flow, Move] = {}
+        self._awaited: dict[Flow, tuple[Attempt, float]] = {}  # whose source died, and when
 
     @property
     def num_under_way(self) -> int:
@@ -106,6 +108,12 @@ class Moves:
         for flow, move in list(self._under_way.items()):
             if now - move.began >= MOVE_S:
                 self._fail(flow, "no answer", now)
+        for flow, (attempt, since) in list(self._awaited.items()):
+            if flow.attempt is not attempt or attempt.produced:
+                del self._awaited[flow]
+            elif now - since >= WORD_S:
+                del self._awaited[flow]
+                flow.retry("nothing was sent before the source died", now)
         leaving = self._floor.leaving()
         if leaving:
             self._empty(leaving, now)
@@ -222,7 +230,8 @@ class Moves:
             self._fail(flow, "source lost", now, told=True)
         elif dead and move.attempt is not None:
             move.source.decode_over = True
-            self._switch(flow, move, move.attempt, now)  # it has the KV, or will say HandoffLost
+            self._switch(flow, move, move.attempt, now)  # it has the KV, or will say HandoffLost;
+            self._awaited[flow] = (move.attempt, now)  # but not if no Claim has reached it
 
     # --- ends
 

@@ -28,6 +28,10 @@ PHASES = (
 )  # fmt: skip
 # Not a phase: PrefillStart is about to be sent.
 ASKED = "asked"
+# Steps of a move to another decode worker, which then sends in prefill's place: the source has said
+# Held, the router is about to say Move, the source has said Moved. In between it is claimed,
+# transferring and complete like any hand-off.
+MOVES = ("held", "sending", "moved")
 # (request, phase, index, the message that shows it, or None)
 Tell = Callable[[str, str, int, Message | None], None]
 
@@ -64,6 +68,8 @@ class PhaseWatch:
         elif isinstance(body, wire.DecodeCommand):
             if body.HasField("admit"):
                 self._on_admit(message, body.admit)
+            elif body.HasField("move"):
+                self._step(body.move.attempt, "sending", message)
         elif isinstance(body, wire.PrefillCommand):
             if body.HasField("start"):
                 attempt = body.start.attempt
@@ -110,6 +116,8 @@ class PhaseWatch:
                 self._step(tokens.attempt, "last", message)
         elif kind == "finished":
             self._step(event.finished.attempt, "last", message)
+        elif kind in ("held", "moved"):
+            self._step(getattr(event, kind).attempt, kind, message)
         elif kind == "failed":
             self._on_failed(event.failed.request)
 
@@ -168,7 +176,7 @@ class PhaseWatch:
         index = self._counts[attempt, phase]
         self._counts[attempt, phase] += 1
         self.seen[phase] += 1
-        if phase != ASKED:
+        if phase in PHASES:
             self.current[request] = phase
         self._tell(request, phase, index, message)
 

@@ -169,6 +169,24 @@ async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -
     assert again.prefill_boot == b""
 
 
+async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has reached the target, so it does not miss anything."""
+    monkeypatch.setattr("pdserve.services.router.moves.WORD_S", 0.2)
+    await drained.begin()
+    said: list[wire.Move] = []
+    drained.leaving.move = said.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    await drained.leaving.kill()
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    assert drained.target.cancelled == [(said[0].to, ())]
+    assert drained.target.of("admit")[-1].prefill_boot == b""
+
+
 async def test_the_target_s_first_words_count_as_the_move(drained: Drained) -> None:
     """The source's Moved may come later than they do, or never."""
     await drained.begin()

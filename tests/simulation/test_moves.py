@@ -1,0 +1,81 @@
+"""A decode worker drains while it generates, and something else strikes while a request moves."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simulation.run import Run, make
+from simulation.scenario import TARGET, Fault, Scenario
+
+STEPS = ("held", "sending", "claimed", "transferring", "complete", "moved")
+SEEDS = range(2)  # eight have been run, too
+# While it moves the source is who sends ("prefill"), the target who receives ("decode").
+FAULTS = (
+    "SIGKILL prefill", "SIGSTOP prefill", "SIGKILL decode", "SIGSTOP decode", "SIGTERM decode",
+    "reset prefill-decode", "half-open prefill-decode", "reset router-decode",
+    "one-way partition router-decode", "delay router-decode", "bit flip", "truncation",
+    "no blocks at decode", "router restart", "client closes", "late message",
+)  # fmt: skip
+
+
+def moving(seed: int, *more: Fault) -> Scenario:
+    """A local prompt and a long answer; its worker drains in the middle of it."""
+    drawn = make(seed, "SIGTERM decode", "decoding")
+    asks = tuple(
+        replace(ask, n=1, max_tokens=30) if ask.name == TARGET else ask for ask in drawn.asks
+    )
+    drain = replace(drawn.faults[0], index=seed % 3)
+    faults = (drain, *more)
+    return replace(drawn, asks=asks, faults=faults, prefills=0, decodes=3, routers=1)
+
+
+def run(scenario: Scenario) -> tuple[Run, Any]:
+    simulated = Run(scenario)
+    result = simulated.finish()
+    assert not result.violations
+    return simulated, result
+
+
+def moves(simulated: Run) -> Any:
+    (router,) = simulated.cluster.of("router")
+    return router.process.service.core.dispatcher.moves
+
+
+def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
+    done = tokens = 0
+    for seed in range(30):
+        simulated, result = run(moving(seed))
+        assert set(result.answers.values()) == {"finished"}
+        assert result.retries == 0
+        asked = simulated.scenario.asks
+        assert result.computed <= sum(len(ask.prompt) for ask in asked)
+        counted = moves(simulated)
+        assert not counted.failed
+        done += counted.num_done
+        tokens += counted.num_tokens
+        for node in simulated.cluster.of("decode"):
+            assert node.process.service._part.engine.stats().recomputed_tokens == 0
+    assert done > 15
+    assert tokens > 15 * 26
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_whatever_strikes_a_move_no_token_is_lost_or_wrong(kind: str) -> None:
+    hits: Counter[str] = Counter()
+    for step in STEPS:
+        if kind in ("bit flip", "truncation") and step not in ("transferring",):
+            continue
+        if kind == "SIGTERM decode" and step == "held":
+            continue  # that is the source, which drains already
+        for seed in SEEDS:
+            fault = Fault(kind, step, TARGET, 0, seed)
+            simulated, result = run(moving(10 * seed + len(step), fault))
+            second = simulated.faults.strikes[1]
+            hits[step] += second.hit
+            wanted = {"left"} if kind == "client closes" and second.hit else {"finished"}
+            answer = result.answers.pop(TARGET)
+            assert answer in wanted | {"finished"}, (step, seed)
+            assert set(result.answers.values()) <= {"finished"}, (step, seed)
+    assert hits.total() >= len(hits), hits
