@@ -32,10 +32,12 @@ class Gated(FakeDecoder):
         self.gate = threading.Event()
         self.arrived = threading.Event()
         self.held = threading.Event()
+        self.chunks = 0
 
     def forward(self, batch: Any, kv: Any) -> Any:
         chunk = batch.num_tokens > batch.num_rows and int(batch.positions.max()) >= 2 * CHUNK
-        if chunk and not self.gate.is_set() and self.arrived.wait(0.2):
+        self.chunks += chunk
+        if chunk and not self.gate.is_set() and self.arrived.wait(0.1 if self.chunks < 4 else 2.0):
             self.held.set()
             self.gate.wait(20)
         return super().forward(batch, kv)
@@ -193,6 +195,7 @@ def test_a_prefill_of_decodes_own_leads_too(with_bench: Callable[..., None], ben
         await bench.held()
         # Decode's engine is at its third chunk: whoever comes is admitted behind it.
         others = [pair.admit(IDS, remote=remote, shared=BLOCK) for remote in (True, False, True)]
+        await eventually(lambda: pair.decode_role.core.num_served == 4)
         bench.gate.set()
         for attempt in (first, *others):
             await pair.decode.wait("finished", attempt)
