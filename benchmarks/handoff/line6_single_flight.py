@@ -2,7 +2,7 @@
 
 1x is: the prefill worker computes the 3,999 tokens before the last, decode receives the bytes of
 one such prompt, as measured with one request alone, and computes of each of the 32 its own last
-token (4,000 tokens are 250 whole blocks). Then the same with the prefill worker killed between the
+token (4,000 tokens are 125 whole blocks). Then the same with the prefill worker killed between the
 first frame and the last: all 32 are answered, and what decode had verified at the kill and all
 prompt tokens that those who live compute are together at most 1.25 times one prompt.
 """

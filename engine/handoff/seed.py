@@ -12,7 +12,7 @@ from zlib import crc32
 
 from pdserve.engine.handoff.machine import Phase, Side
 from pdserve.engine.handoff.timeline import Entry, Timeline, event_name
-from pdserve.engine.handoff.trace import ROUTE, TOLD, Mark
+from pdserve.engine.handoff.trace import FOLLOW, ROUTE, TOLD, Mark
 
 BLOCK = 4  # tokens, in the simulation
 MAX_BLOCKS = 11  # of a prompt there
@@ -32,6 +32,7 @@ REASONS = (
     ("cannot reach", "reset prefill-decode"),
     ("died", "SIGKILL decode"),
 )
+FOLLOWS = (FOLLOW, Mark.OPENED)
 SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decode"}
 
 
@@ -39,10 +40,11 @@ def scenario(timeline: Timeline, lives: Mapping[bytes, Sequence[Entry]]) -> dict
     """The scenario of these attempts, ready to become JSON."""
     requests = _requests(lives)
     first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
+    owners = _owners(requests)
     asks, faults, struck = [], [], set()
     for name, tries in requests.items():
         at_s = (tries[0][0].at_ns - first) / 1e9
-        asks.append(_ask(name, at_s, tries))
+        asks.append(_ask(name, at_s, owners[name], requests[owners[name]]))
         for entries in tries:
             kind, at = _fault(timeline, entries)
             if kind and (kind, at.at_ns // 10**9) not in struck:
@@ -80,10 +82,22 @@ def _requests(lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence
     return found
 
 
-def _ask(name: str, at_s: float, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
+    """Whose prompt each request has: its own, or that of the request whose KV it waited for."""
+    names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
+    owners: dict[str, str] = {}
+    for name, tries in requests.items():
+        waits = [e for t in tries for e in t if (e.record.side, e.record.mark) == FOLLOWS]
+        leader = names.get(waits[0].record.argument.to_bytes(4), name) if waits else name
+        owners[name] = owners.get(leader, leader)
+    return owners
+
+
+def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+    """`tries`: of the owner of its prompt."""
     taken = [e.record.detail for t in tries for e in t if e.record.mark is Mark.TAKEN]
     length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
-    seed = crc32(name.encode())
+    seed = crc32(owner.encode())
     prompt = [(seed + 7 * i + i * i) % 63 + 1 for i in range(length)]
     ask: dict[str, Any] = {"name": name, "at_s": round(at_s, 6), "prompt": prompt, "seed": seed}
     return ask | {"max_tokens": MAX_TOKENS, "n": 1, "timeout_s": 120.0, "gateway": 0}
@@ -94,8 +108,8 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
-        if not released and record.mark is not Mark.CLOSED:
-            continue
+        if record.side == FOLLOW or (not released and record.mark is not Mark.CLOSED):
+            continue  # a wait that is over is no fault
         reason = timeline.of(entry).word(record.detail & ~TOLD)
         if not reason or reason == "busy":
             continue

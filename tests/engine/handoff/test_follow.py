@@ -1,0 +1,87 @@
+"""What a ring tells of a request that waits for the KV of another."""
+
+from itertools import count
+
+import pytest
+from rings import Notes, play
+
+from pdserve.engine.handoff import seed
+from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.timeline import describe, merge
+from pdserve.engine.handoff.trace import Trace
+
+LEADER, OTHER = bytes(range(16)), bytes(range(100, 116))
+
+
+class Processes:
+    """A router, decode and prefill on one host; the leader's hand-off is without a fault."""
+
+    def __init__(self) -> None:
+        clock = count(0, 1_000_000).__next__
+        roles = ("router", "decode", "prefill")
+        self.router, self.decode, self.prefill = (
+            Notes(role, role.encode().ljust(16), clock) for role in roles
+        )
+        Trace(self.router).route(OTHER, 1, 2)
+
+    def follows(self, reason: str = "attached") -> None:
+        Trace(self.decode).follow(OTHER, 3, LEADER)
+        play(LEADER, 1, self.router, self.decode, self.prefill)
+        if reason:
+            Trace(self.decode).unfollow(OTHER, reason)
+        Trace(self.router).unroute(OTHER, "")
+        for notes in (self.router, self.decode, self.prefill):
+            notes.close()
+
+    def recordings(self) -> list[object]:
+        return [notes.recording() for notes in (self.router, self.decode, self.prefill)]
+
+    def rules(self) -> list[str]:
+        return [violation.rule for violation in check(self.recordings())]  # type: ignore[arg-type]
+
+
+def test_it_is_told_in_words() -> None:
+    made = Processes()
+    made.follows()
+    assert made.rules() == []
+    recording = made.decode.recording()
+    lines = [describe(recording, r) for r in recording.records if r.attempt == OTHER[:8]]
+    assert lines == ["waits for 3 blocks of attempt 00010203", "closed: attached"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        ("waits", "it waits at an orderly end"),
+        ("twice", "closed twice"),
+        ("before", "opened on follow before opened on route"),
+        ("handed", "it waits for the KV of another, and is handed its own"),
+    ],
+)
+def test_what_is_wrong_is_found(broken: str, rule: str) -> None:
+    made = Processes()
+    if broken == "before":
+        made.router.records.clear()
+        Trace(made.decode).follow(OTHER, 3, LEADER)
+        Trace(made.decode).unfollow(OTHER, "attached")
+        Trace(made.router).route(OTHER, 1, 2)
+    elif broken == "handed":
+        Trace(made.decode).follow(OTHER, 3, LEADER)
+        Trace(made.decode).unfollow(OTHER, "attached")
+        play(OTHER, 2, Notes("router", b"r", made.router.clock), made.decode, made.prefill)
+    else:
+        made.follows("" if broken == "waits" else "attached")
+        if broken == "twice":
+            made.decode.records.insert(-1, made.decode.records[-2])
+    assert rule in made.rules()
+
+
+def test_a_scenario_gives_it_the_prompt_of_its_leader() -> None:
+    made = Processes()
+    made.follows()
+    timeline = merge(made.recordings())  # type: ignore[arg-type]
+    scenario = seed.scenario(timeline, timeline.attempts())
+    one, other = (ask["prompt"] for ask in scenario["asks"])
+    assert one == other
+    assert len(one) == 3 * seed.BLOCK
+    assert scenario["faults"] == []
