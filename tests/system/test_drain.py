@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import grpc
 import openai
 import psutil
 import pytest
@@ -36,16 +37,26 @@ def streams() -> list[Stream]:
     ]
 
 
-class Run:
-    """Eight streams that are all under way once it is made."""
+def long_streams() -> list[Stream]:
+    """Prompts that a prefill worker computes, one after the other."""
+    return [
+        Stream({"prompt": f"{n}. {WORDS * (46 + n)}", "max_tokens": 8, "temperature": 0.0})
+        for n in range(8)
+    ]
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.streams = streams()
+
+class Run:
+    """Eight streams that are all under way once it is made, or only asked for (`asked`)."""
+
+    def __init__(self, fleet: Fleet, asked: list[Stream] | None = None) -> None:
+        self.streams = asked or streams()
         api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
         model = api.models.list().data[0].id
         self.threads = [threading.Thread(target=s.run, args=(api, model)) for s in self.streams]
         for thread in self.threads:
             thread.start()
+        if asked is not None:
+            return
         wait_for(lambda: all(s.num_chunks > 3 for s in self.streams), 60, "streams under way")
 
     def end(self) -> list[tuple[Any, ...]]:
@@ -110,7 +121,10 @@ def whole(fleet: Fleet) -> Any:
     """The view of the fleet once all its workers are there and idle."""
 
     def idle() -> Any:
-        view = fleet.fleet_view()
+        try:
+            view = fleet.fleet_view()
+        except grpc.RpcError:
+            return None  # the router is starting again
         live = [w for w in view.workers if w.state == "live" and not w.load.running]
         return view if len(live) == 3 else None
 
@@ -153,3 +167,37 @@ def test_a_drained_decode_worker_hands_its_streams_over(
     assert new[1] == old[1] == 0
     asked = sum(answer[-1] for answer in answers)
     assert new[0] - old[0] <= asked, "no prompt token was computed again"
+
+
+def test_a_drained_prefill_worker_hands_back_what_it_has_not_begun(fleet: Fleet) -> None:
+    before = whole(fleet)
+    run = Run(fleet, long_streams())
+
+    def queue() -> Any:
+        workers = [w for w in fleet.fleet_view().workers if not w.hello.data_address]
+        return next((w for w in workers if w.load.waiting >= 2), None)
+
+    leaves = wait_for(queue, 60, "prompts in prefill's queue")
+    assert terminate(fleet, leaves.hello.address) < DRAIN_S
+    answers = run.end()
+    view = whole(fleet)
+    assert view.retries - before.retries >= 2, "handed back, and done by others"
+    assert view.prefill_remote > before.prefill_remote, "what it had begun it has finished"
+    wait_for(fleet.all_blocks_back, 10, "blocks back")
+    assert Run(fleet, long_streams()).end() == answers
+
+
+@pytest.mark.parametrize("role", ["router", "gateway"])
+def test_a_drained_router_or_gateway_lets_its_streams_end(
+    fleet: Fleet, calm: list[tuple[Any, ...]], role: str
+) -> None:
+    before = whole(fleet)
+    run = Run(fleet)
+    assert not run.num_ended
+    address = fleet.router if role == "router" else fleet.url
+    assert terminate(fleet, address) < DRAIN_S
+    assert run.end() == calm
+    after = whole(fleet)
+    assert (after.router_boot != before.router_boot) == (role == "router")
+    if role == "gateway":
+        assert after.retries == before.retries
