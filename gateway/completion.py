@@ -8,7 +8,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
@@ -61,12 +61,14 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    inexact: bool = False  # KV or tokens of another KV identity took part
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.inexact or other.inexact,
         )
 
 
@@ -119,7 +121,7 @@ class Completions:
                 kept.append(answer)
         completion_tokens = sum(answer.num_tokens for answer in kept)
         total = sum((run.usage() for run in runs), Usage(0, 0, 0))
-        return kept, Usage(total.prompt_tokens, completion_tokens, total.cached_tokens)
+        return kept, replace(total, completion_tokens=completion_tokens)
 
 
 class _Run:
@@ -152,6 +154,7 @@ class _Run:
             len(self._prompt.ids),
             0 if self._job.echo_only else counted,
             self._finished.cached_tokens,
+            self._finished.inexact,
         )
 
     def best(self, n: int) -> list[Choice]:

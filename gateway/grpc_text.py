@@ -1,6 +1,6 @@
 """The gRPC Text service: what the REST API does, for gRPC clients."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -14,6 +14,7 @@ from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
 from pdserve.protos.common_pb2 import UNAUTHENTICATED, SamplingParams
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
+from pdserve.services.host.delivery import Patience, deliver
 from pdserve.services.host.errors import ServiceError, abort
 
 SERVICE = "pdserve.v1.Text"
@@ -23,30 +24,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TextServicer(TextBase):
-    def __init__(self, service: Service, keys: ApiKeys) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, patience: Patience) -> None:
         self._service = service
         self._keys = keys
+        self._patience = patience
 
-    async def Chat(self, request: ChatRequest, context: Context) -> AsyncIterator[TextChunk]:
+    async def Chat(self, request: ChatRequest, context: Context) -> None:
         try:
             self._check_key(context)
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             ask = ChatAsk(request.model, messages, _wishes(request.options))
-            async with aclosing(self._run(ask)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            await deliver(self._run(ask), context.write, self._patience)
         except ServiceError as error:
             await abort(context, error)
 
-    async def Complete(
-        self, request: CompleteRequest, context: Context
-    ) -> AsyncIterator[TextChunk]:
+    async def Complete(self, request: CompleteRequest, context: Context) -> None:
         try:
             self._check_key(context)
             ask = CompleteAsk(request.model, [request.prompt], _wishes(request.options))
-            async with aclosing(self._run(ask)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            await deliver(self._run(ask), context.write, self._patience)
         except ServiceError as error:
             await abort(context, error)
 
@@ -56,7 +52,7 @@ class TextServicer(TextBase):
         if not self._keys.admits(given if isinstance(given, str) else ""):
             raise ServiceError(UNAUTHENTICATED, "missing or wrong API key in 'authorization'")
 
-    async def _run(self, ask: ChatAsk | CompleteAsk) -> Any:
+    async def _run(self, ask: ChatAsk | CompleteAsk) -> AsyncGenerator[TextChunk, None]:
         async with (
             self._service.job(ask, f"text-{uuid4().hex}") as job,
             aclosing(self._service.completions.stream(job)) as items,
@@ -67,6 +63,7 @@ class TextServicer(TextBase):
                         prompt_tokens=item.prompt_tokens,
                         completion_tokens=item.completion_tokens,
                         cached_tokens=item.cached_tokens,
+                        inexact=item.inexact,
                     )
                     yield TextChunk(usage=usage)
                 else:

@@ -27,6 +27,7 @@ from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.host.delivery import Patience
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost
@@ -85,7 +86,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
     )
-    add_TextServicer_to_server(TextServicer(service, keys), grpc_host.server)
+    patience = Patience(settings.max_buffer_bytes, settings.stall_timeout_s)
+    add_TextServicer_to_server(TextServicer(service, keys, patience), grpc_host.server)
     grpc_port = await grpc_host.start()
     await client.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")

@@ -78,7 +78,7 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     def answer(work: Chat | Completion, stream: bool | None) -> Response:
         if stream:
             return EventStream(work.chunks(), limits.max_buffer_bytes, limits.stall_s)
-        return Reply(work.whole())
+        return Reply(work.whole(), limits.stall_s)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -92,11 +92,11 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        return Reply(tokenize(service, await read(request, TokenizeBody)))
+        return Reply(tokenize(service, await read(request, TokenizeBody)), limits.stall_s)
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        return Reply(detokenize(service, await read(request, DetokenizeBody)))
+        return Reply(detokenize(service, await read(request, DetokenizeBody)), limits.stall_s)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

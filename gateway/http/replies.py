@@ -25,6 +25,7 @@ log = logging.getLogger("pdserve.gateway.http")
 
 STALL_S = 30.0  # a client that takes no byte for longer is cancelled
 MAX_BUFFER_BYTES = 1 << 20  # unsent events of one client
+PIECE_BYTES = 1 << 16  # of a whole answer
 DROP = "pdserve.drop"  # ASGI extension of our server: drops the connection
 DONE = b"data: [DONE]\n\n"
 
@@ -43,10 +44,14 @@ def _public(error: Exception) -> ServiceError:
 
 
 class Reply(Response):
-    """Sends a JSON object once it is there; nothing if the client has left before."""
+    """Sends a JSON object once it is there; nothing if the client has left before.
 
-    def __init__(self, work: Awaitable[dict[str, Any]]) -> None:
+    A client that takes nothing of it for `stall_s` loses its connection.
+    """
+
+    def __init__(self, work: Awaitable[dict[str, Any]], stall_s: float = STALL_S) -> None:
         self._work = work
+        self._stall_s = stall_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,9 +65,22 @@ class Reply(Response):
                 response = Response(to_json(working.result()), media_type="application/json")
             except Exception as error:
                 response = service_error_response(_public(error))
-            await response(scope, receive, send)
+            await self._send(response, send)
+        except TimeoutError:
+            log.warning("a client took no byte for %g s", self._stall_s)
+            await _drop_connection(scope)
         finally:
             await _end(working, watching)
+
+    async def _send(self, response: Response, send: Send) -> None:
+        """In pieces: the server waits before each until the client has taken the ones before."""
+        head = {"status": response.status_code, "headers": response.raw_headers}
+        await send({"type": "http.response.start", **head})
+        body = bytes(response.body)
+        for at in range(0, len(body), PIECE_BYTES):
+            piece, more = body[at : at + PIECE_BYTES], at + PIECE_BYTES < len(body)
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 class EventStream(Response):

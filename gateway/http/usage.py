@@ -1,4 +1,4 @@
-"""The usage object of a completion."""
+"""The usage object of a completion, as OpenAI writes it, and under `pdserve` what is ours."""
 
 from typing import Any
 
@@ -11,4 +11,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        # With KV of other weights or numerics (--allow-mixed-...) a rerun may give other tokens.
+        "pdserve": {"inexact": usage.inexact},
     }

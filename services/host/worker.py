@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LOAD_S = 0.05  # between two loads, while something changes
 IDLE_LOAD_S = 1.0  # otherwise
+CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 LOOK_S = 0.5  # between two looks at the engine's counter
 Progress = Callable[[str, float], None]
 Params = ParamSpec("Params")
@@ -125,6 +126,7 @@ class Worker:
         self._metrics: WorkerMetrics | None = None
         self._metrics_http: MetricsHttp | None = None
         self._draining = self._stopped = False
+        self.hung = False  # its engine's thread did not end at the stop
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
@@ -154,9 +156,17 @@ class Worker:
         if self._metrics_http is not None:
             await asyncio.to_thread(self._metrics_http.close)
         if self.part is not None:
-            await asyncio.to_thread(self.part.close)
+            await self._close(self.part)
         if not self.loaded.done():
             self.loaded.cancel()
+
+    async def _close(self, part: Part) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.to_thread(part.close)
+        except TimeoutError:
+            self.hung = True
+            log.critical("the engine's thread does not end; it is at\n%s", part.thread.stack())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loading thread."""
@@ -266,6 +276,8 @@ async def serve_worker(settings: WorkerSettings, role: Role, report: Report) -> 
         drain_s=settings.drain_s,
         failed=failed,
     )
+    if worker.hung:  # Python would wait for its thread for ever
+        os._exit(1)
     if worker.loaded.done() and not worker.loaded.cancelled():
         worker.loaded.result()
     return code

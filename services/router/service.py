@@ -5,7 +5,7 @@ A client's reader only enqueues; a slow one costs its own outbox, in which token
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import grpc.aio
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterServicer
+from pdserve.services.host.delivery import Patience, deliver
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
 from pdserve.services.host.outbox import Outbox
@@ -33,6 +34,7 @@ class ClientSession:
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.outbox: Outbox[rpc.RequestEvent] = Outbox()
+        self.over = False  # the one request of a Generate has ended
 
     def put(self, event: rpc.RequestEvent) -> None:
         self.outbox.put(event)
@@ -94,9 +96,7 @@ class RouterService(RouterServicer):
             except ServiceError as error:
                 refuse(session, start, error)
 
-    async def Generate(
-        self, request: rpc.GenerateRequest, context: Context
-    ) -> AsyncIterator[rpc.GenerateResponse]:
+    async def Generate(self, request: rpc.GenerateRequest, context: Context) -> None:
         await self._authorize(context)
         session = ClientSession(os.urandom(16))
         start = self._start_of(request)
@@ -106,24 +106,42 @@ class RouterService(RouterServicer):
             self._core.submit(Answer(start, request.prompt_ids), session)
         except ServiceError as error:
             await abort(context, error)
-        ended = False
+        settings = self._settings
+        patience = Patience(settings.max_buffer_bytes, settings.stall_timeout_s)
+        try:
+            await deliver(self._answers(session, start.request), context.write, patience)
+        except ServiceError as error:
+            await abort(context, error)
+        finally:
+            self._leave(session, start.request)
+
+    async def _answers(
+        self, session: ClientSession, request: str
+    ) -> AsyncGenerator[rpc.GenerateResponse, None]:
+        """What Generate says. Raises ServiceError if the request fails."""
         try:
             async for batch in session.outbox:
                 for event in batch:
-                    ended = event.WhichOneof("event") in ("finished", "failed")
-                    if event.HasField("failed"):
-                        await abort(context, ServiceError.from_failure(event.failed.failure))
-                    elif event.HasField("tokens"):
+                    kind = event.WhichOneof("event")
+                    session.over = kind in ("finished", "failed")
+                    if kind == "failed":
+                        raise ServiceError.from_failure(event.failed.failure)
+                    elif kind == "tokens":
                         yield rpc.GenerateResponse(tokens=event.tokens)
-                    elif event.HasField("prompt_logprobs"):
+                    elif kind == "prompt_logprobs":
                         yield rpc.GenerateResponse(prompt_logprobs=event.prompt_logprobs)
-                    elif event.HasField("finished"):
+                    elif kind == "finished":
                         yield rpc.GenerateResponse(finished=event.finished)
-                if ended:
+                if session.over:
                     return
         finally:
-            if not ended:
-                self._core.cancel(session, start.request)
+            self._leave(session, request)
+
+    def _leave(self, session: ClientSession, request: str) -> None:
+        """Cancel what nobody reads any more, once."""
+        if not session.over:
+            session.over = True
+            self._core.cancel(session, request)
 
     def _start_of(self, request: rpc.GenerateRequest) -> pb.Start:
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))

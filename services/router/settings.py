@@ -42,6 +42,12 @@ class RouterSettings:
     request_timeout_s: float = option(
         600.0, "longest run of a Generate that names none", min=0.001, max=86400
     )
+    max_buffer_bytes: int = option(
+        1 << 20, "unread bytes of an answer of Generate that are kept", min=1024
+    )
+    stall_timeout_s: float = option(
+        30.0, "seconds a client of Generate may stop reading before it is cancelled", min=0.001
+    )
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
     trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)

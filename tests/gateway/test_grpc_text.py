@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 from eventually import eventually
-from fake_router import FakeRouter, placed, saying
+from fake_router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
@@ -14,9 +14,12 @@ from pdserve.gateway.keys import ApiKeys
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.services.host.delivery import Patience
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
+PATIENCE = Patience()
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 HI = [ChatMessage(role="user", content="hi")]
 
 
@@ -24,11 +27,14 @@ HI = [ChatMessage(role="user", content="hi")]
 async def make_channel(make_service, anyio_backend) -> AsyncIterator[Callable[..., object]]:
     opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
 
-    async def make(router: FakeRouter, keys: tuple[str, ...] = ()) -> grpc.aio.Channel:
+    async def make(
+        router: FakeRouter, keys: tuple[str, ...] = (), patience: Patience = PATIENCE
+    ) -> grpc.aio.Channel:
         host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
-        add_TextServicer_to_server(TextServicer(make_service(router), ApiKeys(keys)), host.server)
+        text = TextServicer(make_service(router), ApiKeys(keys), patience)
+        add_TextServicer_to_server(text, host.server)
         port = await host.start()
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=NARROW)
         opened.append((channel, host))
         return channel
 
@@ -130,3 +136,47 @@ async def test_leaving_cancels(make_channel):
     assert router.left == [router.starts[0].request]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_that_an_answer_is_inexact_is_told(make_channel):
+    async def play(router, start):
+        yield placed(start)
+        yield tokens(start, router.encode("hello"), 0, finish=pb.STOP)
+        yield finished(start, inexact=True)
+
+    text = TextStub(await make_channel(FakeRouter(play)))
+    chunks = [chunk async for chunk in text.Chat(ChatRequest(messages=HI))]
+    assert chunks[-1].usage.inexact
+
+
+async def chatty(router, start):
+    """As many tokens as are taken."""
+    yield placed(start)
+    ids = router.encode("hello world ") * 40
+    for position in range(0, 10**9, len(ids)):
+        yield tokens(start, ids, position)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "patience", [Patience(1 << 16, 60.0), Patience(1 << 30, 0.5)], ids=["bytes", "time"]
+)
+async def test_a_client_that_does_not_read_is_cancelled(make_channel, patience):
+    router = FakeRouter(chatty if patience.stall_s > 1 else some)
+    call = TextStub(await make_channel(router, patience=patience)).Chat(ChatRequest(messages=HI))
+    chunks = aiter(call)
+    await anext(chunks)
+    await asyncio.wait_for(router.closed.wait(), 20)
+    assert router.left == [router.starts[0].request]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:  # once it reads again
+        [chunk async for chunk in chunks]
+    assert caught.value.code() == grpc.StatusCode.CANCELLED
+
+
+async def some(router, start):
+    """More than a connection takes unread, then nothing."""
+    async for event in chatty(router, start):
+        yield event
+        if event.tokens.position > 200_000:
+            break
+    await asyncio.Event().wait()

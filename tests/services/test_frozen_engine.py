@@ -22,6 +22,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.channel import open_channel
+from pdserve.services.host.worker import CLOSE_S
 from pdserve.services.router.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
@@ -53,8 +54,9 @@ class Odd:
         connections = psutil.Process(self.process.pid).net_connections(kind="tcp")
         return any(f"127.0.0.1:{c.laddr.port}" == address for c in connections if not c.raddr)
 
-    def end(self) -> int:
-        (self.folder / "hang").unlink(missing_ok=True)
+    def end(self, moves: bool = True) -> int:
+        if moves:
+            (self.folder / "hang").unlink(missing_ok=True)
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(20)
 
@@ -168,3 +170,21 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert states | {slow.state} == {State.LIVE}
         assert core.dispatcher.num_frozen == 1
         assert await made.generate("tiny", prompt(9), 4) == expected(prompt(9), max_tokens=4)[0]
+
+
+@pytest.mark.slow
+async def test_a_worker_with_a_hung_engine_ends_all_the_same(tmp_path: Path) -> None:
+    async with system(tmp_path) as made:
+        made.launch("a", "tiny")
+        await made.workers()
+        odd = made.odd.pop("a")
+        (odd.folder / "hang").touch()
+        asked = asyncio.create_task(made.generate("tiny", prompt(20), 8))
+        await eventually((odd.folder / "hung").exists)
+        began = time.monotonic()
+        code = await asyncio.to_thread(odd.end, False)
+        assert code == 1
+        assert time.monotonic() - began < 2.0 + 1.0 + CLOSE_S + 3.0, "drain, grace, close"
+        assert "does not end" in odd.log.read_text()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)

@@ -52,7 +52,11 @@ def main() -> int:
 
     decode.build_engine = build
     settings = DecodeSettings(
-        cluster_secret=SECRET, routers=(router,), kv_transport="tcp", shm_dir=str(folder)
+        cluster_secret=SECRET,
+        routers=(router,),
+        kv_transport="tcp",
+        shm_dir=str(folder),
+        drain_s=2.0,
     )
     return decode.run(settings, EngineConfig())
 

@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying
+from fake_router import FakeRouter, finished, placed, saying, tokens
+
+from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -34,10 +36,28 @@ async def test_whole_answer(make_http):
         "completion_tokens": generated,
         "total_tokens": len(start.prompt_ids) + generated,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "pdserve": {"inexact": False},
     }
     assert start.params.max_tokens == 0  # the engine gives it what is left of the context
     assert start.remaining_ms > 590_000
     assert 0 < start.queue_remaining_ms <= 60_000
+
+
+@pytest.mark.parametrize("url", [URL, "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_that_an_answer_is_inexact_is_told(make_http, url, stream):
+    async def play(router, start):
+        yield placed(start)
+        yield tokens(start, router.encode("hello"), 0, finish=pb.STOP)
+        yield finished(start, inexact=True)
+
+    asked = {"model": "tiny", "stream": stream}
+    asked |= {"messages": HI} if url == URL else {"prompt": "x"}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    reply = await make_http(play).post(url, json=asked)
+    last = events(reply.text)[-1] if stream else reply.json()
+    assert last["usage"]["pdserve"] == {"inexact": True}
 
 
 async def test_stream(make_http):

@@ -131,6 +131,21 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
     assert len(router.left) == 1
 
 
+async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
+    router = FakeRouter(saying("hello world " * 40))
+    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
+    reader, writer = await connect(router, bounds=bounds)
+    asked = {"messages": HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
+    writer.write(post(asked))
+    await reader.readline()
+    async with asyncio.timeout(20):
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await asyncio.sleep(1.0)
+            while piece := await reader.read(1 << 16):
+                assert b"\0" not in piece
+    assert reader.at_eof() or reader.exception()
+
+
 async def test_a_slow_reader_gets_everything(connect):
     words = "hello world " * 200
 

@@ -11,11 +11,12 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
+from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.channel import open_channel
+from pdserve.services.host.channel import bearer, open_channel
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -71,6 +72,36 @@ async def test_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
         call.cancel()
         await decode.until(lambda: bool(decode.cancelled))
     assert cluster.router.core.dispatcher.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("max_buffer_bytes", "stall_s"), [(1 << 14, 60.0), (1 << 30, 0.5)], ids=["bytes", "time"]
+)
+async def test_client_that_does_not_read_is_cancelled(
+    make_cluster: Any, max_buffer_bytes: int, stall_s: float
+) -> None:
+    cluster = await make_cluster(max_buffer_bytes=max_buffer_bytes, stall_timeout_s=stall_s)
+    decode = await cluster.decode()
+    decode.hold_at = 1
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    async with grpc.aio.insecure_channel(cluster.router.address, options=narrow) as channel:
+        asked = generate(max_tokens=10_000)
+        call = RouterStub(channel).Generate(asked, metadata=bearer(SECRET))
+        await anext(aiter(call))
+        attempt = decode.of("admit")[0].attempt
+        for at in range(1, 10_000, 100):  # with scores, so that little of it fills a connection
+            tokens = pb.Tokens(request="r", attempt=attempt, position=at, ids=range(100))
+            tokens.logprobs.extend(
+                [pb.TokenLogprob(top_ids=range(20), top_logprobs=[0.5] * 20)] * 100
+            )
+            decode.put(wire.DecodeEvent(tokens=tokens))
+            await asyncio.sleep(0)
+        await decode.until(lambda: bool(decode.cancelled))
+        assert cluster.router.core.dispatcher.num_running == 0
+        error = await failure_of(call)
+        assert error.code == pb.CANCELLED
+        assert "read" in error.message
+    assert not decode.cancelled[1:], "once"
 
 
 async def test_bad_requests_are_refused_by_name(make_cluster: Any) -> None:

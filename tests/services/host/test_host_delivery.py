@@ -1,0 +1,104 @@
+"""Messages for clients that read as they please: all of them, or a bound and a closed source."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.delivery import Patience, deliver
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+
+
+class Source:
+    """`count` messages of some 1,000 bytes, then `error` if there is one."""
+
+    def __init__(self, count: int, error: Exception | None = None, then_wait: bool = False) -> None:
+        self.given = 0
+        self.closed = False
+        self._count, self._error, self._then_wait = count, error, then_wait
+
+    async def __call__(self) -> AsyncGenerator[pb.BlobChunk, None]:
+        try:
+            for _ in range(self._count):
+                self.given += 1
+                yield pb.BlobChunk(data=b"x" * 1000)
+            if self._then_wait:
+                await asyncio.Event().wait()
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.closed = True
+
+
+class Client:
+    """Takes a message at each `take`; all at once with `open`."""
+
+    def __init__(self) -> None:
+        self.got = 0
+        self.open = asyncio.Event()
+
+    async def write(self, message: pb.BlobChunk) -> None:
+        await self.open.wait()
+        await asyncio.sleep(0)
+        self.got += 1
+
+
+async def ended(source: Source, client: Client, patience: Patience) -> ServiceError:
+    """How it ends for a client that reads again after the source was closed."""
+    running = asyncio.create_task(deliver(source(), client.write, patience))
+    async with asyncio.timeout(10):
+        while not source.closed:  # noqa: ASYNC110 (another task)
+            await asyncio.sleep(0)
+    assert not running.done()
+    client.open.set()
+    with pytest.raises(ServiceError) as caught:
+        await asyncio.wait_for(running, 10)
+    assert caught.value.code == pb.CANCELLED
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [None, ServiceError(pb.INTERNAL, "broken")])
+async def test_everything_is_written_before_the_end(error: Exception | None) -> None:
+    source, client = Source(50, error), Client()
+    running = asyncio.create_task(deliver(source(), client.write, Patience()))
+    while not source.closed:  # noqa: ASYNC110 (another task)
+        await asyncio.sleep(0)
+    assert (client.got, source.given) == (0, 50), "the source never waits for the client"
+    client.open.set()
+    if error is None:
+        await running
+    else:
+        with pytest.raises(ServiceError, match="broken"):
+            await running
+    assert client.got == 50
+
+
+async def test_more_than_the_cap_unread_ends_it() -> None:
+    source, client = Source(10_000), Client()
+    patience = Patience(max_buffer_bytes=20_000, stall_s=60)
+    error = await ended(source, client, patience)
+    assert "bytes of the answer were not read" in error.message
+    assert source.given <= 22
+    assert client.got == 1, "that was in the hands of gRPC"
+
+
+async def test_nothing_read_for_too_long_ends_it() -> None:
+    source, client = Source(3, then_wait=True), Client()
+    error = await ended(source, client, Patience(stall_s=0.05))
+    assert error.message == "nothing of the answer was read for 0.05 s"
+    assert client.got == 1
+
+
+async def test_a_source_that_says_nothing_is_waited_for() -> None:
+    source, client = Source(3, then_wait=True), Client()
+    client.open.set()
+    running = asyncio.create_task(deliver(source(), client.write, Patience(stall_s=0.02)))
+    await asyncio.sleep(0.1)
+    assert (running.done(), client.got) == (False, 3)
+    running.cancel()  # the client leaves
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert source.closed
