@@ -6,6 +6,7 @@ that is not committed does), else *cached* (nobody, but its content can be found
 it pads block tables, belongs to nobody and is not counted.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,6 +50,14 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
+
+    def references(self) -> tuple[Counter[int], Counter[int]]:
+        """By block: references held by sequences, and by reservations. As long as the pool."""
+        used, reserved = (
+            Counter({block: count for block, count in enumerate(refs) if count})
+            for refs in (self._used, self._reserved)
+        )
+        return used, reserved
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
         """`count` blocks with one reference each; evicts cached ones. Ask num_available first."""

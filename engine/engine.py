@@ -7,10 +7,11 @@ is held and released: a prefill_only one, whose last event is Computed(done), or
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.engine import reservation as reservations
+from pdserve.engine.accounting import discrepancy
 from pdserve.engine.block_hash import cache_seed
 from pdserve.engine.block_pool import NULL_BLOCK
 from pdserve.engine.block_tables import BlockTables
@@ -317,12 +318,9 @@ class Engine:
             held=len(roster.held),
             reserved=len(roster.reserved),
             parked=len(roster.parked),
-            parked_blocks=sum(
-                block != NULL_BLOCK
-                for job in roster.parked.values()
-                for sequence in job.sequences
-                for block in sequence.block_tables[self._main_group]
-            ),
+            parked_blocks=self._num_blocks(roster.parked.values()),
+            held_blocks=self._num_blocks(roster.held.values()),
+            oldest_s=self._oldest(),
             blocks=self._main_pool.counts(),
             step=self._meter.step,
             prefill_tokens_s=self._meter.prefill_tokens_s,
@@ -333,6 +331,31 @@ class Engine:
             prefix_queries=roster.prefix_queries,
             prefix_hits=roster.prefix_hits,
         )
+
+    def discrepancy(self, recount: bool = False) -> str:
+        """What does not add up of its blocks (engine/accounting.py); empty if all does."""
+        return discrepancy(self._roster, recount)
+
+    def _num_blocks(self, jobs: Iterable[Job]) -> int:
+        return sum(
+            block != NULL_BLOCK
+            for job in jobs
+            for sequence in job.sequences
+            for block in sequence.block_tables[self._main_group]
+        )
+
+    def _oldest(self) -> dict[str, float]:
+        """By state of blocks: seconds since the oldest request arrived that has some; 0: none."""
+        roster, now = self._roster, self._clock()
+        return {
+            state: max((now - job.arrived_s for job in jobs if job.sequences), default=0.0)
+            for state, jobs in (
+                ("used", roster.running),
+                ("held", roster.held.values()),
+                ("parked", roster.parked.values()),
+                ("reserved", roster.reserved.values()),
+            )
+        }
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
         """Net (added, removed) chain hashes of the first full-attention group since last asked."""

@@ -22,6 +22,8 @@ class EngineStats:
     reserved: int  # hand-offs that are not committed
     parked: int  # requests that nobody listens to: they have no steps
     parked_blocks: int  # that they hold; shared ones count each time
+    held_blocks: int  # of the used ones, likewise: those of held requests
+    oldest_s: dict[str, float]  # age of the oldest request whose blocks are used, reserved, ...
     blocks: BlockCounts  # of the first full-attention group
     step: int
     prefill_tokens_s: float  # measured rate; 0: unknown

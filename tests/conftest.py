@@ -1,6 +1,7 @@
 """Fixtures of all tests: anyio's backend, and the one event loop of tests that are coroutines."""
 
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -15,6 +16,18 @@ async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
     and an event of a closed test's loop would raise in the next one's."""
     yield  # noqa: PT022  (a fixture that is not over keeps the loop)
+
+
+@pytest.fixture(autouse=True)
+def _blocks_add_up() -> Iterator[None]:
+    """Of every engine that the test has made, in whatever state it is left."""
+    kit = sys.modules.get("engine_kit")
+    if kit is not None:
+        kit.made.clear()
+    yield
+    if kit is not None:
+        assert not [found for engine in kit.made if (found := engine.discrepancy(recount=True))]
+        kit.made.clear()
 
 
 @pytest.fixture(autouse=True)

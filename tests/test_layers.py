@@ -46,6 +46,7 @@ PURE = (
     "engine/kv_spec.py",
     "engine/kv_pages.py",
     "engine/config.py",
+    "engine/accounting.py",
     "engine/pulse.py",
     "engine/scheduler.py",
     "engine/plan.py",
@@ -77,6 +78,7 @@ PURE = (
     "services/router/rebalance.py",
     "services/router/policy.py",
     "services/router/promised.py",
+    "services/router/times.py",
     "services/router/queues.py",
     "gateway/text/stop.py",
 )

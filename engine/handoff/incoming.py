@@ -91,6 +91,7 @@ class Incoming(Attempt):
         self.acks: list[int] = []
         self.num_bytes = 0
         self.prefill_cached = 0
+        self._idle_since = 0.0
         self.times = times
 
     def grant(self, reservation: ReservationLike, spec: KvSpec, now: float) -> None:
@@ -98,7 +99,7 @@ class Incoming(Attempt):
         self.reservation = reservation
         self.bitmap = Bitmap(spec, reservation.num_tokens, reservation.first_block)
         self.num_verified = self.bitmap.num_leading
-        self.times.granted = now
+        self.times.granted = self._idle_since = now
         self.pace = granted(now)
 
     def newly_verified(self, block_size: int, now: float) -> int:
@@ -118,6 +119,14 @@ class Incoming(Attempt):
             return False
         self.pace = self.pace.look(now)
         return self.pace.slow(now)
+
+    def idle_block_s(self, now: float) -> float:
+        """Block-seconds, since last asked, of blocks that are reserved and not written yet; part of
+        a block's layers counts as that part."""
+        if self.bitmap is None:
+            return 0.0
+        passed, self._idle_since = now - self._idle_since, now
+        return passed * self.bitmap.missing_blocks
 
     def pool_blocks(self, piece: Piece) -> list[int]:
         """The blocks of decode's pool that a piece goes into."""

@@ -128,6 +128,11 @@ class Bitmap:
         return self._missing
 
     @property
+    def missing_blocks(self) -> float:
+        """What is missing in blocks of all layers."""
+        return self._missing / sum(len(g.layers) for g in self._spec.groups)
+
+    @property
     def complete(self) -> bool:
         return self._missing == 0
 

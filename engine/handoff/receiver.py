@@ -89,6 +89,7 @@ class Receiver(Endpoint[Incoming]):
         self._to_ack: dict[Incoming, None] = {}  # in order of arrival
         self._listeners: list[Listener] = []
         self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
+        self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.append,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
@@ -262,6 +263,7 @@ class Receiver(Endpoint[Incoming]):
         incoming, header = parcel.attempt, parcel.header
         cells = 0
         if written is not None and incoming.bitmap is not None:
+            self._count_idle(incoming)
             missing = incoming.bitmap.num_missing
             incoming.bitmap.add(written)
             cells = missing - incoming.bitmap.num_missing
@@ -280,6 +282,7 @@ class Receiver(Endpoint[Incoming]):
         parcel.attempt.post(control.Nack(parcel.header.sequence))
 
     def refused(self, parcel: Parcel, error: FrameError) -> None:
+        self.counters["unfit_frames"] += 1
         self._figures(parcel.link).refused += 1
         self._advance(parcel.attempt, Ended(f"frame: {error}"))
 
@@ -322,7 +325,11 @@ class Receiver(Endpoint[Incoming]):
         if incoming.parked:
             self._engine.park(incoming.request.key)
 
+    def _count_idle(self, incoming: Incoming) -> None:
+        self.reserved_idle_block_s += incoming.idle_block_s(self._clock())
+
     def _free(self, incoming: Incoming) -> None:
+        self._count_idle(incoming)
         self._engine.release(incoming.reservation)
         self._note(incoming, Mark.FREED)
 

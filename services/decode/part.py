@@ -31,11 +31,19 @@ from pdserve.services.decode.following import Following, Sharing
 from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.addresses import advertised
+from pdserve.services.host.audit import Audit
 from pdserve.services.host.card import model_card
 from pdserve.services.host.load import load_of
 from pdserve.services.host.shm_dir import host_id, shm_folder
 from pdserve.services.host.worker import Snapshot
 
+REFUSED = {  # counter of the receiver: reason, as the metric has it
+    "corrupt_frames": "payload",  # its tag does not fit; asked for again
+    "refused": "tag",  # of a header or a message
+    "unfit_frames": "unfit",  # not where or what the prompt wants
+    "late_frames": "late",  # of an attempt that has ended
+    "strangers_refused": "stranger",  # connections
+}
 DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-off only if it fails
 
 
@@ -79,6 +87,7 @@ class DecodePart:
         self.boot = boot
         self._changed = True
         self._last_command = b""
+        self._audit = Audit()
         self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
         trace = Trace(self._ring)
         self._following = Following(engine, sink.attached, sink.again, trace)
@@ -266,6 +275,10 @@ class DecodePart:
         load.attached = self._following.figures.attached
         load.placed_again = self._following.figures.placed_again
         load.promised_tokens = receiver.promised_tokens
+        load.reserved_idle_block_s = receiver.reserved_idle_block_s
+        for counter, reason in REFUSED.items():
+            load.refused_frames.add(reason=reason, count=receiver.counters[counter])
+        load.accounting_errors = self._audit.look(self.engine.discrepancy())
         load.inexact_handoffs = receiver.counters["inexact"]
         load.last_command = self._last_command
         load.moved_away, load.stayed = self.departures.num_gone, self.departures.num_stayed

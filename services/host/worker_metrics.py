@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pdserve.protos.fleet_pb2 import Load
 
-BLOCK_STATES = ("free", "used", "cached", "reserved", "total")
+BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
 
 
 class WorkerMetrics:
@@ -20,11 +20,37 @@ class WorkerMetrics:
     def collect(self) -> Iterator[Metric]:
         load = self.load
         blocks = GaugeMetricFamily(
-            "pdserve_kv_blocks", "KV blocks by state", labels=("worker", "state")
+            "pdserve_kv_blocks",
+            "KV blocks by state; held and parked are used ones",
+            labels=("worker", "state"),
         )
         for state in BLOCK_STATES:
             blocks.add_metric((self._worker, state), getattr(load, f"blocks_{state}"))
         yield blocks
+        yield CounterMetricFamily(
+            "pdserve_reserved_idle_block_seconds",
+            "Block-seconds between reservation and frame",
+            value=load.reserved_idle_block_s,
+        )
+        yield CounterMetricFamily(
+            "pdserve_kv_accounting_errors",
+            "Looks at which free + used + cached + reserved was not all blocks",
+            value=load.accounting_errors,
+        )
+        oldest = GaugeMetricFamily(
+            "pdserve_kv_oldest_seconds",
+            "Age of the oldest request with blocks in a state",
+            labels=("worker", "state"),
+        )
+        for state, age_s in sorted(load.oldest_s.items()):
+            oldest.add_metric((self._worker, state), age_s)
+        yield oldest
+        refused = CounterMetricFamily(
+            "pdserve_refused_frames", "Frames and messages not taken, by reason", labels=("reason",)
+        )
+        for one in load.refused_frames:
+            refused.add_metric((one.reason,), one.count)
+        yield refused
         for name, text, value in (
             ("vllm:num_requests_running", "Requests in the batch", load.running),
             ("vllm:num_requests_waiting", "Requests that wait", load.waiting),

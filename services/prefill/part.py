@@ -21,6 +21,7 @@ from pdserve.engine.transport.cuda_device import opener
 from pdserve.engine.transport.dial import usable
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
+from pdserve.services.host.audit import Audit
 from pdserve.services.host.card import model_card
 from pdserve.services.host.load import load_of
 from pdserve.services.host.shm_dir import host_id, shm_folder
@@ -49,6 +50,7 @@ class PrefillPart:
         self._on_ended = on_ended
         self._changed = True
         self._last_command = b""
+        self._audit = Audit()
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(
             shm_dir=folder,
@@ -137,6 +139,7 @@ class PrefillPart:
         load = load_of(
             self.engine.stats(), sender.figures, sender.refusals, sender.counters["stale"]
         )
+        load.accounting_errors = self._audit.look(self.engine.discrepancy())
         load.last_command = self._last_command
         added, removed = self.engine.take_prefix_events()
         return load, added, removed

@@ -3,31 +3,32 @@
 from dataclasses import dataclass
 
 from pdserve.protos import common_pb2 as pb
+from pdserve.services.router.times import FirstToken
 
 
 @dataclass(slots=True)
 class Beginning:
     """Of one request."""
 
+    token: FirstToken
     hit: int | None = None  # tokens that were cached before decode verified the first block
     first: pb.Finished | None = None  # what the attempt said that it moved from
 
-    def moved(self, so_far: pb.Finished, num_attempts: int, waited_s: float) -> None:
-        """It leaves an attempt whose beginning is `so_far`."""
-        self.complete(so_far, num_attempts, waited_s)
+    def moved(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
+        """It leaves `attempt`, whose beginning is `so_far`."""
+        self.complete(so_far, num_attempts, attempt)
         self.first = so_far
 
-    def complete(self, finished: pb.Finished, num_attempts: int, waited_s: float) -> None:
-        """Add what the last worker cannot know; `waited_s`: in the router, before its attempt."""
+    def complete(self, finished: pb.Finished, num_attempts: int, attempt: bytes) -> None:
+        """Add what the worker of `attempt`, the last one, cannot know."""
         first = self.first
         if first is not None:
             finished.cached_tokens = first.cached_tokens
             finished.remote, finished.transport = first.remote, first.transport
             finished.phases.CopyFrom(first.phases)
             finished.inexact |= first.inexact
-        elif num_attempts == 1:
-            # Decode's clock starts at its Admit; what the request waited here comes on top.
-            finished.phases.queue_s += waited_s
-        elif self.hit is not None:
+            return
+        self.token.complete(finished.phases, attempt)
+        if num_attempts > 1 and self.hit is not None:
             # What an earlier try has left in a cache was computed for this request.
             finished.cached_tokens = min(finished.cached_tokens, self.hit)

@@ -31,6 +31,7 @@ from pdserve.services.router.moves import Move
 from pdserve.services.router.policy import PromptFacts
 from pdserve.services.router.sharing import Shares
 from pdserve.services.router.switchboard import ASKING, Attempt, Client, Stage, Switchboard
+from pdserve.services.router.times import FirstToken
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Flow:
         self.failed_prefills: set[bytes] = set()
         self.num_prefill_failures = 0
         self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
-        self.beginning = Beginning()
+        self.beginning = Beginning(FirstToken(now))
         self.move: Move | None = None
         self.num_stuck = 0  # moves that failed in a row
         self.stays_until = 0.0  # before it the next one does not begin
@@ -272,6 +273,8 @@ class Flow:
             fresh.request = self.request
             fresh.epoch = self.epoch
             self.origin = self.origin or attempt.decode.identity
+            if not attempt.adopted and fresh.position == 0:
+                self.beginning.token.came(attempt.id, attempt.began, now)
             self.board.emit(self, RequestEvent(tokens=fresh))
 
     def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs, now: float) -> None:
@@ -298,7 +301,7 @@ class Flow:
         finished.request = self.request
         finished.epoch = self.epoch
         finished.inexact |= self.inexact
-        self.beginning.complete(finished, self.num_attempts, attempt.began - self.arrived)
+        self.beginning.complete(finished, self.num_attempts, attempt.id)
         self._end(RequestEvent(finished=finished), now, None)
 
     def on_handoff_lost(self, reason: str, now: float) -> None:

@@ -243,7 +243,7 @@ class Moves:
         self.num_tokens += len(attempt.ids)
         flow.num_stuck = 0
         if move.so_far is not None:
-            flow.beginning.moved(move.so_far, flow.num_attempts, source.began - flow.arrived)
+            flow.beginning.moved(move.so_far, flow.num_attempts, source.id)
         if not source.decode_over:
             cancel = wire.CancelAttempt(attempt=source.id)
             self._floor.to_decode(source.decode, wire.DecodeCommand(cancel=cancel))

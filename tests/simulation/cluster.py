@@ -65,6 +65,8 @@ class Reply:
     left: bool = False  # the client closed its connection
     broken: bool = False  # its gateway died
     asked_at: float = 0.0
+    first_at: float = 0.0  # its first token
+    finished: Any = None  # as the router says it
     ended_at: float = 0.0
     paused: asyncio.Event | None = None
     task: Any = None
@@ -276,9 +278,11 @@ class Cluster:
             if reply.finish.get(tokens.choice):
                 reply.trouble.append(f"ids of choice {tokens.choice} after its end")
             ids += tokens.ids
+            reply.first_at = reply.first_at or self.world.now
             reply.finish[tokens.choice] = tokens.finish
         elif kind == "finished":
             reply.terminal.append("finished")
+            reply.finished = event.finished
         elif kind == "failed":
             failure = event.failed.failure
             reply.terminal.append(pb.ErrorCode.Name(failure.code))

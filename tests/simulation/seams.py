@@ -41,6 +41,7 @@ from simulation.rpc import Channel, Server
 
 STEP_S = 0.002  # of a step, and what a token adds to it
 TOKEN_S = 0.0015
+log = logging.getLogger("pdserve.simulation")
 PORT = 5000  # of every gRPC server
 SLOT_BYTES = 128  # small frames, so that a prompt has several
 
@@ -106,6 +107,8 @@ class LoopEngineThread(EngineThread):
             self._idle_turn = None
         if self._computing or self._closing:
             return
+        if wrong := self._engine.discrepancy(recount=True):
+            log.error("blocks do not add up: %s", wrong)
         self._pulse.beat(self._process.time())
         self._carry_out_posted()
         more = self._poll()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.engine.batch import Batch, GroupTable
+from pdserve.engine.block_tables import BlockTables
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.keys import TagKey
 from pdserve.engine.handoff.layout import Bitmap
@@ -38,6 +39,10 @@ def blocks_stay_reserved() -> AbstractContextManager[Any]:
     return patch.object(Engine, "release", lambda *_: None)
 
 
+def blocks_of_ended_sequences_are_kept() -> AbstractContextManager[Any]:
+    return patch.object(BlockTables, "close", lambda *_: None)
+
+
 def positions_are_ignored() -> AbstractContextManager[Any]:
     """Router and gateway take every id that comes."""
     both = ExitStack()
@@ -59,6 +64,7 @@ BUGS: list[tuple[Bug, str, str, str]] = [
     (unchecked_payloads, "bit flip", "transferring", "choice # is"),
     (committed_before_the_last_frame, "reordered message", "transferring", "choice # is"),
     (blocks_stay_reserved, "SIGKILL prefill", "transferring", "holds"),
+    (blocks_of_ended_sequences_are_kept, "client closes", "decoding", "do not add up"),
     (nobody_is_adopted, "router restart", "decoding", "prompt tokens computed again"),
     (positions_are_ignored, "duplicate message", "decoding", "ids from"),
 ]

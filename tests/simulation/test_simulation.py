@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from simulation.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parent / "regressions"
+HOPS_S = 0.05  # gateway to router and back
 HANGS_LONG = 5  # a fault of this seed draws 30 s
 MORE = 40  # tries for a cell that the first round missed
 
@@ -50,6 +52,29 @@ def test_without_faults_every_request_is_answered_exactly() -> None:
         assert not result.violations
         assert set(result.answers.values()) == {"finished"}
         assert result.retries == 0
+
+
+def test_the_phases_of_a_request_sum_to_its_clients_time_to_the_first_token() -> None:
+    """Also over tries that were lost, hand-offs, queues, and answers that were resumed."""
+    seen: Counter[str] = Counter()
+    for kind in ("SIGKILL prefill", "SIGKILL decode", "engine hangs decode", "no blocks at decode"):
+        for phase in ("admitted", "transferring", "decoding"):
+            for seed in range(3):
+                run = Run(make(seed, kind, phase))
+                assert not run.finish().violations
+                for reply in run.cluster.replies.values():
+                    phases = reply.finished.phases
+                    parts = [phases.queue_s, phases.prefill_s, phases.transfer_s]
+                    ttft_s = reply.first_at - reply.asked_at
+                    passed_s = sum(parts) + phases.first_token_s
+                    assert 0 <= ttft_s - passed_s < HOPS_S, (kind, phase, seed, reply.ask, phases)
+                    assert min(*parts, phases.first_token_s) >= 0
+                    retried = reply.ask.name == TARGET and run.faults.strikes[0].hit
+                    seen["remote"] += reply.finished.remote
+                    seen["queued"] += phases.queue_s > 0.2
+                    seen["struck"] += retried
+                    seen["resumed"] += retried and kind == "SIGKILL decode" and phase == "decoding"
+    assert min(seen[what] for what in ("remote", "queued", "struck", "resumed")) >= 3, seen
 
 
 def test_what_a_frozen_engine_had_goes_on_elsewhere() -> None:

@@ -9,9 +9,12 @@ from fake_decoder import VOCAB, FakeDecoder, fake_spec
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.kv_identity import KvIdentity
+from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.limits import Limits
 from pdserve.engine.request import Event, NewTokens, Request, SamplingParams
 from pdserve.kernels.ops import select
+
+made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end
 
 
 def fake_engine(
@@ -23,10 +26,17 @@ def fake_engine(
     **limits: Any,
 ) -> Engine:
     spec = fake_spec(block_size, window)
+    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, limits))
+    return engine
+
+
+def _engine(
+    spec: KvSpec, num_blocks: int, prefix_cache: bool, model: Any, limits: dict[str, Any]
+) -> Engine:
     options: dict[str, Any] = {
         "vocab_size": VOCAB,
         "context_len": 256,
-        "block_size": block_size,
+        "block_size": spec.block_size,
         "num_blocks": num_blocks,
         "max_running": 8,
         "chunk_size": 16,

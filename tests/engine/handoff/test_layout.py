@@ -127,3 +127,13 @@ def test_frames_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
     assert bitmap.piece(good)
     with pytest.raises(FrameError):
         bitmap.piece(header(Piece(0, range(2), range(1, 3)), **change))
+
+
+def test_what_is_missing_is_told_in_blocks() -> None:
+    spec = KvSpec(4, (LayerGroup((0, 1, 2, 3), "full", 0, 1, 4, "float32", 0, 1),))
+    bitmap = Bitmap(spec, 20, [1])
+    assert bitmap.missing_blocks == 4
+    bitmap.add(Piece(0, range(2), range(1, 3)))
+    assert bitmap.missing_blocks == 3
+    bitmap.add(Piece(0, range(2, 4), range(1, 5)))
+    assert bitmap.missing_blocks == 1

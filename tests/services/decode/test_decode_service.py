@@ -25,6 +25,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.worker_pb2_grpc import DecodeStub
+from pdserve.services.decode.part import REFUSED
 from pdserve.services.decode.served import Served
 from pdserve.services.host.channel import open_channel
 
@@ -90,6 +91,11 @@ def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None
         assert load.transports[0].transport == used
         assert load.transports[0].bytes > 0
         assert load.last_command == attempt
+        assert load.reserved_idle_block_s > 0, "a hand-off costs decode blocks that wait"
+        assert not any(one.count for one in load.refused_frames)
+        assert {one.reason for one in load.refused_frames} == {*REFUSED.values()}
+        assert load.accounting_errors == 0
+        assert set(load.oldest_s.values()) == {0.0}
 
     with_pair(test, transport)
 
