@@ -12,7 +12,7 @@ from pdserve.services.host.audit import Audit
 
 def busy_engine() -> Engine:
     """Requests in every state that has blocks, on two layer groups."""
-    engine = fake_engine(num_blocks=96, window=8, max_running=3)
+    engine = fake_engine(num_blocks=96, window=8, max_running=4)
     engine.submit(ask("shared", range(30), max_tokens=2))
     engine.submit(ask("cached", range(31, 60), max_tokens=2))
     while engine.step() is not None:
@@ -20,8 +20,11 @@ def busy_engine() -> Engine:
     engine.submit(ask("runs", [*range(30), 5], n=2, max_tokens=40))
     engine.submit(ask("parked", range(9), max_tokens=40))
     engine.submit(ask("held", range(20), prefill_only=True))
-    for _ in range(4):
+    for _ in range(20):
         engine.step()
+        stats = engine.stats()
+        if stats.held and not stats.waiting_tokens:
+            break
     assert engine.reserve(ask("reserved", [*range(30), 7, 8])) is not None
     assert engine.park("parked")
     stats = engine.stats()

@@ -1,13 +1,14 @@
 """What both sides must agree on, what may differ on request, and frames that are sealed."""
 
 import socket
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_kit import fake_engine
+from fake_decoder import words
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.block_hash import cache_seed, chain_hashes
@@ -153,8 +154,8 @@ def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     asked = request(200)
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked)
-    # A key of the fake decoder holds its token's id and position.
-    keys = [struct.pack("<4f", token, at, 0, 0) for at, token in enumerate(asked.prompt_ids)]
+    ids = torch.tensor(asked.prompt_ids)
+    keys = [key.numpy().tobytes() for key in words(ids, torch.arange(len(ids)))[:, 0]]
     marks = [b"".join(keys[at : at + 4]) for at in range(0, 196, 4)]
     everything = b"".join(passed)
     found = [mark for mark in marks if mark in everything]

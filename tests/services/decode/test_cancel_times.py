@@ -147,3 +147,36 @@ def test_leaving_frees_the_blocks_at_once(with_pair: Callable[..., None], state:
     }  # fmt: skip
     with_pair(test, engine=engine)
     assert min(map(max, tried)) <= BOUND_S, tried
+
+
+def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., None]) -> None:
+    """One that waits for KV on its way for another has no blocks; the other goes on."""
+    tried: list[float] = []
+
+    async def test(pair: Pair) -> None:
+        async def following() -> int:
+            snapshot = await asked(pair.decode_worker, lambda _: part.snapshot())
+            return int(snapshot[0].following)
+
+        async def none() -> bool:
+            return not await following()
+
+        part: Any = pair.decode_worker.part
+        for number in range(TRIES):
+            ids = prompt(LONG, number)
+            leader = await pair.hand_off(ids, shared=4)
+            follower = pair.admit(ids, shared=4)
+            assert (await pair.decode.wait("admitted", follower)).follows
+            assert await following() == 1
+            began = time.monotonic()
+            cancel = wire.CancelAttempt(attempt=follower)
+            pair.decode.send(wire.DecodeCommand(cancel=cancel))
+            await until(none)
+            tried.append(time.monotonic() - began)
+            assert pair.decode_role.core.num_served == 1
+            await leave(pair, leader, remote=True)
+            if tried[-1] <= BOUND_S:
+                return
+
+    with_pair(test, engine={"model": Slow(fake_spec()), "num_blocks": 256})
+    assert min(tried) <= BOUND_S, tried

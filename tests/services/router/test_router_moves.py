@@ -12,6 +12,7 @@ from pdserve.services.router.beginning import Beginning
 from pdserve.services.router.migrations import Migrations
 from pdserve.services.router.moves import MAX_FAILED
 from pdserve.services.router.rebalance import Running, drain_order
+from pdserve.services.router.times import FirstToken
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
@@ -260,12 +261,31 @@ def test_moves_count_among_what_changes_its_worker() -> None:
 
 
 def test_the_first_attempt_says_how_a_request_began() -> None:
-    beginning = Beginning()
+    """By the clock: asked at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"one", 10.5, 13.5)
+    beginning.token.came(b"two", 14.0, 15.0)
     first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
-    beginning.moved(first, 1, 0.5)
+    beginning.moved(first, 1, b"one")
     again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
-    beginning.moved(again, 1, 4.0)
+    beginning.moved(again, 1, b"two")
     last = pb.Finished(cached_tokens=60, remote=True, transport="tcp")
-    beginning.complete(last, 1, 8.0)
+    beginning.complete(last, 1, b"three")
     assert (last.cached_tokens, last.remote, last.transport) == (3, False, "")
     assert (last.phases.queue_s, last.phases.prefill_s) == (1.5, 2.0)
+
+
+def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"one", 10.5, 13.5)
+    last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))
+    beginning.complete(last, 2, b"two")
+    assert last.phases == pb.Phases(queue_s=0.5, prefill_s=3.0)
+
+
+def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None:
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"two", 14.0, 15.0)
+    last = pb.Finished(phases=pb.Phases(queue_s=0.25, prefill_s=0.5, first_token_s=0.25))
+    beginning.complete(last, 2, b"two")
+    assert last.phases == pb.Phases(queue_s=4.25, prefill_s=0.5, first_token_s=0.25)
