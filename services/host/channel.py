@@ -7,6 +7,7 @@ import grpc.aio
 
 AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
+CONNECT_MS = 2_000  # a busy peer, or one far away, takes its time to say its HTTP/2 settings
 
 # Options that both ends set: message limits, and pings that find a dead peer in 15 s.
 LIMITS = [
@@ -20,7 +21,7 @@ LIMITS = [
 CHANNEL_OPTIONS = [
     *LIMITS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # what one attempt may take, not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, closed with the channel

@@ -1,6 +1,7 @@
 """A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ class Stop:
     def _wait(self, attempt: bytes, num_tokens: int) -> None:
         outgoing = self._pair.sender._by_attempt.get(attempt)
         if outgoing is None or not outgoing.next_blocks:
-            threading.Event().wait(0.02)  # this thread has to be told that it may send
+            # This thread has to be told that it may send, between this chunk and the next.
+            end = time.monotonic() + 1.0
+            while not self._pair.sender._inbox and time.monotonic() < end:
+                time.sleep(0.001)
             return
-
         self._pair.wait(lambda: self._arrived(attempt) >= num_tokens)
 
     def _arrived(self, attempt: bytes) -> int:

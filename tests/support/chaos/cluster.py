@@ -6,7 +6,9 @@ Workers beyond those wanted are started ahead, so that a kill need not wait for 
 import json
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,7 @@ from pdserve.services.host.channel import bearer
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
 
-START_S = 60.0
+START_S = 180.0  # a busy machine
 LINKS = ("gateway-router", "router-decode", "router-prefill", "prefill-decode")
 ROLES = {"prefill": fleet_pb2.PREFILL, "decode": fleet_pb2.DECODE}
 
@@ -100,6 +102,7 @@ class Cluster:
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True)
         self.processes: list[Process] = []  # alive, as far as we know
+        self.strikes: list[Any] = []  # that a run keeps for its end
         self.num_started = 0
         self.start_s: list[float] = []  # of the workers
         self.proxies: dict[str, FaultProxy] = {}
@@ -152,8 +155,9 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def start_router(self, address: str = "127.0.0.1:0") -> Process:
+    def start_router(self, address: str = "") -> Process:
         """Returns once it listens; workers and gateways know that address from now on."""
+        address = address or f"127.0.0.1:{lasting_port()}"
         made = RouterSettings(
             bind=address,
             cluster_secret=SECRET,
@@ -313,6 +317,16 @@ class Cluster:
 def with_proxies(shape: Shape) -> Shape:
     """One worker of each role, every hop through a proxy."""
     return replace(shape, prefills=1, decodes=1, proxied=True)
+
+
+def lasting_port() -> int:
+    """A free one that no connection is given while its router is down, as one from 0 might be."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first // 2, first), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port below those of connections")
 
 
 def _listened(pid: int) -> set[int]:

@@ -19,7 +19,7 @@ from pdserve.engine.handoff.ring import (
     read_rings,
 )
 from pdserve.engine.handoff.timeline import Entry, event_name, merge
-from pdserve.engine.handoff.trace import RECORD_BYTES, ROUTE, Mark, Record, unpack
+from pdserve.engine.handoff.trace import RECORD_BYTES, ROUTE, SIDES, Mark, Record, unpack
 
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 EARLY = 3  # frames; the prompts of the chaos runs have six or more
@@ -80,7 +80,7 @@ class Evidence:
         timeline = merge(recordings)
         self.handoffs: dict[bytes, Handoff] = {}
         for attempt, entries in timeline.attempts().items():
-            found: dict[str, list[Entry]] = {SEND: [], RECEIVE: [], ROUTE: []}
+            found: dict[str, list[Entry]] = {side: [] for side in SIDES}
             for entry in entries:
                 found[entry.record.side].append(entry)
             closed = next((e for e in found[ROUTE] if e.record.mark is Mark.CLOSED), None)

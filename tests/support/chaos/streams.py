@@ -165,9 +165,8 @@ def reference(clients: Clients) -> dict[str, Stream]:
     clients.run(whole)
     by_kind = {s.kind: s for s in whole}
     assert by_kind[STOPPED].ends == {0: "stop"}
-    for one in first:
-        if one.kind != STOPPED:
-            assert one.answer == by_kind[one.kind].answer, one.kind
+    differ = wrong([one for one in first if one.kind != STOPPED], by_kind)
+    assert not differ, differ
     return by_kind
 
 
@@ -182,7 +181,11 @@ def wrong(streams: Sequence[Stream], whole: dict[str, Stream]) -> list[str]:
             strict=True,
         ):
             if not stream.error and got != want:
-                found.append(
-                    f"{stream.kind} {stream.id}: {name} is {got!r:.300}, not {want!r:.300}"
-                )
+                there, wanted = repr(got), repr(want)
+                pairs = enumerate(zip(there, wanted, strict=False))
+                first = next((n for n, (one, other) in pairs if one != other), len(wanted))
+                at = max(0, first - 20)
+                there, wanted = there[at : at + 80], wanted[at : at + 80]
+                differs = f"{name} has {there} at {at}, not {wanted}"
+                found.append(f"{stream.kind} {stream.id}: {differs}")
     return found

@@ -20,6 +20,7 @@ from chaos.streams import Clients, Stream, wrong
 LOST = re.compile(r"attempt lost: (.*)  request=(\S+)")
 PAYLOAD_BYTES = 16 << 10  # a longer chunk of a data connection is mostly payload
 MOST_BATCHES = 10
+BACK_S = 10.0  # until a router that has just started knows the loads; the rings tell more exactly
 MOMENT_S = 30.0  # a batch has its moment within this, or never
 
 FAULTS: dict[str, Callable[[FaultProxy], None]] = {
@@ -31,7 +32,7 @@ FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "half-close": lambda proxy: proxy.half_close(Way.THERE),
     "reset": lambda proxy: proxy.reset(),
 }
-LASTING = {"delay": 0.5, "hold": 0.7, "one-way there": 0.7, "one-way back": 0.7}
+LASTING = ("delay", "hold", "one-way there", "one-way back")
 HITS = {
     "delay": "delayed", "hold": "held back", "one-way there": "held there",
     "one-way back": "held back", "corrupt": "corrupted", "half-close": "half-closed",
@@ -89,7 +90,7 @@ class Striker:
             thread.join()
         found = wrong(streams, self.whole)
         took = time.monotonic() - began
-        wait_for(self.cluster.blocks_back, 3.0, "blocks back after the batch")
+        wait_for(self.cluster.blocks_back, BACK_S, "blocks back after the batch")
         return Batch(streams, strikes, found, took)
 
     def hit(self, strike: Callable[[Sequence[Stream]], list[Strike]]) -> list[Batch]:
@@ -157,8 +158,10 @@ class Striker:
 
     # --- the network
 
-    def network(self, link: str, fault: str) -> Callable[[Sequence[Stream]], list[Strike]]:
-        """One of FAULTS on a link, while frames or tokens pass there."""
+    def network(
+        self, link: str, fault: str, seconds: float = 0.7
+    ) -> Callable[[Sequence[Stream]], list[Strike]]:
+        """One of FAULTS on a link, while frames or tokens pass there; some last for a while."""
         proxy = self.cluster.proxies[link]
         data = link == "prefill-decode"
 
@@ -175,7 +178,7 @@ class Striker:
             else:
                 FAULTS[fault](proxy)
             if fault in LASTING:
-                time.sleep(LASTING[fault])  # how long the fault lasts
+                time.sleep(seconds)  # how long the fault lasts
                 proxy.heal()
             return [Strike(link, at, b"", fault, [s.id for s in streams if s.under_way])]
 
