@@ -345,6 +345,8 @@ class Dispatcher:
             return
         message = getattr(event, kind)
         flow = self._by_attempt.get(message.attempt)
+        if kind == "moved":  # it may come after the target's first words
+            self.moves.num_bytes += message.sent_bytes
         if flow is not None and self.moves.took(flow, worker, kind, message, now):
             self.pump(now)
             return

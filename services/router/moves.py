@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.adoption import leave_out_aborted
 from pdserve.services.router.fleet import Fleet, State, Worker
 from pdserve.services.router.migrations import Migrations
-from pdserve.services.router.rebalance import Running, drain_order
+from pdserve.services.router.rebalance import Pressure, Running, drain_order, relief_order
 from pdserve.services.router.switchboard import Attempt, Stage, Switchboard
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Moves:
         self.num_bytes = 0
         self.num_tokens = 0  # whose KV has moved
         self._floor = floor
+        self._pressure = Pressure()
         self._under_way: dict[Flow, Move] = {}
         self._awaited: dict[Flow, tuple[Attempt, float]] = {}  # whose source died, and when
 
@@ -104,7 +106,7 @@ class Moves:
     # --- what moves
 
     def tick(self, now: float) -> None:
-        """Give up what takes too long, and begin what is due."""
+        """Give up what takes too long, and begin what is due: drains, then reliefs."""
         for flow, move in list(self._under_way.items()):
             if now - move.began >= MOVE_S:
                 self._fail(flow, "no answer", now)
@@ -117,6 +119,31 @@ class Moves:
         leaving = self._floor.leaving()
         if leaving:
             self._empty(leaving, now)
+        self._relieve(now)
+
+    def _relieve(self, now: float) -> None:
+        """A worker that preempts gives one request to one that has room for all of it."""
+        workers = self._floor.fleet.workers
+        preemptions = {
+            boot: w.load.preemptions for boot, w in workers.items() if w.hello.role == DECODE
+        }
+        for boot in self._pressure.look(preemptions, now):
+            found = {
+                running(flow): flow
+                for flow in self._floor.flows()
+                if flow.attempt is not None
+                and flow.attempt.decode.boot == boot
+                and not flow.num_stuck
+                and may_move(flow, now)
+            }
+            for one in relief_order(found):
+                target = self._floor.place_for(found[one], now)
+                if target is None or not self._floor.migrations.room:
+                    break
+                roomy = target.free_tokens >= one.num_tokens + (one.left or one.num_tokens)
+                if roomy and self._pressure.calm(target.boot):
+                    self.begin(found[one], target, now)
+                    break
 
     def _empty(self, leaving: list[Worker], now: float) -> None:
         """What runs on workers that drain goes elsewhere, as far as there is room."""
@@ -205,7 +232,6 @@ class Moves:
 
     def _moved(self, flow: "Flow", source: Attempt, moved: wire.Moved, now: float) -> None:
         source.decode_over = True
-        self.num_bytes += moved.sent_bytes
         move = flow.move
         if move is not None and move.attempt is not None and move.attempt.id == moved.to:
             self._switch(flow, move, move.attempt, now)

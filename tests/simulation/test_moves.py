@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from simulation.run import Run, make
-from simulation.scenario import TARGET, Fault, Scenario
+from simulation.scenario import TARGET, Ask, Fault, Scenario
 
 STEPS = ("held", "sending", "claimed", "transferring", "complete", "moved")
 SEEDS = range(2)  # eight have been run, too
@@ -79,3 +80,28 @@ def test_whatever_strikes_a_move_no_token_is_lost_or_wrong(kind: str) -> None:
             assert answer in wanted | {"finished"}, (step, seed)
             assert set(result.answers.values()) <= {"finished"}, (step, seed)
     assert hits.total() >= len(hits), hits
+
+
+def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.services.router.rebalance.WINDOW_S", 0.06)
+    monkeypatch.setattr("pdserve.services.router.rebalance.MIN_WINDOWS", 1)
+    done = preempted = 0
+    for seed in range(20):
+        rng = Random(seed)
+        asks = tuple(
+            Ask(
+                name=f"r{number}",
+                at_s=0.3 + 0.01 * number,
+                prompt=tuple(rng.randrange(1, 64) for _ in range(rng.randint(6, 14))),
+                max_tokens=rng.choice((4, 200, 200)),
+                seed=rng.getrandbits(32),
+            )
+            for number in range(12)
+        )
+        simulated, result = run(Scenario(seed, asks, prefills=0, decodes=2, decode_blocks=64))
+        assert set(result.answers.values()) == {"finished"}
+        done += moves(simulated).num_done
+        engines = [n.process.service._part.engine for n in simulated.cluster.of("decode")]
+        preempted += sum(engine.stats().preemptions for engine in engines)
+    assert preempted >= 5
+    assert done >= 3

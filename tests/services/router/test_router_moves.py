@@ -11,7 +11,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.services.router.beginning import Beginning
 from pdserve.services.router.migrations import Migrations
 from pdserve.services.router.moves import MAX_FAILED
-from pdserve.services.router.rebalance import Running, drain_order
+from pdserve.services.router.rebalance import MIN_LEFT, Pressure, Running, drain_order, relief_order
 from pdserve.services.router.times import FirstToken
 
 pytestmark = pytest.mark.anyio
@@ -65,7 +65,17 @@ def drained(make_cluster: Any, expected: Any, wait_for: Any) -> Drained:
 
 async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
     await drained.begin()
+    said: list[wire.Move] = []
+
+    def move(command: wire.Move) -> None:
+        said.append(command)
+        moved = wire.Moved(attempt=command.attempt, to=command.to, sent_bytes=1000)
+        drained.leaving.put(wire.DecodeEvent(moved=moved))
+
+    drained.leaving.move = move  # type: ignore[method-assign]
     drained.drain()
+    await drained.wait_for(lambda: drained.moves.num_done == 1)
+    drained.target.arrived[said[0].to].set()
     finished = await drained.answer()
     assert (finished.cached_tokens, finished.transport) == (7, "first"), "how it began"
     (admit,) = drained.target.of("admit")
@@ -198,7 +208,7 @@ async def test_the_target_s_first_words_count_as_the_move(drained: Drained) -> N
     source = drained.leaving.of("admit")[0].attempt
     drained.target.arrived[moves[0].to].set()
     await drained.answer()
-    assert drained.leaving.cancelled == [(source, ())]
+    await drained.leaving.until(lambda: drained.leaving.cancelled == [(source, ())])
 
 
 async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
@@ -212,7 +222,7 @@ async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
     (admit,) = drained.target.of("admit")
     source = drained.leaving.of("admit")[0].attempt
     await drained.target.until(lambda: drained.target.cancelled == [(admit.attempt, ())])
-    assert drained.leaving.cancelled == [(source, ())]
+    await drained.leaving.until(lambda: drained.leaving.cancelled == [(source, ())])
     assert not drained.moves.num_under_way
 
 
@@ -243,6 +253,50 @@ async def test_without_room_elsewhere_it_stays(drained: Drained) -> None:
 def test_what_may_run_longest_goes_first() -> None:
     asked = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
     assert [r.ordinal for r in drain_order(asked)] == [2, 3, 4, 1]
+
+
+def test_only_a_worker_that_goes_on_preempting_is_under_pressure() -> None:
+    pressure = Pressure()
+    a, b = b"a", b"b"
+    counts = [(0, 5), (1, 5), (1, 5), (2, 6), (3, 6), (4, 6), (5, 7), (6, 8), (7, 9)]
+    found = []
+    for second, (of_a, of_b) in enumerate(counts):
+        found += [(second, boot) for boot in pressure.look({a: of_a, b: of_b}, float(second))]
+        assert pressure.look({a: 100, b: 100}, second + 0.5) == [], "within the window"
+    assert found == [(4, a), (6, a), (7, b), (8, a)]
+    assert pressure.calm(a)
+    assert not pressure.calm(b)
+    assert pressure.look({b: 10}, 20.0) == [b]
+    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another life of it"
+
+
+def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
+    asked = [
+        Running(1, 100, MIN_LEFT - 1),
+        Running(2, 100, MIN_LEFT),
+        Running(3, 100, None),
+        Running(4, 64 * 40, 40),
+        Running(5, 64 * 40 + 1, 40),
+    ]
+    assert [r.ordinal for r in relief_order(asked)] == [4, 3, 2]
+
+
+async def test_a_worker_that_preempts_gives_a_request_away(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pdserve.protos import fleet_pb2
+
+    monkeypatch.setattr("pdserve.services.router.rebalance.WINDOW_S", 0.1)
+    monkeypatch.setattr("pdserve.services.router.rebalance.MIN_LEFT", 1)
+    await drained.begin()
+    for count in range(1, 200):
+        drained.leaving.membership.report(fleet_pb2.Load(running=1, preemptions=count))
+        if drained.moves.num_done:
+            break
+        await asyncio.sleep(0.06)  # loads go out at most 20 times a second
+    finished = await drained.answer()
+    assert finished.cached_tokens == 7
+    assert (drained.moves.num_done, drained.moves.failed.total()) == (1, 0)
 
 
 def test_moves_count_among_what_changes_its_worker() -> None:
