@@ -6,8 +6,9 @@ so blocks leave and enter as they lie. Block 0 is the null block: it pads tables
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,12 +59,15 @@ class KvCache:
         if not index.numel() or not layers:
             return
         source = self._bytes[group]
+        if not source.is_cuda:
+            pool = source.numpy()[layers.start : layers.stop]
+            buffer = np.frombuffer(out, np.uint8).reshape(len(layers), len(blocks), -1)
+            for at, run in _runs(blocks):
+                buffer[:, at : at + len(run)] = pool[:, run.start : run.stop]
+            return
         target = torch.frombuffer(out, dtype=torch.uint8).view(len(layers), len(blocks), -1)
         for i, layer in enumerate(layers):
-            if source.is_cuda:
-                target[i].copy_(source[layer].index_select(0, index.to(source.device)))
-            else:
-                torch.index_select(source[layer], 0, index, out=target[i])
+            target[i].copy_(source[layer].index_select(0, index.to(source.device)))
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
         """Copies `payload`, in the order of `read`, into whole blocks. Raises like `read`."""
@@ -71,6 +75,13 @@ class KvCache:
         if not index.numel() or not layers:
             return
         target = self._bytes[group]
+        if not target.is_cuda:
+            # Slices are copied as they lie: torch's index_copy_ of bytes moves 1.2 GB/s, this 12.
+            pool = target.numpy()[layers.start : layers.stop]
+            buffer = np.frombuffer(payload, np.uint8).reshape(len(layers), len(blocks), -1)
+            for at, run in _runs(blocks):
+                pool[:, run.start : run.stop] = buffer[:, at : at + len(run)]
+            return
         # torch cannot wrap read-only memory; such a payload takes one more copy.
         data = bytearray(payload) if payload.readonly else payload
         source = torch.frombuffer(data, dtype=torch.uint8).view(len(layers), len(blocks), -1)
@@ -112,6 +123,15 @@ class KvCache:
                 f"{self.num_bytes(group, layers, blocks)}"
             )
         return torch.tensor(list(blocks), dtype=torch.int64)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """(where it begins in `blocks`, ids) of the longest stretches of consecutive ids."""
+    start = 0
+    for at in range(1, len(blocks) + 1):
+        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
+            yield start, range(blocks[start], blocks[at - 1] + 1)
+            start = at
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -1,5 +1,6 @@
 """KV over a TCP connection: payloads follow their record in the stream."""
 
+import mmap
 import os
 import socket
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class TcpWire(Wire):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        self._staging: bytearray | None = None
+        self._staging: mmap.mmap | None = None
 
     def setup(self) -> None:
         """The Hello is the first thing in the stream."""
@@ -37,7 +38,7 @@ class TcpWire(Wire):
 
     def outgoing(self, slot: int) -> memoryview:
         if self._staging is None:
-            self._staging = bytearray(self.slot_bytes)
+            self._staging = mmap.mmap(-1, self.slot_bytes)
         return memoryview(self._staging)
 
     def send_frame(self, record: bytes, slot: int, size: int) -> None:
