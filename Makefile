@@ -95,7 +95,7 @@ accept-cpu: setup
 accept-handoff: setup
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
 
-# About an hour; what was measured on the same sources is not measured again.
+# About 70 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import socket
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
 from interference.calibrate import finished_in, rate_for
@@ -61,6 +62,7 @@ TAIL = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 400), max_size=6))
 def test_an_event_came_with_its_last_byte(cuts: list[int]) -> None:
     """However the stream is cut into pieces."""
@@ -119,6 +121,19 @@ def test_the_open_loop_does_not_wait_for_answers() -> None:
     assert all(a.sent_s >= a.planned_s for a in answers)
     assert answers[0].events_s[0] > answers[4].planned_s, "held back until the last was sent"
     assert {(len(a.events_s), a.prompt_tokens, a.completion_tokens) for a in answers} == {(3, 5, 3)}
+
+
+def test_a_request_that_fails_is_told_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> list[Answer]:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))  # nobody listens there
+            port = bound.getsockname()[1]
+            return await open_loop(f"http://127.0.0.1:{port}", [Asked(LONG, 0.0, b"x")] * 2)
+
+    assert asyncio.run(run()) == []
+    assert capsys.readouterr().err.count("a long request of 0.0 s failed") == 2
 
 
 def test_the_closed_loop_keeps_as_many_in_flight() -> None:
@@ -180,6 +195,7 @@ def figures(
         "completed_tokens": tokens,
         "goodput_requests_s": 1.0,
         "short_in_flight": 8.0,
+        "failed": 0,
     }
 
 
@@ -204,8 +220,11 @@ def test_the_verdict_wants_both(p99: float, tokens: int, ok: bool) -> None:
     found = verdict(runs)
     assert found["ok"] is ok
     assert found["best_mixed"] == "mixed-64"
+    runs["separated"]["failed"] = 1
+    assert not verdict(runs)["ok"]
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_the_rate_keeps_as_many_in_flight_on_the_mean(a: float, b: float, wanted: float) -> None:
     rate = rate_for(wanted, [(n, n / (a + b * n)) for n in (4, 12)])

@@ -8,6 +8,7 @@ measures, and its own processor time is part of the result.
 import asyncio
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,13 +121,17 @@ async def _ask(host: str, port: int, asked: Asked, start: float) -> Answer:
 
 
 async def open_loop(url: str, asked: Sequence[Asked]) -> list[Answer]:
-    """Every request at its time, whatever has become of the others. Raises RuntimeError in an
-    ExceptionGroup if one fails."""
+    """Every request at its time, whatever has become of the others; one that fails is told and has
+    no Answer."""
     host, _, port = url.removeprefix("http://").partition(":")
     answers: list[Answer] = []
 
     async def one(request: Asked, start: float) -> None:
-        answers.append(await _ask(host, int(port), request, start))
+        try:
+            answers.append(await _ask(host, int(port), request, start))
+        except (OSError, RuntimeError) as error:
+            text = f"a {request.kind} request of {request.at_s:.1f} s failed: {error}"
+            print(text, file=sys.stderr, flush=True)
 
     gc.collect()
     gc.disable()

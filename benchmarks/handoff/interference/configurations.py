@@ -73,9 +73,11 @@ def processor_s(fleet: Fleet) -> dict[str, float]:
 
 
 def warm_up(fleet: Fleet, prompts: Prompts) -> None:
-    """Every worker has run both kinds of request before anything is measured."""
+    """Every worker has run both kinds of request before anything is measured. Raises RuntimeError
+    if one fails."""
     asked = [prompts.ask(kind, WARM_UP_FROM + n) for n, kind in enumerate(WARM_UP)]
-    asyncio.run(open_loop(fleet.url, asked))
+    if len(asyncio.run(open_loop(fleet.url, asked))) < len(asked):
+        raise RuntimeError("the system does not answer")
 
 
 def run(name: str, schedule: Schedule) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def run(name: str, schedule: Schedule) -> dict[str, Any]:
         after = processor_s(fleet)
         moved = [a - b for a, b in zip(_prefills(fleet), (local, remote), strict=True)]
     figures = summary(answers, schedule.seconds)
+    figures["failed"] = len(asked) - len(answers)
     figures["prefills"] = dict(zip(("local", "remote"), moved, strict=True))
     figures["cores_used"] = {k: round((after[k] - v) / lasted, 3) for k, v in before.items()}
     figures["load"] = round(os.getloadavg()[0], 2)

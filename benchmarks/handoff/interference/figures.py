@@ -122,7 +122,7 @@ def verdict(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     ratio = theirs["itl_ms"]["p99"] / ours["itl_ms"]["p99"]
     tokens = ours["completed_tokens"] / theirs["completed_tokens"]
     return {
-        "ok": ratio >= LEAST_RATIO and tokens >= LEAST_TOKENS,
+        "ok": ratio >= LEAST_RATIO and tokens >= LEAST_TOKENS and not ours["failed"],
         "p99_itl_ratio": round(ratio, 2),
         "tokens_ratio": round(tokens, 3),
         "best_mixed": name,
@@ -140,4 +140,5 @@ def brief(run: Mapping[str, Any]) -> dict[str, Any]:
         "ttft_p50_ms": {kind: run["ttft_ms"][kind]["p50"] for kind in (LONG, SHORT)},
         "completed_tokens": run["completed_tokens"],
         "goodput_requests_s": run["goodput_requests_s"],
+        "failed": run["failed"],
     }
