@@ -15,7 +15,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router import adoption, sharing
+from pdserve.services.router import adoption, sharing, words
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.endings import Endings
 from pdserve.services.router.facts import FactsOfWorkers, destination
@@ -353,41 +353,18 @@ class Dispatcher:
         if flow is None or flow.attempt is None or flow.attempt.decode is not worker:
             self.num_stale += 1
             return
-        if kind == "tokens":
-            self._count(flow, flow.attempt)
-            flow.on_tokens(message, now)
-            return
-        if kind == "verified":
-            sharing.verified(flow, message)
-            return
-        if kind in ("admitted", "busy", "failed", "gone", "resumed") and not flow.attempt.answered:
-            self.answered(flow.attempt)
-        if kind == "admitted":
-            self.kinship.admitted(flow, flow.attempt)
-            flow.on_admitted(message, now)
+        attempt = flow.attempt
+        if kind in words.PRODUCTS:
+            self._count(flow, attempt)
+        elif kind in words.ANSWERS and not attempt.answered:
+            self.answered(attempt)
+        if kind in ("admitted", "resumed"):
+            self.kinship.admitted(flow, attempt)
         elif kind == "busy":
             worker.busy_until = now + BUSY_S
-            flow.on_busy(now)
-        elif kind == "gone":
-            flow.on_gone(now)
-        elif kind == "resumed":
-            self.kinship.admitted(flow, flow.attempt)
-            adoption.resumed(flow, message, now)
-        elif kind == "prompt_logprobs":
-            self._count(flow, flow.attempt)
-            flow.on_prompt_logprobs(message, now)
-        elif kind == "finished":
-            self._count(flow, flow.attempt)
-            flow.on_finished(message, now)
-        elif kind == "failed":
-            flow.on_failed(message.failure, now)
-        elif kind == "attached":
-            sharing.attached(flow)
-        elif kind == "place_again":
-            sharing.placed_again(flow, message, now)
-        elif kind == "handoff_lost":
-            flow.on_handoff_lost(message.reason, now)
-        self.pump(now)
+        words.of_decode(flow, kind, message, now)
+        if kind not in ("tokens", "verified"):  # neither makes room
+            self.pump(now)
 
     def _count(self, flow: Flow, attempt: Attempt) -> None:
         if not flow.counted:
@@ -403,15 +380,10 @@ class Dispatcher:
         flow = self._by_attempt.get(message.attempt)
         if flow is None or flow.attempt is None or flow.attempt.prefill is not worker:
             self.num_stale += 1
-        elif kind == "accepted":
-            flow.attempt.prefill_accepted = True
-        elif kind == "done":
-            self.kinship.handed_off(flow.attempt)
-            flow.on_prefill_done()
-        elif kind == "failed":
-            flow.on_prefill_failed(message.failure.message, now, not message.handed_back)
         else:
-            flow.on_prefill_failed(kind, now)
+            if kind == "done":
+                self.kinship.handed_off(flow.attempt)
+            words.of_prefill(flow, kind, message, now)
 
     def tick(self, now: float) -> None:
         """Deadlines, and workers that are asked again."""

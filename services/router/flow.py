@@ -24,7 +24,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router import adoption, commands, sharing
-from pdserve.services.router.answer import Answer, LostTokens
+from pdserve.services.router.answer import Answer
 from pdserve.services.router.beginning import Beginning
 from pdserve.services.router.fleet import Worker
 from pdserve.services.router.moves import Move
@@ -230,7 +230,7 @@ class Flow:
     def _finish_here(self, now: float) -> None:
         """Every choice has ended, and no worker is left to say so."""
         finished = pb.Finished(request=self.request, epoch=self.epoch, inexact=self.inexact)
-        self._end(RequestEvent(finished=finished), now, None)
+        self.end(RequestEvent(finished=finished), now, None)
 
     def prefill_lost(self, reason: str, now: float, fault: bool = True) -> None:
         """The prefill side failed; without effect once the KV is known to be complete.
@@ -254,94 +254,6 @@ class Flow:
             self.retry(f"decode {worker.hello.address} {how}", now)
         elif attempt.prefill is worker:
             self.prefill_lost(how, now)
-
-    # --- what workers say
-
-    def on_tokens(self, tokens: pb.Tokens, now: float) -> None:
-        """New ids: pass on what continues the answer."""
-        attempt = self.attempt
-        if attempt is None or self.stage is Stage.RESUMING:  # of before: it is said again
-            return
-        attempt.produced = True
-        self.stage = Stage.RUNNING
-        try:
-            fresh = self.answer.take(tokens)
-        except LostTokens as error:
-            self.retry(str(error), now)
-            return
-        if fresh is not None:
-            fresh.request = self.request
-            fresh.epoch = self.epoch
-            self.origin = self.origin or attempt.decode.identity
-            if not attempt.adopted and fresh.position == 0:
-                self.beginning.token.came(attempt.id, attempt.began, now)
-            self.board.emit(self, RequestEvent(tokens=fresh))
-
-    def on_prompt_logprobs(self, logprobs: pb.PromptLogprobs, now: float) -> None:
-        """Once per request, though every attempt may compute them."""
-        attempt = self.attempt
-        if attempt is None or self.stage is Stage.RESUMING:
-            return
-        attempt.produced = True
-        try:
-            fresh = self.answer.take_scores(logprobs)
-        except LostTokens as error:
-            self.retry(str(error), now)
-            return
-        if fresh is not None:
-            fresh.request = self.request
-            self.origin = self.origin or attempt.decode.identity
-            self.board.emit(self, RequestEvent(prompt_logprobs=fresh))
-
-    def on_finished(self, finished: pb.Finished, now: float) -> None:
-        """Every choice has ended at decode."""
-        attempt = self.attempt
-        if attempt is None or self.stage is Stage.RESUMING:
-            return
-        finished.request = self.request
-        finished.epoch = self.epoch
-        finished.inexact |= self.inexact
-        self.beginning.complete(finished, self.num_attempts, attempt.id)
-        self._end(RequestEvent(finished=finished), now, None)
-
-    def on_handoff_lost(self, reason: str, now: float) -> None:
-        """Decode gave up waiting for the KV; its blocks are free."""
-        attempt = self.attempt
-        if attempt is not None:
-            attempt.decode_over = True
-        if attempt is not None and attempt.moves:
-            self.retry(f"decode lost its KV: {reason}", now)
-        else:
-            self.prefill_lost(reason, now)
-
-    def on_prefill_done(self) -> None:
-        """Decode has verified every block."""
-        if self.attempt is not None:
-            self.attempt.prefill_done = self.attempt.prefill_over = True
-
-    def on_prefill_failed(self, reason: str, now: float, fault: bool = True) -> None:
-        """Prefill ended it, or never began."""
-        if self.attempt is not None:
-            self.attempt.prefill_over = True
-        self.prefill_lost(reason, now, fault)
-
-    def on_gone(self, now: float) -> None:
-        """Decode does not know the attempt."""
-        if self.attempt is not None:
-            self.attempt.decode_over = True
-        self.retry("decode does not know the attempt", now)
-
-    def on_failed(self, failure: pb.Failure, now: float) -> None:
-        """Decode refused or failed it: terminal, unless another worker may still take it."""
-        if self.stage is Stage.RESUMING:
-            return
-        if self.attempt is not None:
-            self.attempt.decode_over = True
-        if failure.code in (pb.UNAVAILABLE, pb.OVERLOADED) and self.stage is Stage.ADMITTING:
-            self.on_busy(now)
-            return
-        error = ServiceError.from_failure(failure)
-        self.fail(error.code, error.message, now, error.param, error.retry_after_s)
 
     # --- the client's side
 
@@ -399,9 +311,9 @@ class Flow:
         failed = pb.Failed(request=self.request, epoch=self.epoch, failure=error.to_failure())
         if self.attempt is not None:
             failed.attempt = self.attempt.id
-        self._end(RequestEvent(failed=failed), now, error)
+        self.end(RequestEvent(failed=failed), now, error)
 
-    def _end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
+    def end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
         self.board.emit(self, event)
         self.board.ended(self, now, error)
         self.close_attempt()

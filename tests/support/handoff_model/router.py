@@ -117,7 +117,7 @@ def lose_prefill(w: World, a: int, why: str, read_late: bool) -> None:
 
 
 def hear_decode(w: World, a: int) -> str:
-    """Flow.on_admitted, on_busy, on_handoff_lost, on_finished, on_failed, on_gone, worker_lost."""
+    """services/router/words.py of_decode, Flow.worker_lost."""
     attempt, req = w.attempt(a), w.request(w.model.request_of(a))
     word, attempt.from_decode = attempt.from_decode[0], attempt.from_decode[1:]
     match word:
@@ -161,7 +161,7 @@ def resume(w: World, a: int) -> None:
 
 
 def hear_prefill(w: World, a: int) -> str:
-    """Flow.on_prefill_done, on_prefill_failed, worker_lost."""
+    """services/router/words.py of_prefill, Flow.worker_lost."""
     attempt, req = w.attempt(a), w.request(w.model.request_of(a))
     word, attempt.from_prefill = attempt.from_prefill[0], attempt.from_prefill[1:]
     match word:
