@@ -281,3 +281,8 @@ class _Probe(asyncio.Transport):
         if not self._closing:
             self._closing = True
             self._process.call_soon(self._protocol.connection_lost, None)
+
+
+def here() -> Any:
+    """The process that runs."""
+    return asyncio.get_running_loop()

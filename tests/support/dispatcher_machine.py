@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from recorder import HITS, Recorder
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.router.answer import Answer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet import Fleet, Worker
@@ -22,29 +22,6 @@ from pdserve.services.router.policy import Rules
 from pdserve.services.router.switchboard import Stage
 
 NUM_TOKENS = 12
-HITS: Counter[str] = Counter()  # how often each interesting state was reached
-
-
-class Recorder:
-    """A client that keeps everything."""
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.ids: dict[tuple[str, int, int], list[int]] = {}
-        self.terminal: Counter[tuple[str, int]] = Counter()
-
-    def put(self, event: RequestEvent) -> None:
-        kind = event.WhichOneof("event")
-        message = getattr(event, kind)
-        key = (message.request, message.epoch)
-        assert not self.terminal[key], "an event after the terminal one"
-        if kind == "tokens":
-            have = self.ids.setdefault((*key, message.choice), [])
-            assert message.position == len(have)
-            have += message.ids
-        elif kind in ("finished", "failed"):
-            self.terminal[key] += 1
-            HITS[kind if kind == "finished" else pb.ErrorCode.Name(message.failure.code)] += 1
 
 
 class Remote:

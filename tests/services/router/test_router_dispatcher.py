@@ -2,8 +2,9 @@
 
 from random import Random
 
-from dispatcher_machine import HITS, DispatcherMachine
+from dispatcher_machine import DispatcherMachine
 from hypothesis import settings
+from recorder import HITS
 
 from pdserve.protos import fleet_pb2
 

@@ -1,0 +1,129 @@
+"""A worker's lease at its routers without threads: the same words at the same times."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.services.host.join import (
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    REJOIN_S,
+    RESOLVE_S,
+    SILENT_S,
+    Membership,
+    _Lease,
+)
+from simulation.clock import here
+from simulation.network import Network
+from simulation.rpc import Channel
+
+
+class LoopLease(_Lease):
+    """One join stream as a task."""
+
+    network: Network
+
+    def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
+        for event in prefixes:
+            self._prefixes.put(event)
+        self._load = load
+        self._changed = asyncio.Event()
+        self._heard = here().time()
+        self._over = False
+        self._task = here().create_task(self._hold(), name=f"join {self.address}")
+
+    def alive(self) -> bool:
+        return not self._over
+
+    def load(self, load: pb.Load) -> None:
+        super().load(load)
+        self._changed.set()
+
+    def prefixes(self, events: list[pb.PrefixEvents]) -> None:
+        super().prefixes(events)
+        self._changed.set()
+
+    def goodbye(self, reason: str) -> None:
+        super().goodbye(reason)
+        if hasattr(self, "_changed"):  # else it has not started
+            self._changed.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _hold(self) -> None:
+        async with Channel(self.network, self.address) as channel:
+            call = FleetStub(channel).Join()
+            reader = here().create_task(self._read(call), name="join echo")
+            try:
+                await call.write(pb.WorkerReport(hello=self._owner.hello))
+                await self._report(call, reader)
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                self._over = True
+                reader.cancel()
+                self._owner.lease_ended()
+
+    async def _read(self, call: Any) -> None:
+        try:
+            async for _ in call:
+                self._heard = here().time()
+        except grpc.aio.AioRpcError:
+            pass
+        self._changed.set()
+
+    async def _report(self, call: Any, reader: Any) -> None:
+        next_beat = next_load = 0.0
+        while not reader.done():
+            self._changed.clear()
+            now = here().time()
+            if now - self._heard > SILENT_S:
+                return
+            if self._goodbye is not None:
+                reason, self._goodbye = self._goodbye, None
+                await call.write(pb.WorkerReport(goodbye=pb.Goodbye(reason=reason)))
+            while not self._prefixes.empty():
+                await call.write(pb.WorkerReport(prefixes=self._prefixes.get()))
+            if self._load is not None and now >= next_load:
+                load, self._load = self._load, None
+                next_load = now + LOAD_INTERVAL_S
+                await call.write(pb.WorkerReport(load=load))
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_S
+                await call.write(pb.WorkerReport(heartbeat=self._owner.heartbeat()))
+            until = next_beat if self._load is None else min(next_beat, next_load)
+            timer = here().call_at(until, self._changed.set)
+            await self._changed.wait()
+            timer.cancel()
+
+
+class LoopMembership(Membership):
+    """Joins the routers from a task; their names need no resolving."""
+
+    def start(self) -> None:
+        self._wake = asyncio.Event()
+        self._task = here().create_task(self._keep(), name="membership")
+
+    async def _keep(self) -> None:
+        while True:
+            self._leases = {a: x for a, x in self._leases.items() if x.alive()}
+            for address in self._routers:
+                if address not in self._leases:
+                    self._leases[address] = self._new_lease(address)
+            self._wake.clear()
+            timer = here().call_later(RESOLVE_S, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            await asyncio.sleep(REJOIN_S)
+
+    def lease_ended(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+        for lease in self._leases.values():
+            lease.close()
