@@ -104,10 +104,12 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     def set_serving(serving: bool) -> None:
         announcing.cancel()
         readiness.drain()
-        limits.close()
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
+        # Whoever spreads requests over several gateways learns from /ready that this one ends.
+        await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
+        limits.close()
         await limits.idle.wait()
 
     async def stop(grace_s: float) -> None:

@@ -39,4 +39,7 @@ class GatewaySettings:
     text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
     drain_s: float = option(30.0, "seconds that open requests get to end at a stop", min=0)
+    lame_duck_s: float = option(
+        0.0, "seconds of these in which new ones are taken, while /ready says no already", min=0
+    )
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -40,7 +40,7 @@ class RouterCore:
             max_queued,
             self._loop.time(),
         )
-        self._idle = asyncio.Event()  # set when nothing runs any more, while draining
+        self._idle = asyncio.Event()  # set when no client is left, while draining
         self._ticker = asyncio.create_task(self._tick(), name="router tick")
 
     async def close(self) -> None:
@@ -49,10 +49,18 @@ class RouterCore:
         await asyncio.gather(self._ticker, return_exceptions=True)
         await self.links.close_all()
 
-    async def drain(self) -> None:
-        """Take no new request; return when none runs any more."""
+    @property
+    def draining(self) -> bool:
+        return self.dispatcher.draining
+
+    def stop_taking(self) -> None:
+        """Refuse new requests from now on."""
         self.dispatcher.draining = True
-        if self.dispatcher.num_running:
+
+    async def drain(self) -> None:
+        """Take no new request; return when none has a client here any more."""
+        self.stop_taking()
+        if self.dispatcher.num_attended:
             await self._idle.wait()
 
     async def _tick(self) -> None:
@@ -61,7 +69,7 @@ class RouterCore:
             now = self._loop.time()
             self._bury(self.fleet.tick(now))
             self.dispatcher.tick(now)
-            if self.dispatcher.draining and not self.dispatcher.num_running:
+            if self.draining and not self.dispatcher.num_attended:
                 self._idle.set()
 
     def _bury(self, dead: list[Worker]) -> None:

@@ -82,6 +82,11 @@ class Dispatcher:
         return len(self._flows)
 
     @property
+    def num_attended(self) -> int:
+        """Requests whose client is here; the gateway of the others has gone, or went elsewhere."""
+        return sum(flow.orphan_since is None for flow in self._flows.values())
+
+    @property
     def num_queued(self) -> int:
         return len(self._queues) + self.migrations.num_waiting + len(self.kinship.stranded)
 
@@ -252,6 +257,8 @@ class Dispatcher:
     def _candidates(self, flow: Flow, now: float) -> list[Worker]:
         if len(flow.refused) >= MAX_CANDIDATES:
             return []
+        if self.draining and flow.orphan_since is not None:
+            return []  # its gateway has taken it to another router
         return [
             w
             for w in self.fleet.of(DECODE, flow.model)

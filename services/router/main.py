@@ -37,18 +37,26 @@ class RouterProcess:
         self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.trace = Trace(self._ring)
+        self._service = RouterService(self.core, settings)
         self.address = ""
 
     async def start(self) -> None:
         """Listen. Raises OSError if the address is taken."""
         server = self.host.server
-        add_RouterServicer_to_server(RouterService(self.core, self._settings), server)
+        add_RouterServicer_to_server(self._service, server)
         add_FleetServicer_to_server(JoinService(self.core), server)
         blobs = BlobCache(self.core.fleet, self._settings.cluster_secret)
         add_BlobsServicer_to_server(BlobService(blobs), server)
         port = await self.host.start()
         self.address = f"{self._settings.bind.rpartition(':')[0]}:{port}"
         self.host.set_serving(True)
+
+    async def drain(self) -> None:
+        """Gateways go at once and take their requests along, which go on where they run (decode
+        keeps them for whoever comes); calls of Generate cannot move and run to their end."""
+        self.core.stop_taking()
+        self._service.send_away()
+        await self.core.drain()
 
     async def stop(self, grace_s: float) -> None:
         """End the sessions of clients first, then those with workers."""
@@ -76,7 +84,7 @@ async def serve(settings: RouterSettings, report: Report) -> int:
     try:
         return await run_until_signal(
             set_serving=router.host.set_serving,
-            drain=router.core.drain,
+            drain=router.drain,
             stop=router.stop,
             drain_s=settings.drain_s,
         )

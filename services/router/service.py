@@ -46,6 +46,13 @@ class RouterService(RouterServicer):
     def __init__(self, core: RouterCore, settings: RouterSettings) -> None:
         self._core = core
         self._settings = settings
+        self._sessions: set[ClientSession] = set()
+
+    def send_away(self) -> None:
+        """End the gateways' sessions after what was said: each goes on with another router, or
+        with the next life of this one. Called when the core drains."""
+        for session in self._sessions:
+            session.outbox.close()
 
     async def Session(
         self, request_iterator: AsyncIterator[rpc.GatewayMessage], context: Context
@@ -53,7 +60,10 @@ class RouterService(RouterServicer):
         first = await anext(request_iterator, rpc.GatewayMessage())
         if not first.hello.boot:
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
+        if self._core.draining:
+            await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
         session = ClientSession(first.hello.boot)
+        self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
             async for batch in session.outbox:
@@ -62,6 +72,7 @@ class RouterService(RouterServicer):
             reader.cancel()
             with suppress(asyncio.CancelledError):
                 await reader
+            self._sessions.discard(session)
             self._core.client_gone(session)
 
     async def _read(
@@ -87,6 +98,8 @@ class RouterService(RouterServicer):
             with suppress(ServiceError):  # the Start that it belongs to is refused
                 collector.add(message.ids_part)
         elif kind == "start":
+            if self._core.draining:
+                return  # its gateway has been sent away and issues it again
             start = message.start
             try:
                 ids = collector.take(start.request, start.prompt_ids)

@@ -126,6 +126,23 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
     assert await gateway.ended() == 0
 
 
+async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
+    gateway = await launch(
+        port=0, routers=[servicer[1]], cluster_secret=SECRET, lame_duck_s=3.0, drain_s=10.0
+    )
+    _, figures = await gateway.event()
+    assert (await gateway.event())[0] == "ready"
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=20) as http:
+        gateway.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while (await http.get("/ready")).status_code == 200:
+                pass
+        late = await http.post("/v1/chat/completions", json={"messages": HI})
+        assert late.json()["choices"][0]["message"]["content"] == "hello world"
+    assert gateway.process.returncode is None
+    assert await gateway.ended() == 0
+
+
 async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
     async def play(router, start):
         yield placed(start)

@@ -167,9 +167,34 @@ def test_addresses_lead_to_services(manifests: list[Manifest]) -> None:
 def test_pods_have_time_to_drain(manifests: list[Manifest]) -> None:
     for deployment in of_kind(manifests, "Deployment").values():
         drain_s = float(environment(deployment)["PDSERVE_DRAIN_S"]["value"])
-        hook = container(deployment).get("lifecycle", {}).get("preStop", {}).get("exec", {})
-        before_s = float(hook["command"][1]) if hook else 0.0
-        assert pod(deployment)["terminationGracePeriodSeconds"] > drain_s + before_s + 10
+        assert pod(deployment)["terminationGracePeriodSeconds"] > drain_s + 10
+        assert "lifecycle" not in container(deployment), "a preStop would take its share of it"
+
+
+def test_endpoints_learn_of_a_gateway_s_end_before_it_refuses(manifests: list[Manifest]) -> None:
+    gateway = of_kind(manifests, "Deployment")["gateway"]
+    env = environment(gateway)
+    probe = container(gateway)["readinessProbe"]
+    lame_duck_s = float(env["PDSERVE_LAME_DUCK_S"]["value"])
+    assert 2 * probe["periodSeconds"] < lame_duck_s < float(env["PDSERVE_DRAIN_S"]["value"]) / 2
+
+
+def test_one_pod_of_a_role_ends_at_a_time(manifests: list[Manifest]) -> None:
+    """By a rolling update or by the drain of a node; the others take what it ran."""
+    deployments = of_kind(manifests, "Deployment")
+    budgets = of_kind(manifests, "PodDisruptionBudget")
+    assert set(budgets) == set(ROLES)
+    for role, deployment in deployments.items():
+        budget = budgets[role]["spec"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"]["matchLabels"] == deployment["spec"]["selector"]["matchLabels"]
+        on_gpu = "nvidia.com/gpu" in container(deployment)["resources"]["limits"]
+        update = deployment["spec"].get("strategy", {}).get("rollingUpdate", {})
+        if on_gpu:
+            assert (update["maxUnavailable"], update["maxSurge"]) == (1, 0)
+        elif role in ("gateway", "router"):
+            assert update["maxUnavailable"] == 0
+            assert deployment["spec"]["replicas"] >= 2
 
 
 def test_loading_is_not_mistaken_for_death(manifests: list[Manifest]) -> None:

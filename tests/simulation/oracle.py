@@ -62,10 +62,6 @@ def _may_fail(cluster: Cluster, faults: Faults, reply: Reply, code: str) -> bool
     kinds = {s.fault.kind for s in faults.strikes if s.fault.request == request}
     if len(faults.strikes) > 1:  # together they may be more than what is survived
         return True
-    (strike,) = faults.strikes
-    if strike.fault.kind == "SIGTERM router" and len(cluster.of("router")) == 1:
-        # The only router takes no new request while it drains, and says when to come again.
-        return code == "UNAVAILABLE" and reply.asked_at >= strike.at_s
     return bool(kinds & set(MAY_FAIL)) and code in ("DEADLINE_EXCEEDED", "CANCELLED")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from eventually import eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
@@ -197,23 +198,53 @@ async def test_fleet_view(make_cluster: Any) -> None:
     assert all(0 <= w.silent_s < 1 for w in view.workers)
 
 
-async def test_drain_ends_what_runs_and_refuses_what_comes(make_cluster: Any) -> None:
+async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3
     gateway = await cluster.gateway()
-    await gateway.start("old", PROMPT)
-    await gateway.until(lambda: len(gateway.ids("old")) == 3)
-    draining = asyncio.create_task(cluster.router.core.drain())
-    await asyncio.sleep(0)
-    await gateway.start("new", PROMPT)
-    failed = await gateway.end("new")
-    assert failed.failure.code == pb.UNAVAILABLE
-    assert failed.failure.retry_after_ms > 0
-    assert not draining.done()
-    decode.released.set()
-    assert isinstance(await gateway.end("old"), pb.Finished)
+    await gateway.start("moves", PROMPT)
+    await gateway.until(lambda: len(gateway.ids("moves")) == 3)
+    async with open_channel(cluster.router.address, SECRET) as channel:
+        stub = RouterStub(channel)
+        stays = stub.Generate(generate())
+        replies = [await anext(aiter(stays))]
+        draining = asyncio.create_task(cluster.router.drain())
+        await asyncio.wait_for(gateway.reader, 5)
+        assert not gateway.of("moves", "failed")
+        again = await cluster.gateway(boot=gateway.boot)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await again.reader
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        failure = await failure_of(stub.Generate(generate()))
+        assert failure.code == pb.UNAVAILABLE
+        assert failure.retry_after_s > 0
+        assert not draining.done()
+        decode.released.set()
+        replies += [reply async for reply in stays]
+    assert [i for r in replies for i in r.tokens.ids] == expected(PROMPT, 6)
     await asyncio.wait_for(draining, 5)
+    assert not decode.of("cancel"), "what has moved goes on where it runs"
+
+
+async def test_a_drained_router_begins_nothing_that_its_gateway_took_along(
+    make_cluster: Any,
+) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.busy = 2  # it is asked again after 0.1 s
+    gateway = await cluster.gateway()
+    await gateway.start("waits", PROMPT)
+    await eventually(lambda: decode.of("admit"), 10)
+    await asyncio.wait_for(cluster.router.drain(), 5)
+    await asyncio.wait_for(gateway.reader, 5)
+    dispatcher = cluster.router.core.dispatcher
+    await eventually(lambda: dispatcher.num_queued == 1, 1)
+    num_asked = len(decode.of("admit"))
+    await eventually(lambda: not dispatcher.num_running, 10)
+    assert len(decode.of("admit")) == num_asked
 
 
 def test_starts_without_torch() -> None:
