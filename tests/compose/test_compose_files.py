@@ -12,6 +12,7 @@ from pdserve.services.cli.commands import COMMANDS, known_names
 from pdserve.services.cli.options import ENV_PREFIX
 
 ROOT = Path(__file__).parents[2]
+WORKERS = ("prefill", "decode")
 # Variables of the compose files themselves: where to find models, which GPU.
 COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"}
 
@@ -19,6 +20,19 @@ COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"}
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    return found
+
+
+class Overlay(yaml.SafeLoader):
+    """With compose's tag for what an overlay takes away."""
+
+
+Overlay.add_constructor("!reset", lambda loader, node: loader.construct_sequence(node))
+
+
+@pytest.fixture(scope="module")
+def twice() -> dict[str, Any]:
+    found: dict[str, Any] = Overlay((ROOT / "compose.ha.yml").read_text()).get_single_data()
     return found
 
 
@@ -43,7 +57,7 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
-    for name in ("docker-compose.yml", "docker-compose.gpu.yml", "Dockerfile"):
+    for name in ("docker-compose.yml", "docker-compose.gpu.yml", "compose.ha.yml", "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
 
@@ -116,3 +130,47 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
         assert chosen == ["worker", "cuda"]
         assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
     assert "ARG WORKER_EXTRAS=worker\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_ha_overlay_has_two_of_every_process(
+    services: dict[str, Any], twice: dict[str, Any]
+) -> None:
+    assert set(twice["services"]) == {*services, "proxy"}
+    for role in services:
+        overlay = twice["services"][role]
+        assert overlay["deploy"]["replicas"] == 2
+        known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
+        for name, value in overlay.get("environment", {}).items():
+            known[name].parse(str(value), name)
+    engines = {twice["services"][r]["environment"]["PDSERVE_HOST_ENGINES"] for r in WORKERS}
+    assert engines == {2 * len(WORKERS)}
+
+
+def test_only_the_proxy_of_the_ha_overlay_is_published(
+    services: dict[str, Any], twice: dict[str, Any]
+) -> None:
+    assert twice["services"]["gateway"]["ports"] == []
+    proxy = twice["services"]["proxy"]
+    assert proxy["ports"] == services["gateway"]["ports"]
+    config = twice["configs"]["haproxy"]["content"]
+    ports = [port.rpartition(":")[2] for port in proxy["ports"]]
+    assert re.findall(r"bind :(\d+)", config) == ports
+    assert sorted(set(re.findall(r"server.* gateway:(\d+)", config))) == sorted(ports)
+
+
+def test_the_proxy_learns_of_an_end_before_requests_are_refused(
+    services: dict[str, Any], twice: dict[str, Any]
+) -> None:
+    config = twice["configs"]["haproxy"]["content"]
+    assert "uri /ready" in config
+    found = re.search(r"check inter (\d+)ms fall (\d+)", config)
+    assert found
+    noticed_s = int(found[1]) / 1000 * (int(found[2]) + 1)
+    lame_duck_s = twice["services"]["gateway"]["environment"]["PDSERVE_LAME_DUCK_S"]
+    drain_s = services["gateway"]["environment"]["PDSERVE_DRAIN_S"]
+    assert 3 * noticed_s < lame_duck_s < drain_s / 2
+    options = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
+    for side in ("client", "server"):
+        waits = re.search(rf"timeout {side} (\d+)s", config)
+        assert waits
+        assert int(waits[1]) > options["request_timeout_s"].default

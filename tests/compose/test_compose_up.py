@@ -1,61 +1,19 @@
 """`docker compose up` on a real engine: images are built, containers answer, all ends in order."""
 
 import re
-import secrets
-import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from compose_project import KEY, ROLES, Project
 from docker_engine import DockerEngine, docker_engine, missing
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
 
-ROOT = Path(__file__).parents[2]
-ROLES = ("gateway", "router", "prefill", "decode")
 PROMPT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 45
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
-
-
-class Project:
-    """The compose file of the repository, built from it, on ports of its own."""
-
-    def __init__(self, engine: DockerEngine, folder: Path) -> None:
-        self._engine = engine
-        self._override = folder / "override.yml"
-        # The engine has no bridge of its own: builds use the host's network.
-        builds = {role: {"build": {"network": "host"}} for role in ROLES}
-        self._override.write_text(yaml.safe_dump({"services": builds}))
-        self.port, grpc_port = free_ports(2)
-        self._env = {
-            "PDSERVE_CLUSTER_SECRET": secrets.token_urlsafe(32),
-            "PDSERVE_API_KEY": "compose-key",
-            "PDSERVE_PORT": str(self.port),
-            "PDSERVE_GRPC_PORT": str(grpc_port),
-            "TORCH_INDEX": "",
-            "DOCKER_BUILDKIT": "0",
-        }
-
-    def compose(self, *words: str, timeout_s: float = 120) -> str:
-        files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(self._override))
-        name = ("--project-name", "pdserve-test")
-        return self._engine.run(
-            "compose", *name, *files, *words, env=self._env, timeout_s=timeout_s
-        )
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +28,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
 @pytest.fixture(scope="module")
 def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     made = Project(engine, tmp_path_factory.mktemp("project"))
-    made.compose("build", timeout_s=1200)
-    made.compose("up", "--detach", "--wait", "--no-build", timeout_s=400)
+    made.build()
+    made.up()
     yield made
     print(made.compose("logs", "--no-color"))
-    made.compose("down", "--volumes")
+    made.down()
 
 
 @pytest.fixture(scope="module")
 def client(project: Project) -> ApiClient:
-    return ApiClient(f"http://127.0.0.1:{project.port}", "compose-key", timeout_s=120)
+    return ApiClient(project.url, KEY, timeout_s=120)
 
 
 def chat(client: ApiClient, text: str) -> dict[str, Any]:
@@ -116,7 +74,7 @@ def test_a_long_prompt_crosses_containers_in_shared_memory(
 
 def test_the_key_is_needed(project: Project) -> None:
     with pytest.raises(ApiError) as caught:
-        ApiClient(f"http://127.0.0.1:{project.port}").get("/v1/models")
+        ApiClient(project.url).get("/v1/models")
     assert caught.value.status == 401
 
 

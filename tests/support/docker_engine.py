@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BASE_IMAGE = "python:3.11-slim"
+PROXY_IMAGE = "haproxy:3.0-alpine"
 START_S = 60.0
 DAEMON_FLAGS = ("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
 PIP_KEYS = ("index-url", "extra-index-url", "trusted-host", "find-links")
@@ -85,6 +86,17 @@ class DockerEngine:
                 stdout=subprocess.DEVNULL,
             )
         shutil.rmtree(root)
+
+    def make_proxy_image(self) -> None:
+        """Debian's HAProxy under the name that compose.ha.yml runs; needs the base image."""
+        text = f"""FROM {BASE_IMAGE}
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends haproxy
+"""
+        context = self._folder / "proxy"
+        context.mkdir()
+        (context / "Dockerfile").write_text(text)
+        words = ("build", "--quiet", "--network", "host", "--tag", PROXY_IMAGE, str(context))
+        self.run(*words, env={"DOCKER_BUILDKIT": "0"}, timeout_s=600)
 
     def _pip_conf(self, root: Path, bundle: Path) -> str:
         """This machine's package sources; folders of wheels are copied into the image."""
