@@ -12,6 +12,7 @@ class Beginning:
 
     token: FirstToken
     hit: int | None = None  # tokens that were cached before decode verified the first block
+    expected: int | None = None  # likewise, as the router knew it at the first try
     first: pb.Finished | None = None  # what the attempt said that it moved from
 
     def moved(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
@@ -29,6 +30,7 @@ class Beginning:
             finished.inexact |= first.inexact
             return
         self.token.complete(finished.phases, attempt)
-        if num_attempts > 1 and self.hit is not None:
+        known = self.expected if self.hit is None else self.hit
+        if num_attempts > 1 and known is not None:
             # What an earlier try has left in a cache was computed for this request.
-            finished.cached_tokens = min(finished.cached_tokens, self.hit)
+            finished.cached_tokens = min(finished.cached_tokens, known)

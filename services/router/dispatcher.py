@@ -283,6 +283,8 @@ class Dispatcher:
         self.reasons[decision.reason] += 1
         why, cached = decision.reason, decision.cached_tokens
         log.debug("%s, %d tokens cached at decode", why, cached, extra={"request": flow.request})
+        if flow.beginning.expected is None:
+            flow.beginning.expected = cached
         decode = self.fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
         self.kinship.left_out(decode.boot, decision.refused)

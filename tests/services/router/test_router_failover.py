@@ -293,3 +293,20 @@ async def test_blocks_of_an_earlier_try_are_no_cache_hit(make_cluster: Any, wait
     assert (await gateway.end("r")).cached_tokens == 32
     await gateway.start("again", LONG)
     assert (await gateway.end("again")).cached_tokens == 560
+
+
+async def test_blocks_of_a_try_that_decode_forgot_are_no_cache_hit(make_cluster: Any) -> None:
+    """Nothing was verified before the session broke, and decode answers Gone."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 0
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT)
+    await decode.until(lambda: bool(decode.of("admit")))
+    await gateway.until(lambda: bool(gateway.of("r", "placed")))
+    decode.cached_tokens = 16  # what it finds at the second try
+    decode.said.clear()
+    decode.released.set()
+    decode.outboxes[-1].close()
+    assert (await gateway.end("r")).cached_tokens == 0
+    assert len(decode.of("admit")) == 2
