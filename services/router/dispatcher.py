@@ -208,17 +208,6 @@ class Dispatcher:
         if error is None and flow.attempt is not None:
             self._endings.add((flow.owner.key, flow.request), flow.epoch, flow.placement, now)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
-        attempt = flow.attempt
-        log.info(
-            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
-            "done" if error is None else f"failed ({error.message})",
-            flow.model,
-            attempt.prefill.hello.address if attempt and attempt.prefill else "local",
-            attempt.decode.hello.address if attempt else "none",
-            flow.num_attempts,
-            now - flow.arrived,
-            extra={"request": flow.request},
-        )
 
     def _forget(self, flow: Flow) -> None:
         self.kinship.stranded.pop(flow, None)

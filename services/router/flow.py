@@ -314,6 +314,18 @@ class Flow:
         self.end(RequestEvent(failed=failed), now, error)
 
     def end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
+        """Pass on its terminal event; `error`: what that says."""
+        attempt = self.attempt
+        log.info(
+            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
+            "done" if error is None else f"failed ({error.message})",
+            self.model,
+            attempt.prefill.hello.address if attempt and attempt.prefill else "local",
+            attempt.decode.hello.address if attempt else "none",
+            self.num_attempts,
+            now - self.arrived,
+            extra={"request": self.request},
+        )
         self.board.emit(self, event)
         self.board.ended(self, now, error)
         self.close_attempt()
