@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from pdserve.engine.handoff.frames import (
     ID_BYTES,
+    MARK_BYTES,
     MAX_CONTROL_BYTES,
     PREFIX_BYTES,
     TAG_BYTES,
@@ -63,10 +64,11 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """decode -> prefill: the slot may be used again."""
+    """decode -> prefill: decode is done with the frame of that mark, so its slot is free."""
 
     TYPE: ClassVar[int] = 6
     slot: int
+    mark: bytes = bytes(MARK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ _CODECS: dict[int, _Codec] = {
     Welcome.TYPE: _fixed(Welcome, f"{PROOF_BYTES}s", "proof"),
     Refused.TYPE: _text(Refused),
     Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
-    Credit.TYPE: _fixed(Credit, "H", "slot"),
+    Credit.TYPE: _fixed(Credit, f"H{MARK_BYTES}s", "slot", "mark"),
     Window.TYPE: _Codec(lambda m: bytes(m.data), Window),
     Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
     Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),

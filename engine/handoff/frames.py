@@ -10,8 +10,9 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = 0x4B50
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 TAG_BYTES = 16
+MARK_BYTES = 8  # of a frame's header tag: which record a credit is for
 ID_BYTES = 16
 MAX_CONTROL_BYTES = 8192
 MAX_SLOT_BYTES = 64 << 20
@@ -105,3 +106,8 @@ class FrameHeader:
             ticket, sequence, slot, group, range(l0, l1), range(t0, t1), range(h0, h1), size, tag
         )
         return header, record[:-TAG_BYTES], record[-TAG_BYTES:]
+
+
+def mark_of(record: bytes) -> bytes:
+    """What tells a frame's record from every other one of its connection."""
+    return record[-TAG_BYTES:][:MARK_BYTES]

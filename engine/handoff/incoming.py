@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
+from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Bitmap, Piece
 from pdserve.engine.handoff.machine import Handoff
@@ -88,6 +89,7 @@ class Incoming(Attempt):
         self.bitmap: Bitmap | None = None
         self.num_verified = 0  # leading blocks that are there in all layers
         self.pace: Pace | None = None  # once granted
+        self.arriving: set[int] = set()  # frames that have a slot here; threads of its link add
         self.acks: list[int] = []
         self.num_bytes = 0
         self.prefill_cached = 0
@@ -101,6 +103,24 @@ class Incoming(Attempt):
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
         self.pace = granted(now)
+
+    def arrives(self, header: FrameHeader) -> bool:
+        """A genuine record is here; False: it was before, or what it brings was."""
+        if header.sequence in self.arriving or self.has(header):
+            return False
+        self.arriving.add(header.sequence)
+        return True
+
+    def landed(self, header: FrameHeader) -> None:
+        """Written, damaged or too late: its slot is about to be credited."""
+        self.arriving.discard(header.sequence)
+
+    def has(self, header: FrameHeader) -> bool:
+        """Everything in the frame is verified and written; any thread."""
+        try:
+            return self.bitmap is not None and self.bitmap.has(self.bitmap.piece(header))
+        except FrameError:
+            return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
         """Frames have been written: leading tokens that are there in all layers, 0 if no more are

@@ -274,10 +274,17 @@ class Receiver(Endpoint[Incoming]):
         self._note(incoming, Mark.WRITTEN, header.sequence, cells)
         incoming.acks.append(header.sequence)
         self._to_ack[incoming] = None
+        incoming.landed(header)
         self._fill(incoming)
+
+    def _again(self, parcel: Parcel) -> None:
+        """A duplicate of what is written: acknowledged like the first one."""
+        if parcel.attempt.state.holds:
+            self.took(parcel, None)
 
     def damaged(self, parcel: Parcel) -> None:
         self.counters["corrupt_frames"] += 1
+        parcel.attempt.landed(parcel.header)
         self._figures(parcel.link).refused += 1
         parcel.attempt.post(control.Nack(parcel.header.sequence))
 
@@ -288,6 +295,7 @@ class Receiver(Endpoint[Incoming]):
 
     def late(self, parcel: Parcel) -> None:
         self.counters["late_frames"] += 1
+        parcel.attempt.landed(parcel.header)
         self._note(parcel.attempt, Mark.LATE, parcel.header.sequence)
 
     def _fill(self, incoming: Incoming) -> None:
@@ -399,7 +407,12 @@ class Receiver(Endpoint[Incoming]):
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
             self.counters["refused"] += 1
             raise FrameError("frame header with a bad tag")
-        return True
+        if incoming.arrives(header):
+            return True
+        self.counters["duplicate_frames"] += 1
+        if incoming.has(header):
+            self._post(partial(self._again, Parcel(incoming, link, header, memoryview(b""))))
+        return False
 
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
@@ -415,8 +428,8 @@ class Receiver(Endpoint[Incoming]):
         tag, sealed = header.payload_tag, self._terms.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            link.credit(header.slot)
             self.damaged(parcel)
+            link.credit(header.slot)
         else:
             parcel.payload = verified
             self._parcels.append(parcel)

@@ -7,6 +7,7 @@ belongs to prefill until sent, then to decode until its Credit arrives.
 
 import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from pdserve.engine.handoff.frames import (
     FrameHeader,
     OtherVersion,
     Prefix,
+    mark_of,
 )
 from pdserve.engine.transport.base import (
     SLOTS,
@@ -51,7 +53,8 @@ class LinkHandler(Protocol):
     def message(self, link: "Link", message: control.Message) -> None: ...
 
     def frame(self, link: "Link", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        """decode: may its payload be received? The header's tag is checked here."""
+        """decode: may its payload be received? The header's tag is checked here. What is refused
+        is passed over; the connection goes on."""
 
     def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
         """decode: private bytes, or a slot on the device, not yet verified; `credit` the slot when
@@ -75,7 +78,9 @@ class Link:
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
-        self._private: dict[int, memoryview] = {}
+        self._private: list[memoryview] = []  # free buffers for payloads, the newest last
+        self._filled: dict[int, memoryview] = {}  # by slot, until its credit
+        self.num_surplus = 0  # prefill: credits of records that decode got twice
         self._genuine = False
         self._reason = ""
         self._busy_s = 0.0  # moving payloads, since last taken
@@ -179,8 +184,10 @@ class Link:
 
     def credit(self, slot: int) -> None:
         """decode: the payload in that slot is done with."""
-        self._lent.credit(slot)
-        self.post(control.encode(control.Credit(slot)))
+        buffer, mark = self._filled.pop(slot, None), self._lent.credit(slot)
+        if buffer is not None:
+            self._private.append(buffer)
+        self._give_back(slot, mark)
 
     def close(self, reason: str = "closed here") -> None:
         """End it and wait for its threads, unless called on one of them."""
@@ -256,7 +263,7 @@ class Link:
             return
         message = self._read_control(prefix)
         if isinstance(message, control.Credit):
-            self._credited(message.slot)
+            self._credited(message)
         elif isinstance(message, control.Window):
             self._opened(message.data)
         else:
@@ -280,24 +287,31 @@ class Link:
         header, covered, tag = FrameHeader.unpack(prefix.pack() + bytes(body))
         if header.payload_bytes > self._wire.slot_bytes:
             raise FrameError("payload larger than a slot")
-        self._lent.lend(header.slot)
+        mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
-            self.credit(header.slot)
+            if not lent:  # else it is here twice: the first one will be credited
+                self._give_back(header.slot, mark)
             return
+        self._lent.lend(header.slot, mark)
         if self._wire.direct:
             self._handler.payload(self, header, self._wire.incoming(header.slot))
             return
-        payload = self._copy_of(header.slot)[: header.payload_bytes]
+        payload = self._buffer(header.slot)[: header.payload_bytes]
         start = time.monotonic()
         self._wire.receive_payload(header.slot, payload)
         self._busy_s += time.monotonic() - start
         self._handler.payload(self, header, payload)
 
-    def _copy_of(self, slot: int) -> memoryview:
-        if slot not in self._private:
-            self._private[slot] = memoryview(bytearray(self._wire.slot_bytes))
-        return self._private[slot]
+    def _give_back(self, slot: int, mark: bytes) -> None:
+        self.post(control.encode(control.Credit(slot, mark)))
+
+    def _buffer(self, slot: int) -> memoryview:
+        """Private memory for the payload in a slot: what was free last is still in a cache."""
+        if not self._private:  # a page's alignment doubles the speed of copies into it
+            self._private.append(memoryview(mmap.mmap(-1, self._wire.slot_bytes)))
+        buffer = self._filled[slot] = self._private.pop()
+        return buffer
 
     def _opened(self, window: bytes) -> None:
         """prefill: from now on there are slots."""
@@ -306,9 +320,12 @@ class Link:
             self._slots.open(SLOTS)
             self._wake.notify()
 
-    def _credited(self, slot: int) -> None:
+    def _credited(self, credit: control.Credit) -> None:
         with self._wake:
-            self._slots.credited(slot)
+            if not self._slots.expects(credit.slot, credit.mark):
+                self.num_surplus += 1
+                return
+            self._slots.credited(credit.slot)
             self._wake.notify()
 
     # the writer thread
@@ -353,8 +370,8 @@ class Link:
             if built is None:
                 self._slots.put_back(slot)
                 return
-            self._slots.sent(slot)
-        record, size = built
+            record, size = built
+            self._slots.sent(slot, mark_of(record))
         start = time.monotonic()
         self._wire.send_frame(record, slot, size)
         self._busy_s += time.monotonic() - start

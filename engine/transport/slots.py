@@ -4,7 +4,9 @@
                         '-- put back --> free
 
 Prefill owns a slot until its frame is sent, then decode until it credits it, once. A frame that is
-sent again takes a slot like any other, so never the one that decode still has.
+sent again takes a slot like any other, so never the one that decode still has. A credit says which
+frame it is for: of a record that the network has doubled, the second one's comes when the slot may
+have another frame.
 """
 
 from collections import deque
@@ -18,7 +20,7 @@ class WriterSlots:
     def __init__(self, count: int) -> None:
         self._free = deque(range(count))
         self._filling: set[int] = set()
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, bytes] = {}  # the frame's mark
 
     @property
     def num_free(self) -> int:
@@ -40,15 +42,19 @@ class WriterSlots:
         self._filling.remove(slot)
         self._free.appendleft(slot)
 
-    def sent(self, slot: int) -> None:
+    def sent(self, slot: int, mark: bytes = b"") -> None:
         self._filling.remove(slot)
-        self._in_flight.add(slot)
+        self._in_flight[slot] = mark
+
+    def expects(self, slot: int, mark: bytes) -> bool:
+        """The slot is in flight with that frame."""
+        return self._in_flight.get(slot) == mark
 
     def credited(self, slot: int) -> None:
         """Raises FrameError."""
         if slot not in self._in_flight:
             raise FrameError("credit for a slot that is not in flight")
-        self._in_flight.remove(slot)
+        del self._in_flight[slot]
         self._free.append(slot)
 
 
@@ -57,16 +63,20 @@ class ReaderSlots:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._lent: set[int] = set()
+        self._lent: dict[int, bytes] = {}  # the frame's mark
 
-    def lend(self, slot: int) -> None:
-        """A frame in that slot has arrived. Raises FrameError."""
+    def check(self, slot: int) -> bool:
+        """Whether the slot is lent. Raises FrameError if there is none."""
         if slot >= self._count:
             raise FrameError("slot out of range")
-        if slot in self._lent:
-            raise FrameError("slot used without credit")
-        self._lent.add(slot)
+        return slot in self._lent
 
-    def credit(self, slot: int) -> None:
-        """Raises KeyError: it was credited before."""
-        self._lent.remove(slot)
+    def lend(self, slot: int, mark: bytes = b"") -> None:
+        """A frame in that slot has arrived. Raises FrameError."""
+        if self.check(slot):
+            raise FrameError("slot used without credit")
+        self._lent[slot] = mark
+
+    def credit(self, slot: int) -> bytes:
+        """The mark of the frame that was in it. Raises KeyError: it was credited before."""
+        return self._lent.pop(slot)

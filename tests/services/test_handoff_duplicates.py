@@ -1,0 +1,120 @@
+"""Records that the network doubles: acknowledged and counted, and the connection stays."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import fake_engine
+from handoff_pair import Pair, local, request
+
+from pdserve.engine.transport import cuda_wires, shm, tcp
+from pdserve.engine.transport.base import Wire
+from pdserve.engine.transport.registry import transports
+
+WRITERS: dict[str, Any] = {
+    "tcp": tcp.TcpWire,
+    "shm": shm.ShmWriter,
+    "cuda_ipc": cuda_wires.CudaWriter,
+}
+
+
+def test_every_transport_is_here() -> None:
+    assert set(WRITERS) == set(transports())
+
+
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame for each block of each layer, so that slots are used again and again."""
+    monkeypatch.setattr("pdserve.engine.handoff.layout.SLOT_BYTES", 1)
+
+
+def hand_over(transport: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A few hand-offs on one connection, nothing lost and nothing wrong."""
+    small_frames(monkeypatch)
+    options: dict[str, Any] = {"num_blocks": 256, "prefix_cache": False}
+    pair = Pair(fake_engine(**options), fake_engine(**options), transport, folder)
+    writes: Counter[int] = Counter()
+    write = pair.decode.kv.write
+
+    def counted(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
+        writes[len(layers) * len(blocks)] += 1
+        write(group, layers, blocks, payload)
+
+    pair.decode.kv.write = counted  # type: ignore[method-assign]
+    sent = 0
+    for seed in range(4):
+        asked = request(150, seed=seed, max_tokens=3)
+        attempt = pair.hand_off(asked)
+        assert pair.answer(asked) == local(asked, **options)
+        pair.wait(lambda one=attempt: one in pair.sent)  # type: ignore[misc]
+        assert pair.sent[attempt].reason == ""
+        sent += pair.sent[attempt].num_bytes
+    assert not pair.lost
+    assert pair.sender.counters["resent"] == 0
+    received = sum(found.num_bytes for found in pair.received.values())
+    assert received == sent, "a block was written twice"
+    if transport != "cuda_ipc":
+        assert writes.total() == pair.receiver.figures[transport].frames
+    return pair
+
+
+def the_one_link(pair: Pair) -> Any:
+    (link,) = pair.sender._links
+    assert link.open
+    return link
+
+
+@pytest.mark.parametrize("transport", list(WRITERS))
+def test_a_record_that_comes_twice_in_a_row(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = WRITERS[transport]
+    send = writer.send_frame
+
+    def twice(self: Wire, record: bytes, slot: int, size: int) -> None:
+        send(self, record, slot, size)
+        send(self, record, slot, size)
+
+    monkeypatch.setattr(writer, "send_frame", twice)
+    pair = hand_over(transport, tmp_path, monkeypatch)
+    link = the_one_link(pair)
+    frames = pair.receiver.figures[transport].frames
+    pair.wait(lambda: pair.receiver.counters["duplicate_frames"] >= 1)
+    duplicates = pair.receiver.counters["duplicate_frames"]
+    late = pair.receiver.counters["late_frames"]  # their attempt was complete with the first
+    assert frames > 100
+    assert 0 < duplicates <= duplicates + late <= frames
+    print(f"{frames} frames, {duplicates} duplicates, {link.num_surplus} surplus credits")
+    pair.assert_clean()
+    pair.close()
+
+
+@pytest.mark.parametrize("transport", list(WRITERS))
+def test_a_record_that_comes_again_when_its_slot_has_another_frame(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The duplicate's credit must not free the slot under the frame that is in it now."""
+    writer = WRITERS[transport]
+    send = writer.send_frame
+    last: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    repeated = 0
+
+    def late_again(self: Wire, record: bytes, slot: int, size: int) -> None:
+        nonlocal repeated
+        if old := last.get((id(self), slot)):
+            self.write(*old)
+            repeated += 1
+        space = self.outgoing(slot)
+        payload = bytes(space[:size]) if transport == "tcp" else b""  # type: ignore[index]
+        last[id(self), slot] = record, payload
+        send(self, record, slot, size)
+
+    monkeypatch.setattr(writer, "send_frame", late_again)
+    pair = hand_over(transport, tmp_path, monkeypatch)
+    link = the_one_link(pair)
+    assert repeated > 100
+    pair.wait(lambda: link.num_surplus > 50)
+    assert pair.receiver.counters["duplicate_frames"] > 50
+    assert pair.receiver.counters["corrupt_frames"] == 0
+    pair.assert_clean()
+    pair.close()
