@@ -177,6 +177,35 @@ class Wire(ABC):
         self.sock.close()
 
 
+class WindowWriter(Wire):
+    """prefill's end of a connection whose payloads pass through a window, not in the stream."""
+
+    def setup(self) -> None:
+        raise WireClosed("prefill accepts no connections")
+
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        self.write(record)
+
+    def receive_payload(self, slot: int, out: memoryview) -> None:
+        raise WireClosed("decode does not send frames")
+
+    def skip_payload(self, slot: int, size: int) -> None:
+        raise WireClosed("decode does not send frames")
+
+
+class WindowReader(Wire):
+    """decode's end of one."""
+
+    def outgoing(self, slot: int) -> memoryview | Outlet:
+        raise WireClosed("decode does not send frames")
+
+    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+        raise WireClosed("decode does not send frames")
+
+    def skip_payload(self, slot: int, size: int) -> None:
+        """Nothing of it is in the stream."""
+
+
 class Listener:
     """Accepts connections on a thread of its own until closed; owns the listening socket."""
 

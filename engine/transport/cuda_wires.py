@@ -20,6 +20,8 @@ from pdserve.engine.transport.base import (
     Inlet,
     Outlet,
     TransportRefused,
+    WindowReader,
+    WindowWriter,
     Wire,
     WireClosed,
 )
@@ -94,7 +96,7 @@ class _Peer:
         os.close(self._fd)
 
 
-class CudaWriter(Wire):
+class CudaWriter(WindowWriter):
     """prefill's end: opens decode's window."""
 
     direct = True
@@ -118,9 +120,6 @@ class CudaWriter(Wire):
         self.write(refusal.pack())
         _heed(refusal)
         _heed(_answer(self))
-
-    def setup(self) -> None:
-        raise WireClosed("prefill accepts no connections")
 
     def proof(self) -> bytes:
         return self._proof
@@ -146,15 +145,6 @@ class CudaWriter(Wire):
 
     def outgoing(self, slot: int) -> Outlet:
         return _Spot(self._device, self._slots[slot])
-
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        self.write(record)
-
-    def receive_payload(self, slot: int, out: memoryview) -> None:
-        raise WireClosed("decode does not send frames")
-
-    def skip_payload(self, slot: int, size: int) -> None:
-        raise WireClosed("decode does not send frames")
 
     def close(self) -> None:
         super().close()
@@ -186,7 +176,7 @@ class CudaWriter(Wire):
         return Refusal()
 
 
-class CudaReader(Wire):
+class CudaReader(WindowReader):
     """decode's end: lends a window to its peer once that is trusted."""
 
     direct = True
@@ -241,17 +231,8 @@ class CudaReader(Wire):
             raise WireClosed("a frame before the window")
         return _Spot(self._device, self._window.slots[slot])
 
-    def outgoing(self, slot: int) -> Outlet:
-        raise WireClosed("decode does not send frames")
-
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        raise WireClosed("decode does not send frames")
-
     def receive_payload(self, slot: int, out: memoryview) -> None:
         raise WireClosed("payloads stay on the device")
-
-    def skip_payload(self, slot: int, size: int) -> None:
-        """Nothing of it is in the stream."""
 
     def close(self) -> None:
         super().close()

@@ -21,6 +21,8 @@ from pdserve.engine.transport.base import (
     Listener,
     Target,
     TransportRefused,
+    WindowReader,
+    WindowWriter,
     Wire,
     WireClosed,
 )
@@ -32,7 +34,7 @@ _HEAD = b"K"
 PROOF_BYTES = 16
 
 
-class ShmWriter(Wire):
+class ShmWriter(WindowWriter):
     """prefill's end: owns the memfd."""
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
@@ -50,23 +52,11 @@ class ShmWriter(Wire):
             os.close(fd)
         self._view = memoryview(self._memory)
 
-    def setup(self) -> None:
-        raise WireClosed("prefill accepts no connections")
-
     def proof(self) -> bytes:
         return self._nonce
 
     def outgoing(self, slot: int) -> memoryview:
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        self.write(record)
-
-    def receive_payload(self, slot: int, out: memoryview) -> None:
-        raise WireClosed("decode does not send frames")
-
-    def skip_payload(self, slot: int, size: int) -> None:
-        raise WireClosed("decode does not send frames")
 
     def close(self) -> None:
         super().close()
@@ -74,7 +64,7 @@ class ShmWriter(Wire):
         self._memory.close()
 
 
-class ShmReader(Wire):
+class ShmReader(WindowReader):
     """decode's end: maps the memfd read-only."""
 
     _memory: mmap.mmap | None = None
@@ -101,20 +91,11 @@ class ShmReader(Wire):
             raise TransportRefused("the window has another size")
         return self._memory[:PROOF_BYTES]
 
-    def outgoing(self, slot: int) -> memoryview:
-        raise WireClosed("decode does not send frames")
-
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        raise WireClosed("decode does not send frames")
-
     def receive_payload(self, slot: int, out: memoryview) -> None:
         assert self._memory is not None  # proof() has passed
         start = slot * self.slot_bytes
         with memoryview(self._memory) as view:
             out[:] = view[start : start + len(out)]
-
-    def skip_payload(self, slot: int, size: int) -> None:
-        """Nothing of it is in the stream."""
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,179 @@
+"""What cuda_check.py looks at: tags, bytes and speed of transfers, contexts that survive kills."""
+
+import argparse
+import contextlib
+import os
+import queue
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from handoff.cuda_sides import READY, Children, Side, Taker, dial, listen, pieces, push, tell
+
+FEW = 8  # blocks of the pools of processes that are killed
+
+
+def over(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def hashes(side: Side) -> dict[str, Any]:
+    """The device's tag of random blocks is the host's; a changed bit in the slot is found."""
+    import numpy as np
+
+    from pdserve.engine.transport.device import Slot
+    from pdserve.kernels import _native
+    from pdserve.kernels.copy_hash import TAG_BYTES, expand_key
+
+    rng = random.Random(1)
+    capacity = side.options.device_slot_bytes
+    memory = side.device.allocate(capacity + 256)
+    slot = Slot(memory.address, capacity, side.device.make_signal())
+    side.fill(1)
+    compared = equal = found = 0
+    block_bytes = side.spec.groups[0].block_bytes(32)
+    for number in range(20):
+        layers = range(rng.randrange(0, 8), rng.randrange(8, 17))
+        most = min(side.kv.num_blocks, capacity // (len(layers) * block_bytes))
+        blocks = rng.sample(range(1, side.kv.num_blocks + 1), rng.randrange(1, most + 1))
+        pages, key = side.kv.pages(0, layers, blocks), side.key.copy_key(number)
+        side.device.copy_out(pages, slot, key).wait()
+        tag = side.device.get(memory.address + capacity, TAG_BYTES)
+        payload = bytearray(pages.num_bytes)
+        side.kv.read(0, layers, blocks, memoryview(payload))
+        data, copied = np.frombuffer(payload, np.uint8), np.zeros(len(payload), np.uint8)
+        numbers = _native.copy_and_hash(
+            data, len(payload), len(payload), 0, 1, np.zeros(1, np.int32), copied,
+            expand_key(key), True,
+        )  # fmt: skip
+        compared += 1
+        equal += tag == b"".join(n.to_bytes(8, "little") for n in numbers)
+        copy = side.device.copy_in(pages, slot, key)
+        copy.wait()
+        equal -= not copy.intact
+        at = memory.address + rng.randrange(len(payload))
+        changed = bytes([side.device.get(at, 1)[0] ^ 1 << rng.randrange(8)])
+        side.device.put(at, changed)
+        copy = side.device.copy_in(pages, slot, key)
+        copy.wait()
+        found += not copy.intact
+    whole = side.kv.pages(0, range(32), list(range(1, capacity // (32 * block_bytes) + 1)))
+    speed = {}
+    for name, give in (
+        ("pool_to_slot", side.device.copy_out),
+        ("slot_to_pool", side.device.copy_in),
+    ):
+        give(whole, slot, bytes(32)).wait()
+        start = time.perf_counter()
+        for _ in range(20):
+            last = give(whole, slot, bytes(32))
+        last.wait()
+        speed[f"{name}_gb_s"] = 20 * whole.num_bytes / (time.perf_counter() - start) / 1e9
+    side.device.release(slot)
+    slot.signal.close()
+    memory.close()
+    right = equal == compared == found
+    return {"compared": compared, "equal": right, "changed_bits_found": found, **speed}
+
+
+def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
+    """A whole pool from another process by both transports: bytes and times."""
+    result: dict[str, Any] = {}
+    side.fill(7)
+    expected = [data.clone() for data in side.kv.data]
+    total = sum(data[:, 1:].numel() * data.element_size() for data in expected)
+    start_copy = [data.clone() for data in expected]
+    side.wait()
+    start = time.perf_counter()
+    for _ in range(10):
+        for source, target in zip(expected, start_copy, strict=True):
+            target.copy_(source)
+    side.wait()
+    bytes_copied = 10 * sum(d.numel() * d.element_size() for d in expected)
+    result["device_to_device_gb_s"] = bytes_copied / (time.perf_counter() - start) / 1e9
+    del start_copy
+    children = Children(options, "prefill", options.blocks, 1)
+    equal = True
+    for name in ("cuda_ipc", "tcp"):
+        boot, taker = os.urandom(16), Taker(side)
+        listener = listen(side, name, boot, taker)
+        process, _ = children.next(0)
+        address = listener.address if name == "tcp" else "-"
+        speeds = []
+        tell(process, name, address, boot.hex(), 7, options.rounds)
+        for number in range(options.rounds):
+            side.clear()
+            side.wait()
+            taker.first = 0.0
+            if number:
+                tell(process, "again")
+            first = taker.arrived.get(timeout=120)
+            taker.arrived.put(first)  # now it is known how large its frames are
+            count = -(-total // first[1].payload_bytes)
+            taken, damaged = taker.take(count)
+            side.wait()
+            speeds.append(total / (time.perf_counter() - taker.first) / 1e9)
+            pairs = zip(expected, side.kv.data, strict=True)
+            same = all(side.equal(a[:, 1:], b[:, 1:]) for a, b in pairs)
+            equal = equal and same and damaged == 0 and taken == count
+        process.kill()
+        process.communicate()
+        listener.close()
+        result[f"{name}_gb_s"] = sorted(speeds)
+    result["equal"] = equal
+    result["bytes"] = total
+    best = result["cuda_ipc_gb_s"][-1]
+    result["of_device_to_device"] = best / result["device_to_device_gb_s"]
+    return result
+
+
+def kill_prefill(options: argparse.Namespace, side: Side) -> dict[str, int]:
+    """Half of the kills: prefill floods the window and dies; decode's context goes on."""
+    boot, taker, rng = os.urandom(16), Taker(side), random.Random(2)
+    listener = listen(side, "cuda_ipc", boot, taker)
+    children = Children(options, "prefill", FEW, READY)
+    survived = frames = damaged = 0
+    count = options.kills // 2
+    for number in range(count):
+        process, _ = children.next(count - number - 1)
+        tell(process, "cuda_ipc", "-", boot.hex(), number, "flood")
+        taken, bad = taker.take(rng.randrange(1, 40))
+        process.kill()
+        process.communicate()
+        ended = over(lambda n=number: len(taker.links) > n and all(x.ended for x in taker.links))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                taker.arrived.get_nowait()  # of the dead one
+        frames, damaged = frames + taken, damaged + bad
+        survived += side.alive() and ended and not bad
+    children.close()
+    listener.close()
+    return {"kills": count, "survived": survived, "frames": frames, "damaged": damaged}
+
+
+def kill_decode(options: argparse.Namespace, side: Side) -> dict[str, int]:
+    """The other half: decode takes frames and dies with its window; prefill's context goes on."""
+    rng = random.Random(3)
+    children = Children(options, "decode", FEW, READY)
+    survived = frames = 0
+    count = options.kills - options.kills // 2
+    for number in range(count):
+        process, boot = children.next(count - number - 1)
+        link = dial(side, "cuda_ipc", "", bytes.fromhex(boot))
+        few = pieces(side, link, FEW)
+        for sequence in range(60):
+            push(side, link, few[sequence % len(few)], sequence)
+        for _ in range(rng.randrange(1, 30)):
+            assert process.stdout is not None
+            frames += process.stdout.readline() == "frame\n"
+        process.kill()
+        process.communicate()
+        ended = over(lambda link=link: link.ended)
+        link.close()
+        survived += side.alive() and ended
+    children.close()
+    return {"kills": count, "survived": survived, "frames": frames}

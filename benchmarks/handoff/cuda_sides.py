@@ -1,0 +1,260 @@
+"""The two sides of cuda_check.py: a pool on a device, decode's taker, and child processes."""
+
+import argparse
+import os
+import queue
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+READY = 6  # children that start while others are killed
+SCRIPT = Path(__file__).with_name("cuda_check.py")
+
+
+def spec_of() -> Any:
+    """As Llama 3 8B: 32 layers of 8 heads of 128 in bf16; 128 KiB a block and layer."""
+    from pdserve.engine.kv_spec import KvSpec, LayerGroup
+
+    return KvSpec(32, (LayerGroup(tuple(range(32)), "full", 0, 8, 128, "bfloat16", 0, 8),))
+
+
+class Side:
+    """A device, a pool on it, and the transports of one process."""
+
+    def __init__(self, fake: bool, folder: str, blocks: int) -> None:
+        import torch
+
+        from pdserve.engine.handoff.keys import TagKey
+        from pdserve.engine.kv_cache import KvCache
+        from pdserve.engine.transport.base import TransportOptions
+        from pdserve.engine.transport.registry import transports
+
+        self.torch = torch
+        self.spec = spec_of()
+        self.where = "cpu" if fake else "cuda"
+        self.kv = KvCache(self.spec, blocks, self.where)
+        self.device = self._open(fake)
+        self.key = TagKey(bytes(32))
+        size = (4 << 20) if fake else (32 << 20)
+        self.options = TransportOptions("127.0.0.1:0", folder, 1 << 20, lambda: self.device, size)
+        self.transports = {n: transports()[n](self.options) for n in ("cuda_ipc", "tcp")}
+
+    def _open(self, fake: bool) -> Any:
+        if fake:
+            from fake_device import FakeDevice
+
+            return FakeDevice()
+        from pdserve.engine.transport.cuda_device import opener
+
+        open_device = opener(self.kv, encrypted=False)
+        assert open_device is not None
+        return open_device()
+
+    def fill(self, seed: int) -> None:
+        """The same numbers in every process of this machine."""
+        for data in self.kv.data:
+            generator = self.torch.Generator(self.where).manual_seed(seed)
+            words = data.view(self.torch.int16)
+            words.copy_(
+                self.torch.randint(
+                    -30000, 30000, words.shape, generator=generator,
+                    device=self.where, dtype=self.torch.int16,
+                )
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        for data in self.kv.data:
+            data.zero_()
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Bit for bit: random bits are not all numbers."""
+        words = self.torch.int16
+        return bool(self.torch.equal(one.view(words), other.view(words)))
+
+    def alive(self) -> bool:
+        """The context still computes."""
+        return int(self.torch.arange(1000, device=self.where).sum()) == 499_500
+
+    def wait(self) -> None:
+        if self.where == "cuda":
+            self.torch.cuda.synchronize()
+
+
+class Taker:
+    """decode's handler: frames wait in a queue for the thread that owns the pool."""
+
+    def __init__(self, side: Side) -> None:
+        from link_ends import Recorder
+
+        self._side = side
+        self.recorder = Recorder()
+        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.links: list[Any] = []
+        self.first = 0.0
+
+    def introduced(self, link: Any, hello: Any) -> str:
+        return ""
+
+    def message(self, link: Any, message: Any) -> None:
+        self.recorder.message(link, message)
+
+    def frame(self, link: Any, header: Any, covered: bytes, tag: bytes) -> bool:
+        self.first = self.first or time.perf_counter()
+        return True
+
+    def payload(self, link: Any, header: Any, payload: Any) -> None:
+        self.arrived.put((link, header, payload))
+
+    def closed(self, link: Any, reason: str) -> None:
+        self.recorder.closed(link, reason)
+
+    def take(self, count: int, timeout_s: float = 60.0) -> tuple[int, int]:
+        """The next `count` frames into the pool: (taken, damaged). Copies overlap."""
+        side, flights, taken, damaged = self._side, [], 0, 0
+        end = time.monotonic() + timeout_s
+        begun = 0
+        while taken + damaged < count:
+            assert time.monotonic() < end, f"{taken} frames of {count}"
+            while begun < count:
+                try:
+                    link, header, payload = self.arrived.get(block=not flights, timeout=1.0)
+                except queue.Empty:
+                    break
+                blocks = list(range(header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1))
+                begun += 1
+                if isinstance(payload, memoryview):
+                    side.kv.write(header.group, header.layers, blocks, payload)
+                    link.credit(header.slot)
+                    taken += 1
+                    continue
+                while not payload.ready():
+                    assert time.monotonic() < end, "an event that does not end"
+                pages = side.kv.pages(header.group, header.layers, blocks)
+                key = side.key.copy_key(header.sequence)
+                flights.append((link, header, payload.copy_in(pages, key)))
+            while flights and flights[0][2].done():
+                link, header, copy = flights.pop(0)
+                taken, damaged = taken + copy.intact, damaged + (not copy.intact)
+                link.credit(header.slot)
+        return taken, damaged
+
+
+def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
+    from pdserve.engine.transport.link import Link
+
+    def accept(wire: Any) -> None:
+        taker.links.append(Link(wire, name, taker))
+        taker.links[-1].accept()
+
+    return side.transports[name].listen(boot, accept)
+
+
+def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
+    from link_ends import HELLO, Recorder, claim_record
+
+    from pdserve.engine.transport.base import Target
+    from pdserve.engine.transport.link import Link
+
+    wire = side.transports[name].dial(Target(address, boot), 10.0)
+    hello = replace(HELLO, transport=name, decode_boot=boot)
+    link = Link.dial(wire, name, Recorder(), hello, 10.0)
+    link.post(claim_record())
+    return link
+
+
+def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
+    """Frames of the first blocks of the pool."""
+    from pdserve.engine.handoff.layout import cut
+
+    return list(cut(side.spec, 0, range(num_blocks), link.slot_bytes))
+
+
+def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
+    from link_ends import TICKET
+
+    from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+
+    blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
+    size = side.kv.num_bytes(0, piece.layers, blocks)
+    pages = side.kv.pages(0, piece.layers, blocks)
+
+    def build(slot: int, space: Any) -> tuple[bytes, int]:
+        if isinstance(space, memoryview):
+            side.kv.read(0, piece.layers, blocks, space[:size])
+        else:
+            space.copy_out(pages, side.key.copy_key(sequence))
+        tokens = range(piece.blocks.start * 32, piece.blocks.stop * 32)
+        header = FrameHeader(
+            TICKET, sequence, slot, 0, piece.layers, tokens, range(8), size, bytes(TAG_BYTES)
+        )
+        return header.pack() + bytes(TAG_BYTES), size
+
+    link.push(build)
+
+
+def child(options: argparse.Namespace) -> int:
+    """prefill: for each line `name address boot seed rounds` on stdin, hands the pool over; `flood`
+    for rounds: until it is killed. decode: listens, says its boot id, takes frames until killed."""
+    side = Side(options.fake, options.folder, options.blocks)
+    if options.child == "decode":
+        boot = os.urandom(16)
+        taker = Taker(side)
+        listen(side, "cuda_ipc", boot, taker)
+        say(boot.hex())
+        while True:
+            taker.take(1, 3600.0)
+            say("frame")
+    say("ready")
+    for line in sys.stdin:
+        name, address, boot, seed, rounds = line.split()
+        side.fill(int(seed))
+        side.wait()
+        link = dial(side, name, "" if address == "-" else address, bytes.fromhex(boot))
+        sequence, parts = 0, pieces(side, link, side.kv.num_blocks)
+        for number in range(1 << 30 if rounds == "flood" else int(rounds)):
+            if number and rounds != "flood":
+                assert sys.stdin.readline() == "again\n"
+            for piece in parts:
+                while rounds == "flood" and len(link._jobs) > 32 and link.open:
+                    time.sleep(0.001)
+                push(side, link, piece, sequence)
+                sequence += 1
+    return 0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+class Children:
+    """Processes of one kind, started ahead: most of a start is imports and a CUDA context."""
+
+    def __init__(self, options: argparse.Namespace, kind: str, blocks: int, ahead: int) -> None:
+        self._command = [
+            sys.executable, str(SCRIPT), "--built", "--child", kind, "--folder", options.folder,
+            "--blocks", str(blocks), *(["--fake"] if options.fake else []),
+        ]  # fmt: skip
+        self._ahead = ahead
+        self._waiting: list[subprocess.Popen[str]] = []
+
+    def next(self, more: int) -> tuple["subprocess.Popen[str]", str]:
+        """A child and its first line; `more`: how many will be asked for after it."""
+        while len(self._waiting) < min(self._ahead, more + 1):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._waiting.append(subprocess.Popen(self._command, text=True, **pipes))
+        found = self._waiting.pop(0)
+        assert found.stdout is not None
+        return found, found.stdout.readline().strip()
+
+    def close(self) -> None:
+        for one in self._waiting:
+            one.kill()
+            one.communicate()
+
+
+def tell(process: Any, *words: object) -> None:
+    process.stdin.write(" ".join(map(str, words)) + "\n")
+    process.stdin.flush()
