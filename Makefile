@@ -14,7 +14,7 @@ NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/*
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate chaos clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -31,6 +31,7 @@ help:
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; an hour"
+	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -99,6 +100,9 @@ accept-handoff: setup
 # About 70 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
+
+bench-transfer: setup
+	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line5_transfer.py $(ARGS)
 
 modelcheck: setup
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py
