@@ -7,16 +7,16 @@ attempt ends its blocks are free at once: frames of it that wait here are droppe
 to scratch in the transport.
 """
 
-import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdserve.engine.errors import EngineError
 from pdserve.engine.handoff import control
+from pdserve.engine.handoff.claims import Claims
 from pdserve.engine.handoff.direct import DirectFrames, Parcel
+from pdserve.engine.handoff.doors import Doors
 from pdserve.engine.handoff.endpoint import Endpoint
 from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import (
@@ -43,13 +43,8 @@ from pdserve.engine.handoff.terms import Terms
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.request import Request, prefix_ids
-from pdserve.engine.transport.base import KvTransport, Listener, Payload, Wire
-from pdserve.engine.transport.dial import listen_all
+from pdserve.engine.transport.base import KvTransport, Payload
 from pdserve.engine.transport.link import Link
-
-log = logging.getLogger(__name__)
-
-MAX_STRANGERS = 16  # connections that have not proven themselves
 
 
 class Receiver(Endpoint[Incoming]):
@@ -83,15 +78,17 @@ class Receiver(Endpoint[Incoming]):
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self._claims: deque[Incoming] = deque()
+        self._claims = Claims(
+            engine, kv.spec, self._clock, lambda a, why: self._advance(a, Ended(why))
+        )
         self._parcels: deque[Parcel] = deque()
         self._direct = DirectFrames(kv, self, self._safely)
         self._to_ack: dict[Incoming, None] = {}  # in order of arrival
-        self._listeners: list[Listener] = []
-        self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
+        self._doors = Doors(boot, self._terms, self, self._links, self.counters)
+        self.refusals = self._doors.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
-            Action.QUEUE_CLAIM: self._claims.append,
+            Action.QUEUE_CLAIM: self._claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
@@ -106,13 +103,8 @@ class Receiver(Endpoint[Incoming]):
     # from the service
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Open the listeners: name -> address. A transport that was asked for by name
-        (`chosen`) must work; otherwise one that does not is left out. Raises TransportRefused,
-        OSError."""
-        opened = listen_all(transports, chosen, self._boot, self._accepted)
-        self.refusals.update(t.name for t in transports if t.name not in opened)
-        self._listeners += opened.values()
-        return {name: listener.address for name, listener in opened.items()}
+        """doors.py `open`."""
+        return self._doors.open(transports, chosen)
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
@@ -164,8 +156,7 @@ class Receiver(Endpoint[Incoming]):
 
     def close(self) -> None:
         """End every attempt and connection; call on the engine thread, or after it has ended."""
-        for listener in self._listeners:
-            listener.close()
+        self._doors.close()
         for incoming in list(self._live.values()):
             self._advance(incoming, Ended("decode stops"))
         self._close_links("decode stops")
@@ -174,7 +165,8 @@ class Receiver(Endpoint[Incoming]):
     # the engine thread
 
     def _work(self, end: float) -> bool:
-        self._grant_claims()
+        for granted in self._claims.granted():
+            self._granted(granted)
         more = self._direct.poll()
         while self._parcels and self._clock() < end:
             parcel = self._parcels[0]
@@ -187,28 +179,13 @@ class Receiver(Endpoint[Incoming]):
         self._to_ack.clear()
         return more or bool(self._parcels)
 
-    def _grant_claims(self) -> None:
-        """Strict FIFO: nobody behind the head takes blocks before it has all of its own."""
-        while self._claims:
-            head = self._claims[0]
-            if not head.state.final:
-                try:
-                    reservation = self._engine.reserve(head.request, head.sender)
-                except Exception as err:
-                    if not isinstance(err, EngineError):
-                        log.exception("a reservation failed")
-                    self._claims.popleft()
-                    self._advance(head, Ended(f"reservation: {err}"))
-                    continue
-                if reservation is None:
-                    return
-                head.grant(reservation, self._kv.spec, self._clock())
-            self._claims.popleft()
-            if head.bitmap is not None and head.reservation is not None:
-                blocks = sum(map(len, head.reservation.blocks))
-                self._note(head, Mark.TAKEN, blocks, head.bitmap.num_missing)
-                self._advance(head, Reserved())
-                self._fill(head)
+    def _granted(self, incoming: Incoming) -> None:
+        assert incoming.bitmap is not None  # both since it was granted
+        assert incoming.reservation is not None
+        blocks = sum(map(len, incoming.reservation.blocks))
+        self._note(incoming, Mark.TAKEN, blocks, incoming.bitmap.num_missing)
+        self._advance(incoming, Reserved())
+        self._fill(incoming)
 
     def _claim(self, incoming: Incoming, link: Link, claim: control.Claim, at: float) -> None:
         if incoming.state.final or not link.open:
@@ -362,22 +339,8 @@ class Receiver(Endpoint[Incoming]):
 
     # threads of the connections
 
-    def _accepted(self, transport: str, wire: Wire) -> None:
-        strangers = sum(link.open and not link.genuine for link in list(self._links))
-        if strangers >= MAX_STRANGERS:
-            self.counters["strangers_refused"] += 1
-            wire.close()
-            return
-        link = Link(wire, transport, self)
-        self._links[link] = None
-        link.accept()
-
     def introduced(self, link: Link, hello: control.Hello) -> str:
-        if hello.decode_boot != self._boot:
-            return "this is another decode process than the ticket's"
-        if link.direct and self._terms.encrypted:
-            return "encrypted payloads cannot stay on a device (--encrypt-kv)"
-        return self._terms.refusal(hello)
+        return self._doors.refusal(link, hello)
 
     def message(self, link: Link, message: control.Message) -> None:
         if not isinstance(message, control.Signed):

@@ -11,9 +11,10 @@ from engine_kit import fake_engine
 from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
+from pdserve.engine.handoff.doors import MAX_STRANGERS
 from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Domain, TagKey
-from pdserve.engine.handoff.receiver import MAX_STRANGERS, Receiver
+from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.request import Computed
 from pdserve.engine.transport.link import Link

@@ -267,7 +267,7 @@ def find_deadline(w: World, a: int) -> None:
 
 
 def grant(w: World, a: int) -> bool:
-    """Receiver._grant_claims: the head of the line, or nobody. False: not yet."""
+    """engine/handoff/claims.py granted: the head of the line, or nobody. False: not yet."""
     granted: Granted | None = w.do_decode("reserve", a)
     if granted is None:
         return False
