@@ -238,7 +238,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     LoopSender.network = LoopLease.network = LoopHost.network = network
     replaced: dict[str, Any] = {
         "pdserve.engine.handoff.layout.SLOT_BYTES": SLOT_BYTES,
-        "pdserve.engine.handoff.receiver.Link": SimLink,
+        "pdserve.engine.handoff.doors.Link": SimLink,
         "pdserve.engine.transport.dial.Link": SimLink,
         "pdserve.services.decode.part.EngineThread": LoopEngineThread,
         "pdserve.services.decode.part.Receiver": LoopReceiver,

@@ -40,7 +40,8 @@ def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) ->
         for stream in streams:
             stream.start()
         (victim,) = fleet.pids("decode")
-        wait_for(lambda: assert_conform(rings)["receive", "handed"] == 3, 30, "all hand-offs")
+        # Prefill's side, too: what decode had yet to tell it would be lost with it.
+        wait_for(lambda: assert_conform(rings)["send", "filled"] == 3, 30, "all hand-offs")
         os.kill(victim, signal.SIGKILL)
         for stream in streams:
             stream.join(60)

@@ -71,7 +71,9 @@ def test_a_killed_router_costs_no_stream_a_token() -> None:
         assert decode.adopted == len(asked)
         assert (decode.parked, decode.park_expired, decode.park_evicted) == (0, 0, 0)
         computed = {role: load.prompt_tokens for role, load in struck.items()}
-        assert computed["prefill"] == asked[-1].usage.prompt_tokens - 1
+        # The long prompt, and what of the short ones would have held up decode's streams.
+        assert computed["prefill"] >= asked[-1].usage.prompt_tokens - 1
+        assert computed["decode"] >= len(asked)
         assert sum(computed.values()) == sum(s.usage.prompt_tokens for s in asked), "each once"
         wait_for(fleet.all_blocks_back, 10, "blocks back")
 
