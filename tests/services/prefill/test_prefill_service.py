@@ -91,7 +91,7 @@ def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
             pair.start_prefill(attempt, prompt(20), ticket(pair))
-        await asyncio.sleep(0.1)  # all four are posted behind the hold
+        await eventually(lambda: len(part.thread._posted) == 4)  # behind the hold
         release.set()
         await asyncio.wrap_future(hold)
         for attempt in attempts[2:]:
