@@ -7,6 +7,7 @@ import pytest
 from router_workers import FakeDecode
 
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.router.beginning import Beginning
 from pdserve.services.router.migrations import Migrations
@@ -42,12 +43,19 @@ class Drained:
 
     @staticmethod
     def load() -> Any:
-        from pdserve.protos import fleet_pb2
-
         return fleet_pb2.Load(blocks_free=100, blocks_total=100)
 
     def drain(self) -> None:
         self.leaving.membership.goodbye()
+
+    async def moving(self) -> wire.Move:
+        """Begin, and drain until the source is told to send; it says nothing of it."""
+        await self.begin()
+        said: list[wire.Move] = []
+        self.leaving.move = said.append  # type: ignore[method-assign]
+        self.drain()
+        await self.leaving.until(lambda: bool(self.leaving.of("move")))
+        return said[0]
 
     async def answer(self) -> pb.Finished:
         finished = await self.gateway.end("r")
@@ -132,29 +140,21 @@ async def test_a_source_that_does_not_answer_keeps_it(
 
 async def test_a_source_that_dies_with_all_sent_has_moved(drained: Drained) -> None:
     """The target has every block; only the source's word is missing."""
-    await drained.begin()
-    said: list[wire.Move] = []
-    drained.leaving.move = said.append  # type: ignore[method-assign]
-    drained.drain()
-    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    move = await drained.moving()
     await drained.leaving.kill()
     await drained.wait_for(lambda: drained.moves.num_done == 1)
-    drained.target.arrived[said[0].to].set()
+    drained.target.arrived[move.to].set()
     finished = await drained.answer()
     assert finished.cached_tokens == 7
 
 
 async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) -> None:
     """Source and target live; both sessions break while the KV is on its way."""
-    await drained.begin()
-    said: list[wire.Move] = []
-    drained.leaving.move = said.append  # type: ignore[method-assign]
-    drained.drain()
-    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    move = await drained.moving()
     drained.leaving.said.clear()  # it has moved: Gone
     for worker in (drained.target, drained.leaving):
         worker.outboxes[-1].close()
-    drained.target.arrived[said[0].to].set()
+    drained.target.arrived[move.to].set()
     await drained.target.until(lambda: bool(drained.target.of("resume")))
     finished = await drained.gateway.end("r")
     assert isinstance(finished, pb.Finished)
@@ -163,15 +163,11 @@ async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) 
 
 
 async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -> None:
-    await drained.begin()
-    said: list[wire.Move] = []
-    drained.leaving.move = said.append  # type: ignore[method-assign]
-    drained.drain()
-    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    move = await drained.moving()
     await drained.leaving.kill()
     await drained.wait_for(lambda: drained.moves.num_done == 1)
-    drained.target.tasks.pop(said[0].to).cancel()
-    lost = wire.HandoffLost(attempt=said[0].to, reason="connection")
+    drained.target.tasks.pop(move.to).cancel()
+    lost = wire.HandoffLost(attempt=move.to, reason="connection")
     drained.target.put(wire.DecodeEvent(handoff_lost=lost))
     finished = await drained.gateway.end("r")
     assert isinstance(finished, pb.Finished)
@@ -185,16 +181,12 @@ async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
 ) -> None:
     """Nothing has reached the target, so it does not miss anything."""
     monkeypatch.setattr("pdserve.services.router.moves.WORD_S", 0.2)
-    await drained.begin()
-    said: list[wire.Move] = []
-    drained.leaving.move = said.append  # type: ignore[method-assign]
-    drained.drain()
-    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    move = await drained.moving()
     await drained.leaving.kill()
     finished = await drained.gateway.end("r")
     assert isinstance(finished, pb.Finished)
     assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
-    assert drained.target.cancelled == [(said[0].to, ())]
+    assert drained.target.cancelled == [(move.to, ())]
     assert drained.target.of("admit")[-1].prefill_boot == b""
 
 
