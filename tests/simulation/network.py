@@ -6,7 +6,7 @@ connection swallows one direction until a keepalive ends it.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +47,7 @@ class Pipe:
         self.take: Callable[[Any], None] = lambda item: None
         self.swallows = False  # half-open
         self._last = 0.0
-        self._held: list[Any] = []
+        self._held: deque[Any] = deque()
         self._swapped: list[Any] = []
 
     def transmit(self, body: Any, pack: Callable[[Any], Any]) -> None:
@@ -83,17 +83,31 @@ class Pipe:
             return
         if self._held or self.network.blocked(self.src, self.dst):
             self._held.append(item)
+            self.network.holding[self] = None
         else:
-            if isinstance(item, _Told):
-                for act in item.acts:
-                    act()
-                item = item.item
-            self.take(item)
+            self._deliver(item)
+
+    def _deliver(self, item: Any) -> None:
+        if isinstance(item, _Told):
+            for act in item.acts:
+                act()
+            item = item.item
+        self.take(item)
 
     def healed(self) -> None:
-        held, self._held = self._held, []
-        for item in held:
-            self.send(item, dead=True)
+        """What was held back comes first, whatever is on its way by now."""
+        network = self.network
+        network.world.after(network.delay_s(self.src, self.dst), self.dst, self._release)
+
+    def _release(self) -> None:
+        if self.swallows:
+            self._held.clear()
+        if self._held and not self.network.blocked(self.src, self.dst):
+            item = self._held.popleft()
+            self.network.world.after(0.0, self.dst, self._release)
+            self._deliver(item)
+        elif not self._held:
+            self.network.holding.pop(self, None)
 
 
 class Connection:
@@ -176,6 +190,7 @@ class Network:
         self.world = world
         self.closed = False
         self.connections: list[Connection] = []
+        self.holding: dict[Pipe, None] = {}  # what a partition holds back, of closed ones too
         self.listeners: dict[str, tuple[Process, Any]] = {}  # by address
         self.watchers: list[Callable[[Message], None]] = []
         self.tamper: Callable[[bytes], bytes] | None = None  # of the next introduction
@@ -254,10 +269,9 @@ class Network:
 
     def heal(self, src: str, dst: str) -> None:
         self._blocked[src, dst] -= 1
-        for connection in self.connections:
-            for pipe in (connection.up, connection.down):
-                if (pipe.src.name, pipe.dst.name) == (src, dst):
-                    pipe.healed()
+        for pipe in self.holding:
+            if (pipe.src.name, pipe.dst.name) == (src, dst):
+                pipe.healed()
 
     def slow(self, one: str, other: str, delay_s: float) -> None:
         """Every message between the two takes this much longer."""
