@@ -2,7 +2,8 @@
 
 Everything runs on the loop; the engine thread is reached through PrefillPart. A lost session does
 not end its attempts: decode answers the Claim of one that nobody wants any more with Gone. A router
-that adopted an attempt says its PrefillStart again and is told of it from then on.
+that adopted an attempt says its PrefillStart again and is told of it from then on: an attempt that
+has ended does not begin anew, its end is said again, since whoever heard of it may be gone.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from pdserve.services.prefill.part import PrefillPart
 
 log = logging.getLogger(__name__)
 
-MAX_DONE = 1024  # attempts whose end is remembered, for a router that asks late
+MAX_ENDED = 1024  # attempts whose end is remembered, for a router that asks late
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +48,7 @@ class PrefillCore:
         self._part: PrefillPart | None = None
         self._sessions: dict[bytes, RouterSession] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # their public ids, by attempt
-        self._done: OrderedDict[bytes, wire.PrefillDone] = OrderedDict()  # the oldest first
+        self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
         self._open = Sessions()
         self._draining = False
         self._empty = asyncio.Event()
@@ -79,7 +80,7 @@ class PrefillCore:
         self._open.closed(session)
 
     def start(self, session: RouterSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
-        """Answered with PrefillAccepted, Busy, PrefillFailed, or PrefillDone if it is over."""
+        """Answered with PrefillAccepted, Busy or PrefillFailed; with its end if it is over."""
         if self._again(session, start):
             return
         try:
@@ -109,12 +110,14 @@ class PrefillCore:
         future.add_done_callback(done)
 
     def cancel(self, session: RouterSession, attempt: bytes) -> None:
-        """One-way: no event follows. Stale if another session has taken the attempt over."""
+        """One-way: no event follows, unless it is started again. Stale if another session has
+        taken the attempt over."""
         owner = self._sessions.get(attempt)
         if self._part is None or owner is None or (owner is not session and not owner.lost):
             self.num_stale += 1
             return
         self._forget(attempt)
+        self._remember(attempt, _failed(attempt, ServiceError(pb.UNAVAILABLE, "cancelled")))
         self._part.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
@@ -123,27 +126,16 @@ class PrefillCore:
         session = self._forget(sent.attempt)
         if session is None:
             return
-        if sent.reason:
-            error = ServiceError(pb.UNAVAILABLE, f"hand-off lost: {sent.reason}")
-            unbegun = sent.reason == HANDED_BACK
-            session.outbox.put(_failed(sent.attempt, error, handed_back=unbegun))
-            return
-        done = wire.PrefillDone(
-            attempt=sent.attempt,
-            cached_tokens=sent.cached_tokens,
-            sent_bytes=sent.num_bytes,
-            transport=sent.transport,
-            phases=_phases(sent),
-        )
-        self._done[sent.attempt] = done
-        if len(self._done) > MAX_DONE:
-            self._done.popitem(last=False)
-        session.outbox.put(wire.PrefillEvent(done=done))
+        event = _end_of(sent)
+        self._remember(sent.attempt, event)
+        session.outbox.put(event)
 
     def _again(self, session: RouterSession, start: wire.PrefillStart) -> bool:
-        """Whether the attempt is known under this ticket: the session that says it again has it."""
-        if start.attempt in self._done:
-            session.outbox.put(wire.PrefillEvent(done=self._done[start.attempt]))
+        """Whether the attempt is over, or known under this ticket: then the session that says it
+        again has it."""
+        ended = self._ended.get(start.attempt)
+        if ended is not None:
+            session.outbox.put(ended)
             return True
         if self._tickets.get(start.attempt) != start.ticket.id or not start.ticket.id:
             return False
@@ -151,6 +143,11 @@ class PrefillCore:
         accepted = wire.PrefillAccepted(attempt=start.attempt)
         session.outbox.put(wire.PrefillEvent(accepted=accepted))
         return True
+
+    def _remember(self, attempt: bytes, event: wire.PrefillEvent) -> None:
+        self._ended[attempt] = event
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def _ticket(self, start: wire.PrefillStart, part: PrefillPart) -> Ticket:
         given = start.ticket
@@ -199,6 +196,20 @@ class PrefillCore:
         if not self._sessions:
             self._empty.set()
         return session
+
+
+def _end_of(sent: Sent) -> wire.PrefillEvent:
+    if sent.reason:
+        error = ServiceError(pb.UNAVAILABLE, f"hand-off lost: {sent.reason}")
+        return _failed(sent.attempt, error, handed_back=sent.reason == HANDED_BACK)
+    done = wire.PrefillDone(
+        attempt=sent.attempt,
+        cached_tokens=sent.cached_tokens,
+        sent_bytes=sent.num_bytes,
+        transport=sent.transport,
+        phases=_phases(sent),
+    )
+    return wire.PrefillEvent(done=done)
 
 
 def _failed(attempt: bytes, error: ServiceError, handed_back: bool = False) -> wire.PrefillEvent:

@@ -137,6 +137,51 @@ def test_a_lost_session_does_not_end_its_attempts(with_pair: Callable[..., None]
     with_pair(test)
 
 
+async def prompt_tokens(pair: Pair) -> int:
+    """What the prefill worker has computed."""
+    part: Any = pair.prefill_worker.part
+    future = part.thread.post(lambda _: part.snapshot()[0].prompt_tokens)
+    return int(await asyncio.wrap_future(future))
+
+
+@pytest.mark.parametrize(
+    ("end", "word", "text"),
+    [("gone", "failed", "gone at decode"), ("cancel", "failed", "cancelled"), ("done", "done", "")],
+)
+def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
+    with_pair: Callable[..., None], end: str, word: str, text: str
+) -> None:
+    """To a router that took the attempt over, when the one that was told has gone."""
+
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(200)) if end == "done" else os.urandom(16)
+        given = ticket(pair)  # decode never gave it
+        if end == "done":
+            given = (await pair.decode.wait("admitted", attempt)).ticket
+        pair.start_prefill(attempt, prompt(199), given)
+        if end == "cancel":
+            cancel = wire.CancelAttempt(attempt=attempt)
+            pair.prefill.send(wire.PrefillCommand(cancel=cancel))
+        core = pair.prefill_role.core
+        await eventually(lambda: attempt in core._ended)
+        await pair.prefill.close()
+        pair.prefill = SessionClient(PrefillStub, pair.prefill_worker.address)
+        await pair.at_rest()
+        computed = await prompt_tokens(pair)
+        for _ in range(2):
+            pair.prefill.events.clear()
+            pair.start_prefill(attempt, prompt(199), given)
+            told = await pair.prefill.wait(word, attempt)
+            assert word == "done" or text in told.failure.message
+        assert pair.prefill.kinds(attempt) == [word], "it was not accepted"
+        assert not core._sessions
+        await pair.at_rest()
+        assert await prompt_tokens(pair) == computed
+        assert end == "cancel" or computed
+
+    with_pair(test)
+
+
 def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         first = await pair.hand_off(prompt(20))

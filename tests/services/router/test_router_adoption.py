@@ -142,6 +142,31 @@ async def test_a_hand_off_goes_on_after_a_restart(
     assert cluster.router.core.view().prefill_remote == 1
 
 
+async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_tried_anew(
+    make_cluster: Any, expected: Any
+) -> None:
+    """Decode still waits for its KV; prefill says again how it ended."""
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    prefill.hang = True
+    gateway = await cluster.gateway()
+    await gateway.start("r", LONG, max_tokens=12)
+    await prefill.until(lambda: bool(prefill.ids))
+    await gateway.until(lambda: bool(gateway.of("r", "placed")))
+    prefill.hang, prefill.fail = False, 1
+    await cluster.restart()
+    again = await issue_again(cluster, gateway, "r", LONG)
+    assert isinstance(await again.end("r"), pb.Finished)
+    assert again.ids("r") == expected(LONG, 12)
+    first, told = prefill.of("start")[:2]
+    assert first.attempt == told.attempt
+    lost, other = decode.of("admit")
+    assert lost.attempt == first.attempt != other.attempt
+    assert [cancelled[0] for cancelled in decode.cancelled] == [lost.attempt]
+    assert cluster.router.core.dispatcher.num_adopted == 1
+
+
 async def test_a_prefill_worker_that_never_joins_is_tried_without(
     make_cluster: Any, expected: Any, monkeypatch: Any
 ) -> None:
