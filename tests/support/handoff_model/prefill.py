@@ -58,8 +58,12 @@ def read_command(w: World, a: int) -> str:
     it = w.attempt(a)
     word, it.to_prefill = it.to_prefill[0], it.to_prefill[1:]
     if word == "start":
-        over = {"session lost", "died"} & set(it.from_prefill)
-        it.send, it.known = w.model.handoffs.send, not over
+        it.known = not {"session lost", "died"} & set(it.from_prefill)
+        if not it.send:
+            it.send = w.model.handoffs.send
+        elif w.model.handoffs.final[it.send]:  # its end is said again
+            done = w.model.handoffs.all[it.send].phase is Phase.COMMITTED
+            report(it, "done" if done else "failed")
     elif it.send:
         it.known = False  # no event follows
         advance(w, a, "ended")

@@ -43,6 +43,8 @@ def moves(w: World) -> Iterator[Move]:
                 yield resume, a
             yield hear_decode, a
         if attempt.from_prefill:
+            if attempt.from_prefill[0] == "session lost" and req.stage == Stage.PREFILLING:
+                yield start_again, a
             yield hear_prefill, a
 
 
@@ -158,6 +160,13 @@ def resume(w: World, a: int) -> None:
     attempt.from_decode = attempt.from_decode[1:]
     req.epoch += 1
     to_decode(attempt, ("resume", req.epoch))
+
+
+def start_again(w: World, a: int) -> None:
+    """The session with prefill is lost: say PrefillStart on a new one (adoption.seek_prefill)."""
+    attempt = w.attempt(a)
+    attempt.from_prefill = attempt.from_prefill[1:]
+    to_prefill(attempt, "start")
 
 
 def hear_prefill(w: World, a: int) -> str:
