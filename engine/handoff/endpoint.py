@@ -2,7 +2,7 @@
 
 The engine thread owns every attempt and runs the machine; threads of a connection only append to
 the inbox, and the ticker thread only signs Progress and wakes the engine. Whatever names a ticket
-that is not live here is counted and ignored.
+that is not live here is counted and ignored, unless its tag tells that it named another.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FrameError
-from pdserve.engine.handoff.keys import TagKey, Ticket
+from pdserve.engine.handoff.frames import FrameError, renamed
+from pdserve.engine.handoff.keys import Domain, TagKey, Ticket
 from pdserve.engine.handoff.machine import (
     PROGRESS_S,
     Action,
@@ -217,15 +217,34 @@ class Endpoint(Generic[AttemptT]):
         """The live attempt that a message is about, its tag checked; None: ignore it."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
-            if not isinstance(message.body, control.Progress):  # a few follow every end
-                self.counters["stale"] += 1
-            return None
+            if isinstance(message.body, control.Progress):  # a few follow every end
+                return None
+            domain, covered = Domain.CONTROL, message.covered
+            attempt = self._signer(link, domain, message.sequence, covered, message.tag)
+            self.counters["stale"] += attempt is None
+            return attempt
         if attempt.link is not None and attempt.link is not link:
             raise FrameError("a message of another connection's attempt")
         if not message.genuine(attempt.peer_key):
             self.counters["refused"] += 1
             raise FrameError("control message with a bad tag")
         return attempt
+
+    def _signer(
+        self, link: Link, domain: Domain, sequence: int, covered: bytes, tag: bytes
+    ) -> AttemptT | None:
+        """Whose record this is that names a ticket which is not live here. Mostly nobody's: its
+        attempt has ended. But if a bit of the ticket's id has changed under way, the tag fits under
+        the id of an attempt of this connection, and that one's peer waits for an answer."""
+        if not link.genuine:
+            return None
+        for attempt in list(self._live.values()):
+            if attempt.link is None or attempt.link is link:  # none yet: for a Claim
+                genuine = renamed(covered, attempt.ticket.id)
+                if attempt.peer_key.matches(domain, sequence, genuine, tag):
+                    self.counters["misnamed"] += 1
+                    return attempt
+        return None
 
     def _shared(self, attempt: AttemptT, message: control.Signed) -> bool:
         """What both sides take from their peer; True: done."""

@@ -108,6 +108,12 @@ class FrameHeader:
         return header, record[:-TAG_BYTES], record[-TAG_BYTES:]
 
 
+def renamed(covered: bytes, ticket: bytes) -> bytes:
+    """What the tag of a frame or of a message about an attempt covers, under another ticket's id;
+    in both it follows the prefix."""
+    return covered[:PREFIX_BYTES] + ticket + covered[PREFIX_BYTES + ID_BYTES :]
+
+
 def mark_of(record: bytes) -> bytes:
     """What tells a frame's record from every other one of its connection."""
     return record[-TAG_BYTES:][:MARK_BYTES]

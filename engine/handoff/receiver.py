@@ -149,11 +149,6 @@ class Receiver(Endpoint[Incoming]):
     def promised_tokens(self) -> int:
         return self.promises.blocks * self._kv.spec.block_size
 
-    @property
-    def num_waiting(self) -> int:
-        """Attempts that are not in the batch yet."""
-        return len(self._live)
-
     def close(self) -> None:
         """End every attempt and connection; call on the engine thread, or after it has ended."""
         self._doors.close()
@@ -365,7 +360,9 @@ class Receiver(Endpoint[Incoming]):
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         incoming = self._live.get(header.ticket)
         if incoming is None or incoming.link is not link:
-            self.counters["late_frames"] += 1
+            if signer := self._signer(link, Domain.HEADER, header.sequence, covered, tag):
+                signer.post(control.Nack(header.sequence))
+            self.counters["late_frames" if signer is None else "refused"] += 1
             return False
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
             self.counters["refused"] += 1

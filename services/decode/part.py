@@ -270,7 +270,7 @@ class DecodePart:
         leases = self._leases
         stale = receiver.counters["stale"] + receiver.counters["late_frames"] + leases.stale
         load = load_of(stats, receiver.figures, receiver.refusals, stale)
-        load.waiting += receiver.num_waiting + self._following.num_waiting
+        load.waiting += receiver.num_live + self._following.num_waiting
         load.following = self._following.num_waiting
         load.attached = self._following.figures.attached
         load.placed_again = self._following.figures.placed_again

@@ -1,0 +1,113 @@
+"""A bit of a ticket's id changes under way: the tag tells whose record it was, and nobody waits."""
+
+from typing import Any
+
+import pytest
+from handoff_pair import MakePair, Pair, fresh, local, request
+
+from pdserve.engine.handoff import control
+from pdserve.engine.handoff.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
+from pdserve.engine.transport.link import FrameJob, Link
+from pdserve.engine.transport.registry import transports
+
+CACHELESS: dict[str, Any] = {"prefix_cache": False}
+
+
+def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[int]:
+    """The next records of a type are changed, each in one bit of the id; the bits that are left."""
+    left, post, push = list(bits), Link.post, Link.push
+
+    def changed(record: bytes) -> bytes:
+        if not left or record[3] != kind:
+            return record
+        bit, data = left.pop(0), bytearray(record)
+        data[PREFIX_BYTES + bit // 8] ^= 1 << bit % 8
+        return bytes(data)
+
+    def pushed(link: Link, job: FrameJob) -> None:
+        def build(slot: int, space: Any) -> tuple[bytes, int] | None:
+            built = job(slot, space)
+            return None if built is None else (changed(built[0]), built[1])
+
+        push(link, build)
+
+    monkeypatch.setattr(Link, "post", lambda link, record: post(link, changed(record)))
+    monkeypatch.setattr(Link, "push", pushed)
+    return left
+
+
+def hand_over(pair: Pair, length: int, seed: int) -> None:
+    asked = request(length, seed=seed, max_tokens=3)
+    attempt = pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked, **CACHELESS)
+    pair.wait(lambda: attempt in pair.sent)
+    assert pair.sent[attempt].reason == ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "encrypted"),
+    [(n, sealed) for n, found in transports().items() for sealed in {False, not found.direct}],
+)
+@pytest.mark.parametrize("length", [9, 200], ids=["one frame", "many"])
+def test_a_frame_is_asked_for_again(
+    length: int,
+    transport: str,
+    encrypted: bool,
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair(transport, encrypted=encrypted, **CACHELESS)
+    bits = [0, 70, 8 * ID_BYTES - 1]
+    left = change(monkeypatch, FRAME_TYPE, [])
+    for seed, bit in enumerate(bits):
+        left.append(bit)
+        hand_over(pair, length, seed)
+        assert not left
+    receiver, sender = pair.receiver.counters, pair.sender.counters
+    assert receiver["misnamed"] == receiver["refused"] == sender["resent"] == len(bits)
+    assert len(pair.sender._links) == 1, "the connection goes on"
+    assert not pair.lost
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [control.Claim, control.Computed, control.Granted, control.Ack, control.Complete],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_message_is_taken_for_what_it_was(
+    kind: type[control.Body], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("tcp", **CACHELESS)
+    hand_over(pair, 50, 0)  # decode knows the peer
+    left = change(monkeypatch, kind.TYPE, [3, 90])
+    for seed in (1, 2, 3):
+        hand_over(pair, 50, seed)
+    assert not left
+    from_prefill = kind in (control.Claim, control.Computed)
+    side = pair.receiver if from_prefill else pair.sender
+    assert side.counters["misnamed"] == 2
+    assert not pair.lost
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_end_of_an_attempt_is_heard(
+    side: str, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(num_blocks=64)
+    hand_over(pair, 8, 0)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(10)
+    asked = fresh(request(60))
+    left = change(monkeypatch, control.Abort.TYPE, [100])
+    attempt = pair.hand_off(asked)
+    pair.wait(lambda: pair.at_decode(lambda r: len(r._claims) == 1))
+    ended = pair.at_prefill if side == "prefill" else pair.at_decode
+    assert ended(lambda part: part.cancel(attempt, "cancel"))
+    pair.wait(lambda: attempt in pair.lost and attempt in pair.sent)
+    assert not left
+    reasons = pair.sent[attempt].reason, pair.lost[attempt]
+    told = ("cancel", "peer: cancel") if side == "prefill" else ("peer: cancel", "cancel")
+    assert reasons == told
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.assert_clean()
