@@ -116,8 +116,10 @@ class Cluster:
     # lives
 
     def launch(self, name: str) -> None:
-        """Starts a process, again if it is dead."""
+        """Starts a process, again if it is dead; each of several faults may want it back."""
         node = self.nodes[name]
+        if node.lives and node.process.alive:
+            return
         process = node.process = Process(self.world, name)
         node.lives += 1
         node.expected = True

@@ -254,6 +254,8 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.prefill.part.shm_folder": lambda configured: "",
         "pdserve.services.host.join._Lease": LoopLease,
         "pdserve.services.host.worker.Membership": LoopMembership,
+        # A second signal: the process of the simulation ends, not this one.
+        "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
         "pdserve.services.host.worker.GrpcHost": LoopHost,
         "pdserve.services.host.worker.threading": SimpleNamespace(Thread=LoadingThread),
         "pdserve.services.decode.main.build_engine": build,

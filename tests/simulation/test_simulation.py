@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.services.host.stillness import FROZEN_S
+from simulation.clock import Process
 from simulation.faults import cells
 from simulation.run import Run, make, simulate
 from simulation.scenario import TARGET, Scenario, draw
@@ -137,6 +138,35 @@ def test_what_once_failed_does_not_fail_again(path: Path) -> None:
     result = simulate(scenario)
     assert not result.violations
     assert result.hits or not scenario.faults
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_second_sigterm_ends_a_process_of_the_simulation_at_once(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the simulation itself; one next life follows, not one for each signal."""
+    deaths: list[tuple[str, float]] = []
+    kill = Process.kill
+
+    def noted(process: Process) -> None:
+        deaths.append((process.name, process.time()))
+        kill(process)
+
+    monkeypatch.setattr(Process, "kill", noted)
+    scenario = replace(make(3, f"SIGTERM {role}", "computing"), routers=1, prefills=1, decodes=1)
+    took_s = []
+    for times in (1, 2):
+        deaths.clear()
+        run = Run(replace(scenario, faults=scenario.faults * times))
+        result = run.finish()
+        assert not result.violations
+        assert [strike.hit for strike in run.faults.strikes] == [True] * times
+        (node,) = run.cluster.of(role)
+        assert [name for name, _ in deaths] == [node.name]
+        assert node.lives == 2
+        took_s.append(deaths[0][1] - run.faults.strikes[0].at_s)
+    drained_s, at_once_s = took_s
+    assert at_once_s == 0.0 < drained_s
 
 
 def test_a_deadline_falls_into_its_phase() -> None:
