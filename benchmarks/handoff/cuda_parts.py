@@ -43,8 +43,7 @@ def hashes(side: Side) -> dict[str, Any]:
         pages, key = side.kv.pages(0, layers, blocks), side.key.copy_key(number)
         side.device.copy_out(pages, slot, key).wait()
         tag = side.device.get(memory.address + capacity, TAG_BYTES)
-        payload = bytearray(pages.num_bytes)
-        side.kv.read(0, layers, blocks, memoryview(payload))
+        payload = bytearray(b"".join(side.kv.read(0, layers, blocks)))
         data, copied = np.frombuffer(payload, np.uint8), np.zeros(len(payload), np.uint8)
         numbers = _native.copy_and_hash(
             data, len(payload), len(payload), 0, 1, np.zeros(1, np.int32), copied,

@@ -6,6 +6,8 @@ import queue
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,7 @@ class Taker:
                 begun += 1
                 if isinstance(payload, memoryview):
                     side.kv.write(header.group, header.layers, blocks, payload)
-                    link.credit(header.slot)
+                    link.credit(header)
                     taken += 1
                     continue
                 while not payload.ready():
@@ -138,7 +140,7 @@ class Taker:
             while flights and flights[0][2].done():
                 link, header, copy = flights.pop(0)
                 taken, damaged = taken + copy.intact, damaged + (not copy.intact)
-                link.credit(header.slot)
+                link.credit(header)
         return taken, damaged
 
 
@@ -176,21 +178,24 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     from link_ends import TICKET
 
     from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+    from pdserve.engine.transport.link import Frame
 
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
     size = side.kv.num_bytes(0, piece.layers, blocks)
     pages = side.kv.pages(0, piece.layers, blocks)
 
-    def build(slot: int, space: Any) -> tuple[bytes, int]:
-        if isinstance(space, memoryview):
-            side.kv.read(0, piece.layers, blocks, space[:size])
+    @contextmanager
+    def build(slot: int, outlet: Any) -> Iterator[Any]:
+        parts: list[memoryview] = []
+        if outlet is None:
+            parts = side.kv.read(0, piece.layers, blocks)
         else:
-            space.copy_out(pages, side.key.copy_key(sequence))
+            outlet.copy_out(pages, side.key.copy_key(sequence))
         tokens = range(piece.blocks.start * 32, piece.blocks.stop * 32)
         header = FrameHeader(
             TICKET, sequence, slot, 0, piece.layers, tokens, range(8), size, bytes(TAG_BYTES)
         )
-        return header.pack() + bytes(TAG_BYTES), size
+        yield Frame(header.pack() + bytes(TAG_BYTES), parts)
 
     link.push(build)
 

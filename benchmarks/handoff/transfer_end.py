@@ -60,8 +60,8 @@ PATIENCE_S = 60.0
 class Untagged(TagKey):
     """A key whose payload tags are zeros that nobody computes or compares."""
 
-    def tag(self, domain: Domain, sequence: int, data: bytes | memoryview) -> bytes:
-        return bytes(16) if domain is Domain.PAYLOAD else super().tag(domain, sequence, data)
+    def tag(self, domain: Domain, sequence: int, *parts: bytes | memoryview) -> bytes:
+        return bytes(16) if domain is Domain.PAYLOAD else super().tag(domain, sequence, *parts)
 
 
 @dataclass

@@ -87,7 +87,7 @@ class DirectFrames:
         while self._flights and self._is_over(self._flights[0]):
             flight = self._flights.popleft()
             self._guarded(flight.parcel.attempt, partial(self._land, flight))
-            flight.parcel.link.credit(flight.parcel.header.slot)
+            flight.parcel.link.credit(flight.parcel.header)
         for _ in range(len(self._waiting)):
             parcel = self._waiting.popleft()
             left: list[Parcel] = []  # the frame, if it has to wait
@@ -95,7 +95,7 @@ class DirectFrames:
             self._guarded(parcel.attempt, partial(self._begin, parcel, left))
             self._waiting.extend(left)
             if not left and len(self._flights) == begun:
-                parcel.link.credit(parcel.header.slot)
+                parcel.link.credit(parcel.header)
         return self.busy
 
     def _is_over(self, flight: Flight) -> bool:

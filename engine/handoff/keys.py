@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -41,11 +44,19 @@ class TagKey:
 
     def __init__(self, key: bytes) -> None:
         self._gcm = AESGCM(key)
+        self._key = key
         self._copy_key = hmac.digest(key, b"pdserve copy hash", "sha256")
 
-    def tag(self, domain: Domain, sequence: int, data: bytes | memoryview) -> bytes:
-        """GMAC (NIST SP 800-38D): AES-GCM over no plaintext, the data as associated data."""
-        return self._gcm.encrypt(_nonce(domain, sequence), b"", data)
+    def tag(self, domain: Domain, sequence: int, *parts: bytes | memoryview) -> bytes:
+        """GMAC (NIST SP 800-38D) of the parts, one behind the other: AES-GCM over no plaintext, the
+        data as associated data."""
+        if len(parts) == 1:
+            return self._gcm.encrypt(_nonce(domain, sequence), b"", parts[0])
+        mac = Cipher(AES(self._key), GCM(_nonce(domain, sequence))).encryptor()
+        for part in parts:
+            mac.authenticate_additional_data(part)
+        mac.finalize()
+        return mac.tag
 
     def matches(self, domain: Domain, sequence: int, data: bytes | memoryview, tag: bytes) -> bool:
         return hmac.compare_digest(self.tag(domain, sequence, data), tag)

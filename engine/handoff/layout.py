@@ -14,7 +14,7 @@ from operator import and_
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
 
-SLOT_BYTES = 1 << 20  # of a frame's payload; more only if one block of one layer is larger
+SLOT_BYTES = 2 << 20  # of a frame's payload; more only if one block of one layer is larger
 _KINDS = ("full", "window", "latent", "state")
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 _SPEC = struct.Struct("<IB")

@@ -1,13 +1,15 @@
 """One attempt at prefill, and the reading and signing of its frames.
 
-A frame is built on the connection's writer thread, under the attempt's lock; freeing the blocks
-takes the same lock first, so no frame is ever signed over bytes that have a new owner. On a device
-a frame's copy may still run then: `settle` waits for it.
+A frame is built and taken over by the wire on the connection's writer thread, under the attempt's
+lock; freeing the blocks takes the same lock first, so nothing is ever signed or sent of blocks that
+have a new owner. On a device a frame's copy may still run then: `settle` waits for it.
 """
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,6 +24,7 @@ from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.transport.base import Outlet
 from pdserve.engine.transport.device import Copy, DeviceError
+from pdserve.engine.transport.link import Frame
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ HANDED_BACK = "handed back"  # the reason of an end before the engine had begun
 class ReadableKv(Protocol):
     spec: KvSpec
 
-    def read(self, group: int, layers: range, blocks: list[int], out: memoryview) -> None: ...
+    def read(self, group: int, layers: range, blocks: list[int]) -> list[memoryview]: ...
     def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
 
 
@@ -112,6 +115,7 @@ class Outgoing(Attempt):
             except DeviceError:
                 log.exception("a copy on the device failed")
 
+    @contextmanager
     def _build(
         self,
         kv: ReadableKv,
@@ -120,50 +124,60 @@ class Outgoing(Attempt):
         resends: int,
         pages: Pages | None,
         slot: int,
-        space: memoryview | Outlet,
-    ) -> tuple[bytes, int] | None:
-        """The frame's signed record and payload size; None if the blocks are given back."""
+        outlet: Outlet | None,
+    ) -> Iterator[Frame | None]:
+        """A frame, or None if the blocks are given back; while the context lasts they are not."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
-        direct = not isinstance(space, memoryview)
-        assert not (direct and self.encrypted), "decode refuses the connection"
-        # What will be sealed never lies in the slot: on shm the peer and others can read that.
-        plain = memoryview(bytearray(size)) if self.encrypted else None
         sequence = next(self.sequence)
-        tag = bytes(TAG_BYTES)  # a device leaves it behind the payload
         with self.lock:
             if not self.readable:
-                return None
-            if isinstance(space, memoryview):
-                plain = space[:size] if plain is None else plain
-                kv.read(piece.group, piece.layers, blocks, plain)
-            else:
-                assert pages is not None  # a direct link's
-                self.copies.append(space.copy_out(pages, self.own_key.copy_key(sequence)))
-                while self.copies[0].done() and len(self.copies) > 1:
-                    self.copies.popleft()
+                yield None
+                return
+            parts, tag = self._payload(kv, piece, blocks, pages, outlet, sequence)
             cells = len(piece.layers) * len(blocks)
             self.trace.mark(Mark.SENT, self.ticket.attempt, self.state, sequence, cells)
-        if isinstance(space, memoryview) and plain is not None:
-            if self.encrypted:
-                sealed = self.own_key.seal(sequence, plain)
-                space[:size], tag = sealed[:size], bytes(sealed[size:])
-            else:
-                tag = self.own_key.tag(Domain.PAYLOAD, sequence, plain)
-        header = FrameHeader(
-            ticket=self.ticket.id,
-            sequence=sequence,
-            slot=slot,
-            group=piece.group,
-            layers=piece.layers,
-            tokens=range(piece.blocks.start * spec.block_size, piece.blocks.stop * spec.block_size),
-            heads=range(group.head_start, group.head_end),
-            payload_bytes=size,
-            payload_tag=tag,
-        )
-        self.pending[sequence] = (piece, resends)
-        self.num_bytes += size
-        self.num_frames += 1
-        covered = header.pack()
-        return covered + self.own_key.tag(Domain.HEADER, sequence, covered), size
+            header = FrameHeader(
+                ticket=self.ticket.id,
+                sequence=sequence,
+                slot=slot,
+                group=piece.group,
+                layers=piece.layers,
+                tokens=_tokens(piece.blocks, spec.block_size),
+                heads=range(group.head_start, group.head_end),
+                payload_bytes=size,
+                payload_tag=tag,
+            )
+            self.pending[sequence] = (piece, resends)
+            self.num_bytes += size
+            self.num_frames += 1
+            covered = header.pack()
+            yield Frame(covered + self.own_key.tag(Domain.HEADER, sequence, covered), parts)
+
+    def _payload(
+        self,
+        kv: ReadableKv,
+        piece: Piece,
+        blocks: list[int],
+        pages: Pages | None,
+        outlet: Outlet | None,
+        sequence: int,
+    ) -> tuple[list[memoryview], bytes]:
+        """(what is sent, its tag); on a device the payload is on its way, its tag behind it."""
+        if outlet is not None:
+            assert pages is not None
+            assert not self.encrypted, "decode refuses the connection"
+            self.copies.append(outlet.copy_out(pages, self.own_key.copy_key(sequence)))
+            while self.copies[0].done() and len(self.copies) > 1:
+                self.copies.popleft()
+            return [], bytes(TAG_BYTES)
+        parts = kv.read(piece.group, piece.layers, blocks)
+        if not self.encrypted:
+            return parts, self.own_key.tag(Domain.PAYLOAD, sequence, *parts)
+        sealed = self.own_key.seal(sequence, b"".join(parts))
+        return [sealed[:-TAG_BYTES]], bytes(sealed[-TAG_BYTES:])
+
+
+def _tokens(blocks: range, block_size: int) -> range:
+    return range(blocks.start * block_size, blocks.stop * block_size)

@@ -227,7 +227,7 @@ class Receiver(Endpoint[Incoming]):
             self.refused(parcel, err)
         finally:
             if parcel.over:
-                parcel.link.credit(parcel.header.slot)
+                parcel.link.credit(parcel.header)
 
     # what becomes of a frame (direct.py Taker)
 
@@ -378,7 +378,7 @@ class Receiver(Endpoint[Incoming]):
         incoming = self._live.get(header.ticket)
         if incoming is None:
             self.counters["late_frames"] += 1
-            link.credit(header.slot)
+            link.credit(header)
             return
         parcel = Parcel(incoming, link, header, payload)
         if not isinstance(payload, memoryview):
@@ -389,7 +389,7 @@ class Receiver(Endpoint[Incoming]):
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
             self.damaged(parcel)
-            link.credit(header.slot)
+            link.credit(header)
         else:
             parcel.payload = verified
             self._parcels.append(parcel)

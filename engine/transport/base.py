@@ -6,17 +6,21 @@ engine/handoff for those. Adding one is a file here with a KvTransport subclass.
 """
 
 import contextlib
+import os
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar, Protocol
 
 from pdserve.engine.kv_pages import Pages
 from pdserve.engine.transport.device import Copy, Device
 
+IOV_MAX = os.sysconf("SC_IOV_MAX")
 SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
 
 
@@ -114,16 +118,23 @@ class Wire(ABC):
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Send all parts, in order. Raises WireClosed."""
-        views = [memoryview(part) for part in parts if len(part)]
+        views = deque(memoryview(part) for part in parts if len(part))
+        while views:
+            self.write_some(views)
+
+    def write_some(self, views: deque[memoryview], flags: int = 0) -> None:
+        """Send some of the views, none of them empty, and take what is sent away from them. Raises
+        WireClosed; BlockingIOError with MSG_DONTWAIT."""
         try:
-            while views:
-                sent = self.sock.sendmsg(views)
-                while views and sent >= len(views[0]):
-                    sent -= len(views.pop(0))
-                if sent:
-                    views[0] = views[0][sent:]
+            sent = self.sock.sendmsg(islice(views, IOV_MAX), [], flags)
+        except BlockingIOError:
+            raise
         except OSError as err:
             raise WireClosed(f"connection lost: {err.strerror or err}") from None
+        while views and sent >= len(views[0]):
+            sent -= len(views.popleft())
+        if sent:
+            views[0] = views[0][sent:]
 
     @abstractmethod
     def setup(self) -> None:
@@ -147,17 +158,21 @@ class Wire(ABC):
         """prefill: slots can be filled; else only after `open_window`."""
         return True
 
-    @abstractmethod
-    def outgoing(self, slot: int) -> memoryview | Outlet:
-        """prefill: the slot, to be filled before `send_frame`."""
+    def outlet(self, slot: int) -> Outlet | None:
+        """prefill, direct: the slot, to be filled before `send_frame`."""
+        return None
 
     def incoming(self, slot: int) -> Inlet:
         """decode, direct: the slot of the record just read."""
         raise WireClosed("payloads do not stay on a device here")
 
     @abstractmethod
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        """prefill: send a frame's record and the first `size` bytes of its slot."""
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
+        """prefill: send a frame's record and its payload, by the slot. `taken` is called as soon as
+        the parts are not needed any more, in a few milliseconds whatever the peer does. Raises
+        WireClosed."""
 
     @abstractmethod
     def receive_payload(self, slot: int, out: memoryview) -> None:
@@ -183,9 +198,6 @@ class WindowWriter(Wire):
     def setup(self) -> None:
         raise WireClosed("prefill accepts no connections")
 
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        self.write(record)
-
     def receive_payload(self, slot: int, out: memoryview) -> None:
         raise WireClosed("decode does not send frames")
 
@@ -196,10 +208,9 @@ class WindowWriter(Wire):
 class WindowReader(Wire):
     """decode's end of one."""
 
-    def outgoing(self, slot: int) -> memoryview | Outlet:
-        raise WireClosed("decode does not send frames")
-
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
         raise WireClosed("decode does not send frames")
 
     def skip_payload(self, slot: int, size: int) -> None:

@@ -2,16 +2,21 @@
 
 Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
 thread alone writes. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot
-belongs to prefill until sent, then to decode until its Credit arrives.
+belongs to prefill until sent, then to decode until its Credit arrives. That goes out as soon as the
+payload is in private memory, unless EAGER payloads wait there already: then with the next that is
+done with.
 """
 
 import contextlib
 import logging
 import mmap
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.engine.handoff import control
@@ -38,10 +43,20 @@ from pdserve.engine.transport.slots import ReaderSlots, WriterSlots
 log = logging.getLogger(__name__)
 
 INTRODUCTION_S = 5.0  # from accept to the first genuine message
+EAGER = 4  # payloads in private memory whose slots have been credited already
 MAX_POSTED = 4096  # control records waiting for a peer that does not read
 
-# Fills the slot (its number, the slot) and returns (signed record, payload bytes), or None.
-FrameJob = Callable[[int, memoryview | Outlet], tuple[bytes, int] | None]
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame to be sent."""
+
+    record: bytes  # signed
+    parts: list[memoryview]  # the payload; empty: it is in the outlet
+
+
+# The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
+FrameJob = Callable[[int, Outlet | None], AbstractContextManager[Frame | None]]
 
 
 class LinkHandler(Protocol):
@@ -74,12 +89,13 @@ class Link:
         self._wire = wire
         self._handler = handler
         self._wake = threading.Condition()
-        self._posted: deque[bytes] = deque()
+        self._posted: deque[memoryview] = deque()
+        self._writing = True  # the writer thread has work, or has not begun
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
         self._private: list[memoryview] = []  # free buffers for payloads, the newest last
-        self._filled: dict[int, memoryview] = {}  # by slot, until its credit
+        self._filled: dict[tuple[bytes, int], tuple[memoryview, bool]] = {}  # of which frames
         self.num_surplus = 0  # prefill: credits of records that decode got twice
         self._genuine = False
         self._reason = ""
@@ -169,12 +185,29 @@ class Link:
 
     def post(self, record: bytes) -> None:
         """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
+        failed = ""
         with self._wake:
-            self._posted.append(record)
-            full = len(self._posted) > MAX_POSTED
-            self._wake.notify()
-        if full:
-            self.end("the peer does not read")
+            self._posted.append(memoryview(record))
+            if len(self._posted) > MAX_POSTED:
+                failed = "the peer does not read"
+            elif not self._writing:
+                failed = self._write_now()
+            if self._posted:
+                self._wake.notify()
+        if failed:
+            self.end(failed)
+
+    def _write_now(self) -> str:
+        """Spare the writer thread a turn: it is idle. Why that cannot be done ever again, or empty;
+        call with the lock."""
+        if not self._reason:
+            try:
+                self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except WireClosed as err:
+                return str(err)
+        return ""
 
     def push(self, job: FrameJob) -> None:
         """Queue a frame; its job runs on the writer thread when a slot is free."""
@@ -182,12 +215,15 @@ class Link:
             self._jobs.append(job)
             self._wake.notify()
 
-    def credit(self, slot: int) -> None:
-        """decode: the payload in that slot is done with."""
-        buffer, mark = self._filled.pop(slot, None), self._lent.credit(slot)
-        if buffer is not None:
-            self._private.append(buffer)
-        self._give_back(slot, mark)
+    def credit(self, header: FrameHeader) -> None:
+        """decode: that frame's payload is done with."""
+        if self._wire.direct:
+            self._credit(header.slot)
+            return
+        buffer, eager = self._filled.pop((header.ticket, header.sequence))
+        self._private.append(buffer)
+        if not eager:
+            self._credit(header.slot)
 
     def close(self, reason: str = "closed here") -> None:
         """End it and wait for its threads, unless called on one of them."""
@@ -297,21 +333,29 @@ class Link:
         if self._wire.direct:
             self._handler.payload(self, header, self._wire.incoming(header.slot))
             return
-        payload = self._buffer(header.slot)[: header.payload_bytes]
+        buffer = self._buffer()
+        payload = buffer[: header.payload_bytes]
         start = time.monotonic()
         self._wire.receive_payload(header.slot, payload)
         self._busy_s += time.monotonic() - start
+        eager = len(self._filled) < EAGER
+        self._filled[header.ticket, header.sequence] = buffer, eager
+        if eager:
+            self._credit(header.slot)
         self._handler.payload(self, header, payload)
+
+    def _credit(self, slot: int) -> None:
+        self._give_back(slot, self._lent.credit(slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
         self.post(control.encode(control.Credit(slot, mark)))
 
-    def _buffer(self, slot: int) -> memoryview:
-        """Private memory for the payload in a slot: what was free last is still in a cache."""
-        if not self._private:  # a page's alignment doubles the speed of copies into it
-            self._private.append(memoryview(mmap.mmap(-1, self._wire.slot_bytes)))
-        buffer = self._filled[slot] = self._private.pop()
-        return buffer
+    def _buffer(self) -> memoryview:
+        """Private memory for a payload: what was free last is still in a cache."""
+        if self._private:
+            return self._private.pop()
+        # A page's alignment doubles the speed of copies into it.
+        return memoryview(mmap.mmap(-1, self._wire.slot_bytes))
 
     def _opened(self, window: bytes) -> None:
         """prefill: from now on there are slots."""
@@ -342,8 +386,10 @@ class Link:
 
     def _next(self) -> bytes | tuple[int, FrameJob] | None:
         with self._wake:
+            self._writing = False
             while (work := self._ready()) is None and not self._reason:
                 self._wake.wait()
+            self._writing = True
             return work
 
     def _ready(self) -> bytes | tuple[int, FrameJob] | None:
@@ -365,13 +411,13 @@ class Link:
             self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
-        built = job(slot, self._wire.outgoing(slot))
-        with self._wake:
-            if built is None:
-                self._slots.put_back(slot)
-                return
-            record, size = built
-            self._slots.sent(slot, mark_of(record))
-        start = time.monotonic()
-        self._wire.send_frame(record, slot, size)
-        self._busy_s += time.monotonic() - start
+        with ExitStack() as held:
+            frame = held.enter_context(job(slot, self._wire.outlet(slot)))
+            with self._wake:
+                if frame is None:
+                    self._slots.put_back(slot)
+                    return
+                self._slots.sent(slot, mark_of(frame.record))
+            start = time.monotonic()
+            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self._busy_s += time.monotonic() - start

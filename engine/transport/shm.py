@@ -13,7 +13,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from pdserve.engine.transport.base import (
     SLOTS,
@@ -27,6 +29,7 @@ from pdserve.engine.transport.base import (
     WireClosed,
 )
 from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_path
+from pdserve.kernels._native import copy_past_caches
 
 _SLOT = struct.Struct("<H")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -50,17 +53,23 @@ class ShmWriter(WindowWriter):
             socket.send_fds(sock, [_HEAD], [fd])
         finally:
             os.close(fd)
-        self._view = memoryview(self._memory)
 
     def proof(self) -> bytes:
         return self._nonce
 
-    def outgoing(self, slot: int) -> memoryview:
-        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
+        at = slot * self.slot_bytes
+        for part in parts:
+            window = np.frombuffer(self._memory, np.uint8, len(part), at)
+            copy_past_caches(window, np.frombuffer(part, np.uint8))
+            at += len(part)
+        taken()
+        self.write(record)
 
     def close(self) -> None:
         super().close()
-        self._view.release()
         self._memory.close()
 
 
@@ -93,9 +102,8 @@ class ShmReader(WindowReader):
 
     def receive_payload(self, slot: int, out: memoryview) -> None:
         assert self._memory is not None  # proof() has passed
-        start = slot * self.slot_bytes
-        with memoryview(self._memory) as view:
-            out[:] = view[start : start + len(out)]
+        there = np.frombuffer(self._memory, np.uint8, len(out), slot * self.slot_bytes)
+        np.copyto(np.frombuffer(out, np.uint8), there)  # other threads run meanwhile
 
     def close(self) -> None:
         super().close()

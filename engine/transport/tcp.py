@@ -1,10 +1,15 @@
 """KV over a TCP connection: payloads follow their record in the stream."""
 
+import contextlib
 import mmap
 import os
+import select
 import socket
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
+from pdserve.engine.handoff.frames import FRAME_BYTES
 from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,
@@ -16,19 +21,20 @@ from pdserve.engine.transport.base import (
 )
 
 SOCKET_BUFFER_BYTES = 4 << 20
+HURRY_S = 0.005  # for what goes straight from the pool
 _SCRATCH_BYTES = 64 << 10
 
 
 class TcpWire(Wire):
-    """sendmsg copies a slot into the kernel before it returns, so one staging buffer serves all
-    slots; a slot number is only credit here."""
+    """A payload goes from the pool into the socket; what that does not take in a moment is staged,
+    so that whoever frees blocks never waits for a peer. A slot number is only credit here."""
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
         super().__init__(sock, slot_bytes)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        self._staging: mmap.mmap | None = None
+        self._staging: memoryview | None = None
 
     def setup(self) -> None:
         """The Hello is the first thing in the stream."""
@@ -36,13 +42,32 @@ class TcpWire(Wire):
     def proof(self) -> bytes:
         return bytes(16)  # a stream that carried the Hello carries the rest
 
-    def outgoing(self, slot: int) -> memoryview:
-        if self._staging is None:
-            self._staging = mmap.mmap(-1, self.slot_bytes)
-        return memoryview(self._staging)
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
+        left = deque([memoryview(record), *parts])
+        self._hurry(left)
+        if left:
+            staged = self._stage(left)
+            taken()
+            self.write(staged)
 
-    def send_frame(self, record: bytes, slot: int, size: int) -> None:
-        self.write(record, self.outgoing(slot)[:size])
+    def _hurry(self, left: deque[memoryview]) -> None:
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        end = time.monotonic() + HURRY_S
+        while left and (wait_s := end - time.monotonic()) > 0 and poll.poll(wait_s * 1000):
+            with contextlib.suppress(BlockingIOError):
+                self.write_some(left, socket.MSG_DONTWAIT)
+
+    def _stage(self, left: deque[memoryview]) -> memoryview:
+        if self._staging is None:
+            self._staging = memoryview(mmap.mmap(-1, FRAME_BYTES + self.slot_bytes))
+        at = 0
+        for view in left:
+            self._staging[at : at + len(view)] = view
+            at += len(view)
+        return self._staging[:at]
 
     def receive_payload(self, slot: int, out: memoryview) -> None:
         self.read(out)

@@ -139,9 +139,8 @@ class EngineMachine(RuleBasedStateMachine):
             first, targets = reservation.first_block[group], reservation.blocks[group]
             targets = targets[first:end]
             sources = held[first : first + len(targets)]
-            payload = memoryview(bytearray(self.source.kv.num_bytes(group, range(1), sources)))
-            self.source.kv.read(group, range(1), sources, payload)
-            self.engine.kv.write(group, range(1), targets, payload)
+            payload = b"".join(self.source.kv.read(group, range(1), sources))
+            self.engine.kv.write(group, range(1), targets, memoryview(payload))
         self.source.release_held("source")
 
     @precondition(lambda self: self.asked)

@@ -36,9 +36,8 @@ def hand_off(prefill: Engine, reservation: Reservation, decode: Engine, request:
             sources = held[first : len(targets)]
             assert all(sources), "prefill has given back what decode wants"
             layers = range(len(prefill.kv.spec.groups[group].layers))
-            payload = memoryview(bytearray(prefill.kv.num_bytes(group, layers, sources)))
-            prefill.kv.read(group, layers, sources, payload)
-            decode.kv.write(group, layers, targets[first:], payload)
+            payload = b"".join(prefill.kv.read(group, layers, sources))
+            decode.kv.write(group, layers, targets[first:], memoryview(payload))
             sent += len(sources)
         prefill.release_held(request.key)
     return sent

@@ -1,6 +1,7 @@
 """Records that the network doubles: acknowledged and counted, and the connection stays."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from pdserve.engine.transport import cuda_wires, shm, tcp
 from pdserve.engine.transport.base import Wire
 from pdserve.engine.transport.registry import transports
 
+Parts = Sequence[memoryview]
+Taken = Callable[[], None]
 WRITERS: dict[str, Any] = {
     "tcp": tcp.TcpWire,
     "shm": shm.ShmWriter,
@@ -71,9 +74,9 @@ def test_a_record_that_comes_twice_in_a_row(
     writer = WRITERS[transport]
     send = writer.send_frame
 
-    def twice(self: Wire, record: bytes, slot: int, size: int) -> None:
-        send(self, record, slot, size)
-        send(self, record, slot, size)
+    def twice(self: Wire, record: bytes, slot: int, parts: Parts, taken: Taken) -> None:
+        send(self, record, slot, parts, lambda: None)
+        send(self, record, slot, parts, taken)
 
     monkeypatch.setattr(writer, "send_frame", twice)
     pair = hand_over(transport, tmp_path, monkeypatch)
@@ -99,15 +102,13 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
     last: dict[tuple[int, int], tuple[bytes, bytes]] = {}
     repeated = 0
 
-    def late_again(self: Wire, record: bytes, slot: int, size: int) -> None:
+    def late_again(self: Wire, record: bytes, slot: int, parts: Parts, taken: Taken) -> None:
         nonlocal repeated
         if old := last.get((id(self), slot)):
             self.write(*old)
             repeated += 1
-        space = self.outgoing(slot)
-        payload = bytes(space[:size]) if transport == "tcp" else b""  # type: ignore[index]
-        last[id(self), slot] = record, payload
-        send(self, record, slot, size)
+        last[id(self), slot] = record, b"".join(parts) if transport == "tcp" else b""
+        send(self, record, slot, parts, taken)
 
     monkeypatch.setattr(writer, "send_frame", late_again)
     pair = hand_over(transport, tmp_path, monkeypatch)

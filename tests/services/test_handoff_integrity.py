@@ -1,6 +1,8 @@
 """What both sides must agree on, what may differ on request, and frames that are sealed."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pdserve.engine.handoff.outgoing import Outgoing
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv_identity import KvIdentity, Mixing
 from pdserve.engine.transport.base import Target
+from pdserve.engine.transport.link import Frame
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
@@ -136,18 +139,18 @@ def test_sealed_frames_give_the_same_tokens(
 def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     transport: str, encrypted: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On shm the slot is what others could read; what is built into it is what passes."""
+    """On shm the slot is what others could read; the parts of a frame are what is put there."""
     passed: list[bytes] = []
     records: list[bytes] = []
     build = Outgoing._build
 
-    def spy(self: Outgoing, *args: Any) -> Any:
-        slot_bytes = args[-1]
-        slot_bytes[:] = bytes(len(slot_bytes))
-        built = build(self, *args)
-        passed.append(bytes(slot_bytes))
-        records.append(built[0] if built is not None else b"")
-        return built
+    @contextmanager
+    def spy(self: Outgoing, *args: Any) -> Iterator[Frame | None]:
+        with build(self, *args) as frame:
+            if frame is not None:
+                passed.append(b"".join(frame.parts))
+                records.append(frame.record)
+            yield frame
 
     monkeypatch.setattr(Outgoing, "_build", spy)
     pair = make_pair(transport, encrypted=encrypted)

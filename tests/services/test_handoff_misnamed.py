@@ -1,5 +1,7 @@
 """A bit of a ticket's id changes under way: the tag tells whose record it was, and nobody waits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
-from pdserve.engine.transport.link import FrameJob, Link
+from pdserve.engine.transport.link import Frame, FrameJob, Link
 from pdserve.engine.transport.registry import transports
 
 CACHELESS: dict[str, Any] = {"prefix_cache": False}
@@ -25,9 +27,10 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
         return bytes(data)
 
     def pushed(link: Link, job: FrameJob) -> None:
-        def build(slot: int, space: Any) -> tuple[bytes, int] | None:
-            built = job(slot, space)
-            return None if built is None else (changed(built[0]), built[1])
+        @contextmanager
+        def build(slot: int, outlet: Any) -> Iterator[Frame | None]:
+            with job(slot, outlet) as frame:
+                yield frame and Frame(changed(frame.record), frame.parts)
 
         push(link, build)
 

@@ -6,7 +6,7 @@ by callbacks. Connecting takes its time, but the introductions then happen at on
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,12 @@ class SimWire(TcpWire):
         if self._client and other.link is not None and not other.link.introduced:
             with self.process.world.inside(other.process):
                 other.link.hear()
+
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
+        self.write(record, *parts)
+        taken()
 
     def _arrived(self, data: Any) -> None:
         if isinstance(data, tuple):

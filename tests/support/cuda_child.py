@@ -9,9 +9,11 @@ takes a few frames and then holds them.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fake_device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at, pages_of
@@ -27,10 +29,10 @@ from link_ends import (
 
 from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.kv_pages import Pages
-from pdserve.engine.transport.base import Outlet, Target, TransportOptions, Wire
+from pdserve.engine.transport.base import Target, TransportOptions, Wire
 from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
 from pdserve.engine.transport.device import Slot
-from pdserve.engine.transport.link import FrameJob, Link
+from pdserve.engine.transport.link import Frame, FrameJob, Link
 
 SIZE = SLOT_BYTES // 2
 
@@ -67,13 +69,14 @@ DEVICES = {"half": HalfDevice, "late": StubbornDevice, "flood": FakeDevice}
 def frame(sequence: int, sent: Callable[[Slot], None]) -> FrameJob:
     data = payload(sequence)
 
-    def build(slot: int, space: memoryview | Outlet) -> tuple[bytes, int]:
-        space.copy_out(pages_of(data), COPY_KEY)  # type: ignore[union-attr]
-        sent(space.slot)  # type: ignore[union-attr]
+    @contextmanager
+    def build(slot: int, outlet: Any) -> Iterator[Frame]:
+        outlet.copy_out(pages_of(data), COPY_KEY)
+        sent(outlet.slot)
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), SIZE, bytes(16)
         )
-        return header.pack() + bytes(TAG_BYTES), SIZE
+        yield Frame(header.pack() + bytes(TAG_BYTES), [])
 
     return build
 

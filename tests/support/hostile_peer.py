@@ -100,8 +100,16 @@ class Victim:
             }
             return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
 
+        self.settle()
         found: dict[str, Any] = self.thread.post(read).result(PATIENCE_S)
         return found
+
+    def settle(self) -> None:
+        """Until every payload that has been credited is written or dropped."""
+        end = time.monotonic() + PATIENCE_S
+        while any(link._filled for link in list(self.receiver._links)):
+            assert time.monotonic() < end
+            self.thread.post(lambda _: None).result(PATIENCE_S)  # a turn of the engine thread
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -195,8 +203,7 @@ class Peer:
 
     def send(self, record: Record, slot: int) -> None:
         head, payload = record
-        self.wire.outgoing(slot)[: len(payload)] = payload
-        self.wire.send_frame(head, slot, len(payload))
+        self.wire.send_frame(head, slot, [memoryview(payload)], lambda: None)
 
     def outcome(self) -> str:
         """What became of one frame: "credit", "closed"; Acks and Nacks are passed over."""
@@ -215,6 +222,7 @@ class Peer:
             self.send(record, block % SLOTS)
             assert self.outcome() == "credit"
             held.sent.append(record)
+        self.victim.settle()
         assert self.victim.writes == before + len(GENUINE)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Two ends of a connection in one process, with handlers that record what they see."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pdserve.engine.transport.base import (
     TransportOptions,
     Wire,
 )
-from pdserve.engine.transport.link import FrameJob, Link
+from pdserve.engine.transport.link import Frame, FrameJob, Link
 from pdserve.engine.transport.registry import transports
 
 SLOT_BYTES = 1 << 18
@@ -39,17 +40,16 @@ def make_transport(name: str, folder: Path, device: FakeDevice | None = None) ->
 def frame_job(payload: bytes, sequence: int) -> FrameJob:
     """An unsigned frame: what a transport moves, not what a Receiver takes."""
 
-    def build(slot: int, space: memoryview | Outlet) -> tuple[bytes, int]:
-        if isinstance(space, memoryview):
-            space[: len(payload)] = payload
-        else:
+    @contextmanager
+    def build(slot: int, outlet: Outlet | None) -> Iterator[Frame]:
+        if outlet is not None:
             source = np.zeros(_padded(len(payload)), np.uint8)
             source[: len(payload)] = np.frombuffer(payload, np.uint8)
-            space.copy_out(pages_of(source), COPY_KEY).wait()
+            outlet.copy_out(pages_of(source), COPY_KEY).wait()
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), len(payload), bytes(16)
         )
-        return header.pack() + bytes(TAG_BYTES), len(payload)
+        yield Frame(header.pack() + bytes(TAG_BYTES), [] if outlet else [memoryview(payload)])
 
     return build
 
@@ -64,7 +64,7 @@ class Recorder:
         self.hold = False
         self.messages: list[control.Message] = []
         self.payloads: list[tuple[int, bytes]] = []
-        self.held: list[tuple[Link, int]] = []
+        self.held: list[tuple[Link, FrameHeader]] = []
         self.reasons: list[str] = []
         self.links: list[Link] = []
         self.changed = threading.Condition()
@@ -90,9 +90,9 @@ class Recorder:
             copy.wait()
             data = target.tobytes()[: header.payload_bytes] if copy.intact else b"damaged"
         if self.hold:
-            self.held.append((link, header.slot))
+            self.held.append((link, header))
         else:
-            link.credit(header.slot)
+            link.credit(header)
         self._note(lambda: self.payloads.append((header.sequence, data)))
 
     def closed(self, link: Link, reason: str) -> None:
@@ -147,3 +147,10 @@ def _padded(size: int) -> int:
 
 def claim_record() -> bytes:
     return control.sign(control.Claim(7, 0), TICKET, 1, TagKey(bytes(32)))
+
+
+def record_of(payload: bytes, sequence: int) -> bytes:
+    """The unsigned record of a frame in slot 0."""
+    with frame_job(payload, sequence)(0, None) as frame:
+        assert frame is not None
+        return frame.record

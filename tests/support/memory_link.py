@@ -52,9 +52,9 @@ class MemoryLink:
     def trust(self) -> None:
         self.genuine = True
 
-    def credit(self, slot: int) -> None:
-        if slot not in self.other.free:
-            self.other.free.append(slot)
+    def credit(self, header: FrameHeader) -> None:
+        if header.slot not in self.other.free:
+            self.other.free.append(header.slot)
 
     def take_busy_s(self) -> float:
         return 0.0
@@ -77,12 +77,11 @@ class MemoryLink:
 
     def write_frame(self) -> bool:
         """The next frame is read, signed and sent, if a slot is free; False: it was given up."""
-        built = self.jobs.popleft()(slot := self.free.popleft(), self._buffer())
-        if built is None:
-            self.free.appendleft(slot)
-            return False
-        record, size = built
-        self.other.frames.append((record, bytes(self._written[:size])))
+        with self.jobs.popleft()(slot := self.free.popleft(), None) as frame:
+            if frame is None:
+                self.free.appendleft(slot)
+                return False
+            self.other.frames.append((frame.record, b"".join(frame.parts)))
         return True
 
     def hear_frame(self, frame: Frame) -> bool:
@@ -95,13 +94,9 @@ class MemoryLink:
             if self.handler.frame(self, header, covered, tag):
                 self.handler.payload(self, header, memoryview(bytearray(payload)))
             else:
-                self.credit(header.slot)
+                self.credit(header)
 
         return self._safely(read)
-
-    def _buffer(self) -> memoryview:
-        self._written = memoryview(bytearray(self.slot_bytes))
-        return self._written
 
     def _safely(self, read: Callable[[], None]) -> bool:
         try:

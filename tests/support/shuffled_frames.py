@@ -114,11 +114,9 @@ class ShuffledPair:
             here = incoming.reservation.blocks[group][first:]
             there = tables[group][first : first + len(here)]
             layers = range(len(layer_group.layers))
-            size = len(layers) * len(here) * layer_group.block_bytes(BLOCK)
-            copies = [memoryview(bytearray(size)) for _ in range(2)]
-            ours.read(group, layers, here, copies[0])
-            theirs.read(group, layers, there, copies[1])
-            if copies[0] != copies[1] or not any(copies[0]):
+            arrived = b"".join(ours.read(group, layers, here))
+            sent = b"".join(theirs.read(group, layers, there))
+            if arrived != sent or not any(arrived):
                 self._wrong.append(f"bytes of group {group}")
             counts = {self._writes[group, layer, block] for layer in layers for block in here}
             if counts != {1}:

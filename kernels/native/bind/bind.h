@@ -47,3 +47,4 @@ void bind_attention(nb::module_& m);
 void bind_sampling(nb::module_& m);
 void bind_stack(nb::module_& m);
 void bind_copy_hash(nb::module_& m);
+void bind_copy_past_caches(nb::module_& m);

@@ -20,4 +20,5 @@ NB_MODULE(_native, m) {
   bind_sampling(m);
   bind_stack(m);
   bind_copy_hash(m);
+  bind_copy_past_caches(m);
 }

@@ -73,7 +73,7 @@ class Run:
         self.pool = Pool()
         self.copies: list[Copy] = []
         self.credits: Counter[int] = Counter()
-        self.link: Any = SimpleNamespace(credit=lambda slot: self.credits.update([slot]))
+        self.link: Any = SimpleNamespace(credit=lambda header: self.credits.update([header.slot]))
         self.attempt: Any = SimpleNamespace(
             bitmap=Bitmap(SPEC, NUM_TOKENS, (0,)),
             state=SimpleNamespace(holds=True),

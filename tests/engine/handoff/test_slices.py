@@ -91,13 +91,11 @@ class World:
         parcel = Parcel(incoming, link, header, memoryview(bytearray(self.payload)))
         self.receiver._parcels.append(parcel)
 
-    def credit(self, slot: int) -> None:
+    def credit(self, header: FrameHeader) -> None:
         self.credits += 1
 
     def in_pool(self) -> bytes:
-        out = bytearray(SIZE)
-        self.kv.read(0, range(LAYERS), BLOCKS, memoryview(out))
-        return bytes(out)
+        return b"".join(self.kv.read(0, range(LAYERS), BLOCKS))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 6, 100])

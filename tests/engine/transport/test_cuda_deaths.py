@@ -147,7 +147,7 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
             intact, data = take(inlet)
             assert intact
             assert (data == payload(header.sequence)).all()
-            link.credit(header.slot)
+            link.credit(header)
             taken += 1
         child.kill()
         child.wait()
