@@ -121,7 +121,8 @@ class Striker:
         ):
             return []
         loads = self.cluster.loads()
-        victim = max(self.cluster.joined("decode"), key=lambda p: loads[p.boot].running)
+        known = [p for p in self.cluster.joined("decode") if p.boot in loads]
+        victim = max(known, key=lambda p: loads[p.boot].running)
         struck = [self._kill(victim, streams)]
         self.cluster.refill()
         return struck
