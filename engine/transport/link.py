@@ -1,10 +1,10 @@
 """One connection between a prefill and a decode process: its two threads, records and credits.
 
 Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
-thread alone writes. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot
-belongs to prefill until sent, then to decode until its Credit arrives. That goes out as soon as the
-payload is in private memory, unless EAGER payloads wait there already: then with the next that is
-done with.
+thread alone writes, but for records that are posted while it is idle and that the socket takes at
+once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
+until sent, then to decode until its Credit arrives. That goes out as soon as the payload is in
+private memory, or, if EAGER payloads wait there already, when it is done with.
 """
 
 import contextlib
@@ -95,7 +95,8 @@ class Link:
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
         self._private: list[memoryview] = []  # free buffers for payloads, the newest last
-        self._filled: dict[tuple[bytes, int], tuple[memoryview, bool]] = {}  # of which frames
+        # by ticket and sequence number: the buffer, and whether its slot is credited already
+        self._filled: dict[tuple[bytes, int], tuple[memoryview, bool]] = {}
         self.num_surplus = 0  # prefill: credits of records that decode got twice
         self._genuine = False
         self._reason = ""
@@ -198,8 +199,7 @@ class Link:
             self.end(failed)
 
     def _write_now(self) -> str:
-        """Spare the writer thread a turn: it is idle. Why that cannot be done ever again, or empty;
-        call with the lock."""
+        """Spare the idle writer thread a turn; call with the lock. Why the wire is closed, if so."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)

@@ -1,0 +1,66 @@
+"""A payload goes from the pool into a socket; a peer that does not read holds nobody's blocks."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.engine.transport.base import IOV_MAX, WireClosed
+from pdserve.engine.transport.tcp import HURRY_S, TcpWire
+
+SLOT_BYTES = 32 << 20  # more than the buffers of both sockets take
+RECORD = b"r" * 100
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[TcpWire, TcpWire]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+    wires = TcpWire(near, SLOT_BYTES), TcpWire(far, SLOT_BYTES)
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+def sent(wire: TcpWire, parts: list[memoryview]) -> tuple[threading.Thread, threading.Event]:
+    taken = threading.Event()
+    thread = threading.Thread(target=wire.send_frame, args=(RECORD, 0, parts, taken.set))
+    thread.start()
+    return thread, taken
+
+
+def test_the_parts_are_free_before_the_peer_reads(ends: tuple[TcpWire, TcpWire]) -> None:
+    near, far = ends
+    pool = bytearray(os.urandom(SLOT_BYTES))
+    payload = bytes(pool)
+    began = time.monotonic()
+    thread, taken = sent(near, [memoryview(pool)])
+    assert taken.wait(10)
+    assert time.monotonic() - began >= HURRY_S, "the socket would have taken more"
+    assert thread.is_alive()
+    pool[:] = bytes(SLOT_BYTES)  # they have a new owner
+    arrived = bytearray(len(RECORD) + SLOT_BYTES)
+    far.read(memoryview(arrived))
+    thread.join(10)
+    assert arrived == RECORD + payload
+
+
+def test_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
+    near, far = ends
+    payload = os.urandom(3 * IOV_MAX + 7)
+    thread, _ = sent(near, [memoryview(payload)[at : at + 1] for at in range(len(payload))])
+    arrived = bytearray(len(RECORD) + len(payload))
+    far.read(memoryview(arrived))
+    thread.join(10)
+    assert arrived == RECORD + payload
+
+
+def test_a_peer_that_is_gone(ends: tuple[TcpWire, TcpWire]) -> None:
+    near, far = ends
+    far.close()
+    with pytest.raises(WireClosed):
+        near.send_frame(RECORD, 0, [memoryview(bytes(SLOT_BYTES))], lambda: None)
