@@ -199,7 +199,7 @@ class Link:
             self.end(failed)
 
     def _write_now(self) -> str:
-        """Spare the idle writer thread a turn; call with the lock. Why the wire is closed, if so."""
+        """Spare the idle writer thread a turn; with the lock. Returns why the wire is closed."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
