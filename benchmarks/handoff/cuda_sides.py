@@ -178,7 +178,7 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     from link_ends import TICKET
 
     from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
-    from pdserve.engine.transport.link import Frame
+    from pdserve.engine.transport.base import Frame
 
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
     size = side.kv.num_bytes(0, piece.layers, blocks)

@@ -23,8 +23,9 @@ from typing import Any
 
 from engine_kit import ask
 from handoff_pair import Pair
-from hostile_peer import Attack, Victim
+from hostile_peer import Attack
 from shuffled_frames import ShuffledPair
+from victim import Victim
 
 from pdserve.engine.build import build_engine
 from pdserve.engine.config import EngineConfig

@@ -22,9 +22,8 @@ from pdserve.engine.handoff.machine import Handoff
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
-from pdserve.engine.transport.base import Outlet
+from pdserve.engine.transport.base import Frame, Outlet
 from pdserve.engine.transport.device import Copy, DeviceError
-from pdserve.engine.transport.link import Frame
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar, Protocol
@@ -61,6 +62,18 @@ class Outlet(Protocol):
 
     def copy_out(self, pages: Pages, key: bytes) -> Copy:
         """Raises DeviceError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame to be sent."""
+
+    record: bytes  # signed
+    parts: list[memoryview]  # the payload; empty: it is in the outlet
+
+
+# The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
+FrameJob = Callable[[int, Outlet | None], AbstractContextManager[Frame | None]]
 
 
 class Inlet(Protocol):

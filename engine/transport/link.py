@@ -4,19 +4,16 @@ Ownership: the reader thread owns the wire and closes it when both threads have 
 thread alone writes, but for records that are posted while it is idle and that the socket takes at
 once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
 until sent, then to decode until its Credit arrives. That goes out as soon as the payload is in
-private memory, or, if EAGER payloads wait there already, when it is done with.
+private memory, or, if EAGER of them wait there already, when it is done with.
 """
 
 import contextlib
 import logging
-import mmap
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Protocol
 
 from pdserve.engine.handoff import control
@@ -32,31 +29,19 @@ from pdserve.engine.handoff.frames import (
 )
 from pdserve.engine.transport.base import (
     SLOTS,
-    Outlet,
+    FrameJob,
     Payload,
     TransportRefused,
     Wire,
     WireClosed,
 )
+from pdserve.engine.transport.payloads import Payloads
 from pdserve.engine.transport.slots import ReaderSlots, WriterSlots
 
 log = logging.getLogger(__name__)
 
 INTRODUCTION_S = 5.0  # from accept to the first genuine message
-EAGER = 4  # payloads in private memory whose slots have been credited already
 MAX_POSTED = 4096  # control records waiting for a peer that does not read
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A frame to be sent."""
-
-    record: bytes  # signed
-    parts: list[memoryview]  # the payload; empty: it is in the outlet
-
-
-# The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
-FrameJob = Callable[[int, Outlet | None], AbstractContextManager[Frame | None]]
 
 
 class LinkHandler(Protocol):
@@ -94,9 +79,7 @@ class Link:
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
-        self._private: list[memoryview] = []  # free buffers for payloads, the newest last
-        # by ticket and sequence number: the buffer, and whether its slot is credited already
-        self._filled: dict[tuple[bytes, int], tuple[memoryview, bool]] = {}
+        self._payloads = Payloads(wire.slot_bytes)  # likewise
         self.num_surplus = 0  # prefill: credits of records that decode got twice
         self._genuine = False
         self._reason = ""
@@ -217,12 +200,7 @@ class Link:
 
     def credit(self, header: FrameHeader) -> None:
         """decode: that frame's payload is done with."""
-        if self._wire.direct:
-            self._credit(header.slot)
-            return
-        buffer, eager = self._filled.pop((header.ticket, header.sequence))
-        self._private.append(buffer)
-        if not eager:
+        if self._wire.direct or self._payloads.done(header):
             self._credit(header.slot)
 
     def close(self, reason: str = "closed here") -> None:
@@ -333,14 +311,12 @@ class Link:
         if self._wire.direct:
             self._handler.payload(self, header, self._wire.incoming(header.slot))
             return
-        buffer = self._buffer()
+        buffer = self._payloads.take()
         payload = buffer[: header.payload_bytes]
         start = time.monotonic()
         self._wire.receive_payload(header.slot, payload)
         self._busy_s += time.monotonic() - start
-        eager = len(self._filled) < EAGER
-        self._filled[header.ticket, header.sequence] = buffer, eager
-        if eager:
+        if self._payloads.keep(header, buffer):
             self._credit(header.slot)
         self._handler.payload(self, header, payload)
 
@@ -349,13 +325,6 @@ class Link:
 
     def _give_back(self, slot: int, mark: bytes) -> None:
         self.post(control.encode(control.Credit(slot, mark)))
-
-    def _buffer(self) -> memoryview:
-        """Private memory for a payload: what was free last is still in a cache."""
-        if self._private:
-            return self._private.pop()
-        # A page's alignment doubles the speed of copies into it.
-        return memoryview(mmap.mmap(-1, self._wire.slot_bytes))
 
     def _opened(self, window: bytes) -> None:
         """prefill: from now on there are slots."""

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hostile_peer import Attack, Victim
+from hostile_peer import Attack
 from shuffled_frames import ShuffledPair
+from victim import Victim
 
 from pdserve.engine.transport.registry import transports
 

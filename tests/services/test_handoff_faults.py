@@ -256,7 +256,7 @@ def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
     host, port = pair.addresses["tcp"].rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 4)]
     pair.wait(lambda: pair.receiver.counters["strangers_refused"] == 4)
-    assert not any(link._private for link in pair.receiver._links)
+    assert not any(link._payloads._free for link in pair.receiver._links)
     asked = request(50)
     attempt = pair.hand_off(asked)
     pair.wait(lambda: attempt in pair.sent)

@@ -19,8 +19,7 @@ from pdserve.engine.handoff.layout import encode_spec
 from pdserve.engine.handoff.outgoing import Outgoing
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv_identity import KvIdentity, Mixing
-from pdserve.engine.transport.base import Target
-from pdserve.engine.transport.link import Frame
+from pdserve.engine.transport.base import Frame, Target
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())

@@ -9,7 +9,8 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
-from pdserve.engine.transport.link import Frame, FrameJob, Link
+from pdserve.engine.transport.base import Frame, FrameJob
+from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 CACHELESS: dict[str, Any] = {"prefix_cache": False}

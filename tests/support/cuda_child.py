@@ -29,10 +29,10 @@ from link_ends import (
 
 from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.kv_pages import Pages
-from pdserve.engine.transport.base import Target, TransportOptions, Wire
+from pdserve.engine.transport.base import Frame, FrameJob, Target, TransportOptions, Wire
 from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
 from pdserve.engine.transport.device import Slot
-from pdserve.engine.transport.link import Frame, FrameJob, Link
+from pdserve.engine.transport.link import Link
 
 SIZE = SLOT_BYTES // 2
 

@@ -1,129 +1,29 @@
 """A peer that knows tickets and breaks every rule, against a real Receiver over a real transport.
 
-`Victim` is a Receiver over an engine that computes nothing, so nothing but frames can change its
-pool. `Attack` keeps a bystander's half-filled hand-off and one of its own there, sends records
-that must change nothing, and compares the pool's bytes and every bitmap before and after.
+Nothing but frames can change the pool of a `Victim` (victim.py). `Attack` keeps a bystander's
+half-filled hand-off and one of its own there, sends records that must change nothing, and compares
+the pool's bytes and every bitmap before and after.
 """
 
-import hashlib
 import itertools
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from engine_kit import ask, fake_engine
-from patience import Patience
+from victim import BLOCK, NUM_TOKENS, Victim
 
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import FrameHeader, Prefix
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys, derive_keys
 from pdserve.engine.handoff.layout import Piece, encode_spec, spec_digest
-from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import SLOTS, Target, TransportOptions, Wire, WireClosed
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport.base import SLOTS, Wire, WireClosed
 
-NUM_TOKENS = 60  # of every prompt; 15 blocks in each group
-BLOCK = 4
 GENUINE = range(7)  # the blocks that are really sent
-SLOT_BYTES = 1 << 16
-PATIENCE_S = 20.0
 Record = tuple[bytes, bytes]  # a frame's record, its payload
-
-
-class Victim:
-    """Decode's side. `lost` holds the reasons by attempt; `writes` counts writes into the pool."""
-
-    def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
-        self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
-        self.spec = self.engine.kv.spec
-        self.boot = os.urandom(16)
-        self.encrypted = encrypted
-        self.lost: dict[bytes, str] = {}
-        self.received: list[Any] = []
-        self.writes = 0
-        self.changed = threading.Condition()
-        self._patience = Patience()
-        write = self.engine.kv.write
-
-        def counted(*args: Any) -> None:
-            self.writes += 1
-            write(*args)
-
-        self.engine.kv.write = counted  # type: ignore[method-assign]
-        self.thread = EngineThread(self.engine, lambda step: None)
-        self.receiver = Receiver(
-            self.engine,
-            self.engine.kv,
-            boot=self.boot,
-            identity=self.engine.kv_identity,
-            on_received=self.received.append,
-            on_lost=self._lost,
-            wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
-            encrypted=encrypted,
-        )
-        options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)
-        (self.transport,) = make_transports(transport, options)
-        addresses = self.receiver.listen([self.transport], True)
-        self.target = Target(addresses.get("tcp", ""), self.boot)
-        self.thread.add_poll(self.receiver.poll)
-        self.thread.start()
-        self.receiver.start()
-
-    def admit(self, prefill_boot: bytes) -> Ticket:
-        request = ask(os.urandom(16).hex(), [7] * (NUM_TOKENS + 1))
-        attempt = bytes.fromhex(request.key)
-        ticket = self.thread.post(
-            lambda _: self.receiver.admit(attempt, request, prefill_boot, float("inf"))
-        ).result(PATIENCE_S)
-        assert ticket is not None, "busy"
-        return ticket
-
-    def state(self, tickets: list[bytes]) -> dict[str, Any]:
-        """Hash of every byte of the pool, and the bitmaps of these live tickets."""
-
-        def read(_: Any) -> dict[str, Any]:
-            pool = hashlib.sha256()
-            for data in self.engine.kv.data:
-                pool.update(data.numpy().tobytes())
-            bitmaps = {
-                ticket.hex(): repr(live.bitmap._have)
-                for ticket in tickets
-                if (live := self.receiver._live.get(ticket)) is not None and live.bitmap
-            }
-            return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
-
-        self.settle()
-        found: dict[str, Any] = self.thread.post(read).result(PATIENCE_S)
-        return found
-
-    def settle(self) -> None:
-        """Until every payload that has been credited is written or dropped."""
-        end = time.monotonic() + PATIENCE_S
-        while any(link._filled for link in list(self.receiver._links)):
-            assert time.monotonic() < end
-            self.thread.post(lambda _: None).result(PATIENCE_S)  # a turn of the engine thread
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE_S)
-
-    def close(self) -> None:
-        self.thread.close()
-        self.receiver.close()
-        self._patience.end()
-
-    def _lost(self, attempt: bytes, reason: str) -> None:
-        with self.changed:
-            self.lost[attempt] = reason
-            self.changed.notify_all()
 
 
 @dataclass

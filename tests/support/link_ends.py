@@ -14,6 +14,8 @@ from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.handoff.keys import TagKey
 from pdserve.engine.kv_identity import KvIdentity
 from pdserve.engine.transport.base import (
+    Frame,
+    FrameJob,
     KvTransport,
     Outlet,
     Payload,
@@ -21,7 +23,7 @@ from pdserve.engine.transport.base import (
     TransportOptions,
     Wire,
 )
-from pdserve.engine.transport.link import Frame, FrameJob, Link
+from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 SLOT_BYTES = 1 << 18

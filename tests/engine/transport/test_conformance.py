@@ -13,7 +13,7 @@ from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_
 
 from pdserve.engine.handoff import control
 from pdserve.engine.transport.base import SLOTS, Target, TransportOptions, TransportRefused
-from pdserve.engine.transport.link import EAGER
+from pdserve.engine.transport.payloads import EAGER
 from pdserve.engine.transport.registry import transports
 
 
@@ -151,7 +151,7 @@ def test_garbage_and_silence_cost_nothing(
         with raw_socket(ends) as sock:
             sock.sendall(data)
             assert ends.decode.wait(lambda seen=seen: len(ends.decode.reasons) > seen)
-    assert not any(link._private for link in ends.decode.links), "no window for strangers"
+    assert not any(link._payloads._free for link in ends.decode.links), "no window for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)

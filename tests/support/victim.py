@@ -1,0 +1,112 @@
+"""Decode's side for the tests of frames: a real Receiver over an engine that computes nothing."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_kit import ask, fake_engine
+from patience import Patience
+
+from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.thread import EngineThread
+from pdserve.engine.transport.base import Target, TransportOptions
+from pdserve.engine.transport.registry import make_transports
+
+NUM_TOKENS = 60  # of every prompt; 15 blocks in each group
+BLOCK = 4
+SLOT_BYTES = 1 << 16
+PATIENCE_S = 20.0
+
+
+class Victim:
+    """Decode's side. `lost` holds the reasons by attempt; `writes` counts writes into the pool."""
+
+    def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
+        self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
+        self.spec = self.engine.kv.spec
+        self.boot = os.urandom(16)
+        self.encrypted = encrypted
+        self.lost: dict[bytes, str] = {}
+        self.received: list[Any] = []
+        self.writes = 0
+        self.changed = threading.Condition()
+        self._patience = Patience()
+        write = self.engine.kv.write
+
+        def counted(*args: Any) -> None:
+            self.writes += 1
+            write(*args)
+
+        self.engine.kv.write = counted  # type: ignore[method-assign]
+        self.thread = EngineThread(self.engine, lambda step: None)
+        self.receiver = Receiver(
+            self.engine,
+            self.engine.kv,
+            boot=self.boot,
+            identity=self.engine.kv_identity,
+            on_received=self.received.append,
+            on_lost=self._lost,
+            wake=self.thread.wake,
+            progress=lambda: (self.thread.steps, True),
+            encrypted=encrypted,
+        )
+        options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)
+        (self.transport,) = make_transports(transport, options)
+        addresses = self.receiver.listen([self.transport], True)
+        self.target = Target(addresses.get("tcp", ""), self.boot)
+        self.thread.add_poll(self.receiver.poll)
+        self.thread.start()
+        self.receiver.start()
+
+    def admit(self, prefill_boot: bytes) -> Ticket:
+        request = ask(os.urandom(16).hex(), [7] * (NUM_TOKENS + 1))
+        attempt = bytes.fromhex(request.key)
+        ticket = self.thread.post(
+            lambda _: self.receiver.admit(attempt, request, prefill_boot, float("inf"))
+        ).result(PATIENCE_S)
+        assert ticket is not None, "busy"
+        return ticket
+
+    def state(self, tickets: list[bytes]) -> dict[str, Any]:
+        """Hash of every byte of the pool, and the bitmaps of these live tickets."""
+
+        def read(_: Any) -> dict[str, Any]:
+            pool = hashlib.sha256()
+            for data in self.engine.kv.data:
+                pool.update(data.numpy().tobytes())
+            bitmaps = {
+                ticket.hex(): repr(live.bitmap._have)
+                for ticket in tickets
+                if (live := self.receiver._live.get(ticket)) is not None and live.bitmap
+            }
+            return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
+
+        self.settle()
+        found: dict[str, Any] = self.thread.post(read).result(PATIENCE_S)
+        return found
+
+    def settle(self) -> None:
+        """Until every payload that has been credited is written or dropped."""
+        end = time.monotonic() + PATIENCE_S
+        while any(len(link._payloads) for link in list(self.receiver._links)):
+            assert time.monotonic() < end
+            self.thread.post(lambda _: None).result(PATIENCE_S)  # a turn of the engine thread
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE_S)
+
+    def close(self) -> None:
+        self.thread.close()
+        self.receiver.close()
+        self._patience.end()
+
+    def _lost(self, attempt: bytes, reason: str) -> None:
+        with self.changed:
+            self.lost[attempt] = reason
+            self.changed.notify_all()
