@@ -109,11 +109,10 @@ class Endpoint(Generic[AttemptT]):
     # the engine thread
 
     def poll(self, budget_s: float) -> bool:
-        """Handle what arrived, for about `budget_s`; True: there is more to do."""
-        end = self._clock() + budget_s
+        """Handle what arrived, then work for about `budget_s`; True: there is more to do."""
         while self._inbox:
             self._inbox.popleft()()
-        more = self._work(end)
+        more = self._work(self._clock() + budget_s)
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + PROGRESS_S

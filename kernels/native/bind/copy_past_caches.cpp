@@ -1,5 +1,6 @@
 // A copy whose target is next read by another core, or much later: what a hand-off moves.
 #include <cstring>
+#include <optional>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -9,6 +10,8 @@
 namespace {
 
 constexpr size_t kLine = 64;
+// Whoever gives the GIL away may wait 5 ms for it (sys.setswitchinterval); this much takes 0.1 ms.
+constexpr size_t kLong = 1 << 20;
 
 // A line that is written whole need not be fetched first, and to take back one that another core has
 // just read costs several times the copy itself.
@@ -36,7 +39,8 @@ void copy_past_caches(const Array<uint8_t, 1>& target, const Array<const uint8_t
   const uint8_t* from = source.data();
   size_t bytes = target.size();
 
-  nb::gil_scoped_release release;
+  std::optional<nb::gil_scoped_release> release;
+  if (bytes >= kLong) release.emplace();
   size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
   head = head < bytes ? head : bytes;
   size_t lines = (bytes - head) / kLine * kLine, tail = head + lines;
