@@ -23,7 +23,8 @@ from pdserve.engine.request import Step
 
 log = logging.getLogger(__name__)
 
-POLL_BUDGET_S = 0.001  # that each poll may take between two steps
+POLL_BUDGET_S = 0.001  # that each poll may take between two steps, or, of long ones,
+POLL_SHARE = 0.1  # this part of the last step's time: what arrives must not pile up
 IDLE_TURN_S = 1.0  # an engine that waits for blocks still turns, so that it is not taken for frozen
 
 
@@ -44,6 +45,7 @@ class EngineThread:
         self._closing = False
         self._resting = True  # nothing is queued, and the thread waits to be woken
         self._pulse = Pulse()
+        self._poll_budget_s = POLL_BUDGET_S
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
@@ -136,7 +138,7 @@ class EngineThread:
         more = False
         for poll in self._polls:
             try:
-                more |= poll(POLL_BUDGET_S)
+                more |= poll(self._poll_budget_s)
             except Exception:
                 log.exception("a poll of the engine thread failed")
         return more
@@ -159,8 +161,10 @@ class EngineThread:
         return plan
 
     def _compute(self, plan: Plan) -> None:
-        self._pulse.beat(time.monotonic(), self._engine.expected_s(plan))
+        began = time.monotonic()
+        self._pulse.beat(began, self._engine.expected_s(plan))
         self._tell(self._engine.collect(self._engine.launch(plan)))
+        self._poll_budget_s = max(POLL_BUDGET_S, POLL_SHARE * (time.monotonic() - began))
 
     def _give_up(self, error: Exception) -> bool:
         """False if not even that works; turns go on once a second, the next step is tried then."""
