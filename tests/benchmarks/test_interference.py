@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
-from interference.calibrate import finished_in, rate_for
+from interference.calibrate import Queue, finished_in
 from interference.client import Answer, Asked, closed_loop, open_loop, read_stream, request_bytes
 from interference.figures import Spread, best_mixed, gaps, percentile, summary, ttft, verdict
 from interference.plot import svg
@@ -227,18 +227,22 @@ def test_the_verdict_wants_both(p99: float, tokens: int, ok: bool) -> None:
 @settings(deadline=None)
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_the_rate_keeps_as_many_in_flight_on_the_mean(a: float, b: float, wanted: float) -> None:
-    rate = rate_for(wanted, [(n, n / (a + b * n)) for n in (4, 12)])
+    queue = Queue.of([(n, n / (a + b * n)) for n in (4, 12)])
+    rate = queue.rate_for(wanted)
     weight, total, mean = 1.0, 1.0, 0.0
     for n in range(1, 3_000):  # arrivals at `rate`, departures at n / (a + b n)
         weight *= rate * (a + b * n) / n
         total += weight
         mean += n * weight
     assert mean / total == pytest.approx(wanted, rel=0.02)
+    slower = queue.seen(rate, 2 * wanted)  # so many were there
+    assert slower.rate_for(2 * wanted) == pytest.approx(rate)
+    assert slower.rate_for(wanted) < rate
 
 
 def test_no_rate_where_more_requests_do_not_take_longer() -> None:
     with pytest.raises(RuntimeError):
-        rate_for(8, [(4, 1.0), (12, 3.1)])
+        Queue.of([(4, 1.0), (12, 3.1)])
 
 
 def test_what_ended_in_a_time() -> None:
