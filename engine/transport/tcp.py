@@ -47,10 +47,9 @@ class TcpWire(Wire):
     ) -> None:
         left = deque([memoryview(record), *parts])
         self._hurry(left)
-        if left:
-            staged = self._stage(left)
-            taken()
-            self.write(staged)
+        rest = self._stage(left) if left else b""
+        taken()
+        self.write(rest)
 
     def _hurry(self, left: deque[memoryview]) -> None:
         poll = select.poll()

@@ -1,8 +1,10 @@
 """The engine thread serves posts, polls and steps, and outlives whatever they raise."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
@@ -10,7 +12,7 @@ from fake_decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.request import Event, Finished, RequestFailed, Scheduled, Step
-from pdserve.engine.thread import EngineThread
+from pdserve.engine.thread import POLL_BUDGET_S, POLL_SHARE, EngineThread
 
 WAIT_S = 10
 
@@ -199,3 +201,26 @@ def test_steps_advance_while_work_waits_for_blocks(monkeypatch: pytest.MonkeyPat
         assert not listener.events
         thread.post(lambda e: e.release(held))
         listener.wait_for("a")
+
+
+def test_polls_get_a_share_of_long_steps() -> None:
+    """Else what arrives piles up while an engine is busy."""
+    engine, listener, step_s = fake_engine(), Listener(), 0.03
+    launch = engine.launch
+    budgets: list[float] = []
+
+    def slow(plan: Any) -> Any:
+        time.sleep(step_s)
+        return launch(plan)
+
+    def poll(budget_s: float) -> bool:
+        budgets.append(budget_s)
+        return False
+
+    engine.launch = slow  # type: ignore[method-assign]
+    with running(engine, listener) as thread:
+        thread.add_poll(poll)
+        thread.post(lambda e: e.submit(ask("a", range(9))))
+        listener.wait_for("a")
+    assert budgets[0] == POLL_BUDGET_S
+    assert max(budgets) >= POLL_SHARE * step_s > POLL_BUDGET_S

@@ -52,11 +52,12 @@ def test_the_parts_are_free_before_the_peer_reads(ends: tuple[TcpWire, TcpWire])
 def test_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
     near, far = ends
     payload = os.urandom(3 * IOV_MAX + 7)
-    thread, _ = sent(near, [memoryview(payload)[at : at + 1] for at in range(len(payload))])
+    thread, taken = sent(near, [memoryview(payload)[at : at + 1] for at in range(len(payload))])
     arrived = bytearray(len(RECORD) + len(payload))
     far.read(memoryview(arrived))
     thread.join(10)
     assert arrived == RECORD + payload
+    assert taken.is_set()
 
 
 def test_a_peer_that_is_gone(ends: tuple[TcpWire, TcpWire]) -> None:

@@ -113,11 +113,8 @@ async def test_what_decode_has_yet_to_answer_goes_on(make_cluster: Any, expected
     assert not gateway.of("r", "finished")
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_hand_off_goes_on_after_a_restart(
-    make_cluster: Any, expected: Any, known: bool
-) -> None:
-    """`known`: prefill has the attempt; else the router died before it said PrefillStart."""
+async def hand_off_under_way(make_cluster: Any) -> tuple[Any, Any, Any, Any]:
+    """(cluster, decode, prefill, gateway): prefill has request "r" and does not answer."""
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -126,6 +123,15 @@ async def test_a_hand_off_goes_on_after_a_restart(
     await gateway.start("r", LONG, max_tokens=12)
     await prefill.until(lambda: bool(prefill.ids))
     await gateway.until(lambda: bool(gateway.of("r", "placed")))
+    return cluster, decode, prefill, gateway
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_hand_off_goes_on_after_a_restart(
+    make_cluster: Any, expected: Any, known: bool
+) -> None:
+    """`known`: prefill has the attempt; else the router died before it said PrefillStart."""
+    cluster, decode, prefill, gateway = await hand_off_under_way(make_cluster)
     if not known:
         prefill.ids.clear()
     prefill.hang = False
@@ -146,14 +152,7 @@ async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_tried_anew(
     make_cluster: Any, expected: Any
 ) -> None:
     """Decode still waits for its KV; prefill says again how it ended."""
-    cluster = await make_cluster()
-    decode = await cluster.decode()
-    prefill = await cluster.prefill()
-    prefill.hang = True
-    gateway = await cluster.gateway()
-    await gateway.start("r", LONG, max_tokens=12)
-    await prefill.until(lambda: bool(prefill.ids))
-    await gateway.until(lambda: bool(gateway.of("r", "placed")))
+    cluster, decode, prefill, gateway = await hand_off_under_way(make_cluster)
     prefill.hang, prefill.fail = False, 1
     await cluster.restart()
     again = await issue_again(cluster, gateway, "r", LONG)
