@@ -1,4 +1,5 @@
-"""The tensors of the KV pool. Only the engine thread writes them; who may is decided elsewhere.
+"""The tensors of the KV pool. Who may write which block is decided elsewhere: the engine thread, or
+a connection of a hand-off the blocks that are reserved for it.
 
 Per layer group one tensor [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order,
 so blocks leave and enter as they lie. Block 0 is the null block: it pads tables and holds zeros.

@@ -1,6 +1,6 @@
 """The engine's thread: the only one that touches the Engine, between start() and close().
 
-A turn carries out what was posted, lets the polls work for a moment, then runs one engine step.
+A turn carries out what was posted, lets the polls look at what arrived, then runs an engine step.
 The thread ends with close() only: what raises is logged, and the requests concerned are told.
 """
 
@@ -23,8 +23,6 @@ from pdserve.engine.request import Step
 
 log = logging.getLogger(__name__)
 
-POLL_BUDGET_S = 0.001  # that each poll may take between two steps, or, of long ones,
-POLL_SHARE = 0.1  # this part of the last step's time: what arrives must not pile up
 IDLE_TURN_S = 1.0  # an engine that waits for blocks still turns, so that it is not taken for frozen
 
 
@@ -39,13 +37,12 @@ class EngineThread:
         self._engine = engine
         self._on_step = on_step
         self._posted: deque[tuple[Callable[[Engine], object], Future[Any]]] = deque()
-        self._polls: list[Callable[[float], bool]] = []
+        self._polls: list[Callable[[], bool]] = []
         self._woken = threading.Condition()
         self._wake = False
         self._closing = False
         self._resting = True  # nothing is queued, and the thread waits to be woken
         self._pulse = Pulse()
-        self._poll_budget_s = POLL_BUDGET_S
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
@@ -91,8 +88,8 @@ class EngineThread:
             self._woken.notify()
         return future
 
-    def add_poll(self, fn: Callable[[float], bool]) -> None:
-        """Calls fn(budget_s) in every turn; True means that it has more to do at once."""
+    def add_poll(self, fn: Callable[[], bool]) -> None:
+        """Calls fn() in every turn; True means that it has more to do at once."""
         with self._woken:
             self._polls = [*self._polls, fn]
             self._wake = True
@@ -138,7 +135,7 @@ class EngineThread:
         more = False
         for poll in self._polls:
             try:
-                more |= poll(self._poll_budget_s)
+                more |= poll()
             except Exception:
                 log.exception("a poll of the engine thread failed")
         return more
@@ -161,10 +158,8 @@ class EngineThread:
         return plan
 
     def _compute(self, plan: Plan) -> None:
-        began = time.monotonic()
-        self._pulse.beat(began, self._engine.expected_s(plan))
+        self._pulse.beat(time.monotonic(), self._engine.expected_s(plan))
         self._tell(self._engine.collect(self._engine.launch(plan)))
-        self._poll_budget_s = max(POLL_BUDGET_S, POLL_SHARE * (time.monotonic() - began))
 
     def _give_up(self, error: Exception) -> bool:
         """False if not even that works; turns go on once a second, the next step is tried then."""

@@ -2,10 +2,12 @@
 
 `python benchmarks/handoff/line8_interference.py [--seconds N] [--seed N] [--chunks N ...]
 [--rates LONG SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one
-JSON object. What has been measured on the same source tree with the same options is not measured
-again (build/interference). A whole run takes about an hour and writes
-benchmarks/results/interference.json and interference.svg; others print only.
-Wants benchmarks and tests/support in PYTHONPATH, as `make bench-interference` has it.
+JSON object. The rate of short requests is right if the separated pair has eight of them in flight
+in its own run, within a quarter; else it is corrected and that run is made again. What has been
+measured on the same source tree with the same options is not measured again (build/interference).
+A whole run takes about 75 minutes and writes benchmarks/results/interference.json and
+interference.svg; others print only. Wants benchmarks and tests/support in PYTHONPATH, as
+`make bench-interference` has it.
 """
 
 import argparse
@@ -13,19 +15,26 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accept import ROOT, commit, source_tree
-from cpu.machine import load, name, pin
-from interference.arrivals import LEAST_LONG, Schedule, schedule
+from cpu.machine import load, pin
+from cpu.machine import name as name_of_machine
+from interference.arrivals import LEAST_LONG, SHORT, Schedule, schedule
 from interference.calibrate import calibrate
 from interference.configurations import CHUNKS, read_answers, run, write
 from interference.figures import SEPARATED, gaps, verdict
 from interference.plot import svg
+from interference.sharing import Sharing
 
 SECONDS = 300.0
 CALIBRATION_S = 60.0  # of each closed loop
+IN_FLIGHT = 8
+WITHIN = 1.25  # so many times more or less are eight, too
+TRIES = 4
 RESULTS = ROOT / "benchmarks/results"
 
 
@@ -52,45 +61,88 @@ def brief(figures: dict[str, Any]) -> str:
     )
 
 
-def measure(args: argparse.Namespace, folder: Path, clean: bool) -> dict[str, Any]:
-    if args.rates:
-        rates = dict(zip(("long_rate", "short_rate"), args.rates, strict=True))
-    else:
-        seconds = min(CALIBRATION_S, args.seconds)
-        rates = kept(folder / "rates.json", lambda: calibrate(seconds), clean)
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sweep, and where its raw figures lie; `clean`: those of before may be used."""
+
+    seconds: float
+    seed: int
+    chunks: Sequence[int]
+    folder: Path
+    clean: bool
+
+    @property
+    def whole(self) -> bool:
+        return self.seconds >= SECONDS
+
+    def plan(self, long_rate: float, short_rate: float) -> Schedule:
+        least = LEAST_LONG if self.whole else 0
+        return schedule(long_rate, short_rate, self.seconds, least, self.seed)
+
+    def made(self, name: str, configuration: str, plan: Schedule) -> dict[str, Any]:
+        """One run of a configuration, or what it gave before."""
+        found = kept(self.folder / f"{name}.json", lambda: run(configuration, plan), self.clean)
+        told(f"{name}: {brief(found['summary'])}")
+        return found
+
+
+def separated(wanted: Wanted) -> tuple[Schedule, dict[str, Any], dict[str, Any]]:
+    """(the arrivals that keep eight short requests in flight, that run, the rates). Raises
+    RuntimeError if they are not found."""
+    seconds = min(CALIBRATION_S, wanted.seconds)
+    rates = kept(wanted.folder / "rates.json", lambda: calibrate(seconds), wanted.clean)
     told(f"rates: {rates}")
-    whole = args.seconds >= SECONDS
-    plan: Schedule = schedule(
-        rates["long_rate"],
-        rates["short_rate"],
-        args.seconds,
-        LEAST_LONG if whole else 0,
-        args.seed,
-    )
-    runs: dict[str, Any] = {}
-    between: dict[str, list[float]] = {}
-    for configuration in [SEPARATED, *(f"mixed-{chunk}" for chunk in args.chunks)]:
-        path = folder / f"{configuration}.json"
-        result = kept(path, lambda configuration=configuration: run(configuration, plan), clean)
-        runs[configuration] = result["summary"]
-        between[configuration] = [gap for a in read_answers(result) for gap in gaps(a)]
-        told(f"{configuration}: {brief(result['summary'])}")
-    found = verdict(runs) if len(runs) > 1 else {"ok": False, **runs[SEPARATED]}
+    long_rate = rates["long_rate"]
+    lasts = wanted.plan(long_rate, 1.0).seconds
+    sharing, tried = Sharing.of(rates["closed_loop"]), []
+
+    def shorts(rate: float) -> list[float]:
+        plan = wanted.plan(long_rate, rate)
+        return [arrival.at_s for arrival in plan.arrivals if arrival.kind == SHORT]
+
+    for number in range(1, TRIES + 1):
+        rate = round(sharing.rate_for(IN_FLIGHT, shorts, lasts), 3)
+        plan = wanted.plan(long_rate, rate)
+        result = wanted.made(f"{SEPARATED}-{number}", SEPARATED, plan)
+        there = result["summary"]["short_in_flight"]
+        tried.append([rate, there])
+        if 1 / WITHIN <= there / IN_FLIGHT <= WITHIN:
+            return plan, result, {**rates, "short_rate": rate, "tried": tried}
+        sharing = sharing.seen(there, shorts(rate), lasts)
+    raise RuntimeError(f"no rate keeps {IN_FLIGHT} requests in flight: {tried}")
+
+
+def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
+    """`given`: the rates of long and of short requests, not to be found out."""
+    if given:
+        rates: dict[str, Any] = dict(zip(("long_rate", "short_rate"), given, strict=True))
+        plan = wanted.plan(*given)
+        result = wanted.made(SEPARATED, SEPARATED, plan)
+    else:
+        plan, result, rates = separated(wanted)
+    told(f"rates: {rates}")
+    names = [f"mixed-{chunk}" for chunk in wanted.chunks]
+    results = {SEPARATED: result} | {name: wanted.made(name, name, plan) for name in names}
+    runs = {name: found["summary"] for name, found in results.items()}
     report = {
         "commit": commit(),
-        "machine": name(),
+        "machine": name_of_machine(),
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(plan.seconds, 1),
-        "seed": args.seed,
+        "seed": wanted.seed,
         "rates": rates,
-        "verdict": found,
+        "verdict": verdict(runs) if names else {"ok": False, **runs[SEPARATED]},
         "runs": runs,
     }
-    if whole and set(args.chunks) == set(CHUNKS):
+    if wanted.whole and not given and set(wanted.chunks) == set(CHUNKS):
+        between = {
+            name: [gap for answer in read_answers(found) for gap in gaps(answer)]
+            for name, found in results.items()
+        }
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "interference.json").write_text(json.dumps(report, indent=1) + "\n")
         (RESULTS / "interference.svg").write_text(svg(report, between))
-    return {**found, "rates": rates, "seconds": report["seconds"]}
+    return {**report["verdict"], "rates": rates, "seconds": report["seconds"]}
 
 
 def main() -> int:
@@ -105,7 +157,8 @@ def main() -> int:
     told(f"load by others: {load(cores):.0%} of the cores {cores}")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = ROOT / "build/interference" / f"{source_tree()}-{args.seconds:g}-{args.seed}"
-    found = measure(args, folder, clean=not revision.endswith("-dirty"))
+    clean = not revision.endswith("-dirty")
+    found = measure(Wanted(args.seconds, args.seed, args.chunks, folder, clean), args.rates)
     print(json.dumps(found))
     return 0 if found["ok"] else 1
 

@@ -21,16 +21,14 @@ from pdserve.engine.transport.device import Copy
 from pdserve.engine.transport.link import Link
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parcel:
-    """A frame on its way into the pool; verified, unless its payload lies on a device."""
+    """A frame at decode."""
 
     attempt: Incoming
     link: Link
     header: FrameHeader
     payload: Payload = field(repr=False)
-    num_layers: int = 0  # of its own that are in the pool
-    over: bool = False  # written, or no longer wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class Taker(Protocol):
     """The Receiver, for what becomes of a frame; on the engine thread."""
 
     def took(self, parcel: Parcel, written: Piece | None) -> None:
-        """Verified; None: its blocks had been before."""
+        """Verified and in the pool; None: its blocks had been before."""
 
     def damaged(self, parcel: Parcel) -> None: ...
     def refused(self, parcel: Parcel, error: FrameError) -> None: ...
@@ -122,7 +120,8 @@ class DirectFrames:
         except FrameError as err:
             self._taker.refused(parcel, err)
             return
-        pages = self._kv.pages(piece.group, piece.layers, incoming.pool_blocks(piece))
+        assert incoming.blocks is not None  # like the bitmap
+        pages = self._kv.pages(piece.group, piece.layers, incoming.blocks.of(piece))
         key = incoming.peer_key.copy_key(parcel.header.sequence)
         self._flights.append(Flight(parcel, piece, inlet.copy_in(pages, key)))
 

@@ -94,7 +94,7 @@ class Endpoint(Generic[AttemptT]):
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
         self._links: dict[Link, None] = {}  # until their threads are over
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._next_tick = 0.0
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick_loop, name="kv-progress")
@@ -108,11 +108,11 @@ class Endpoint(Generic[AttemptT]):
 
     # the engine thread
 
-    def poll(self, budget_s: float) -> bool:
-        """Handle what arrived, then work for about `budget_s`; True: there is more to do."""
+    def poll(self) -> bool:
+        """Handle what arrived; True: there is more to do at once."""
         while self._inbox:
             self._inbox.popleft()()
-        more = self._work(self._clock() + budget_s)
+        more = self._work()
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + PROGRESS_S
@@ -122,7 +122,7 @@ class Endpoint(Generic[AttemptT]):
                 del self._links[link]
         return more
 
-    def _work(self, end: float) -> bool:
+    def _work(self) -> bool:
         """The side's own part of a poll."""
         return False
 
@@ -206,11 +206,13 @@ class Endpoint(Generic[AttemptT]):
 
     # threads of the connections
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], object], wake: bool = True) -> None:
+        """Without `wake` it waits for the next poll, which the ticker brings at the latest."""
         if len(self._inbox) >= MAX_INBOX:
             raise FrameError("the engine does not keep up")
         self._inbox.append(action)
-        self._wake()
+        if wake:
+            self._wake()
 
     def _genuine(self, message: control.Signed, link: Link) -> AttemptT | None:
         """The live attempt that a message is about, its tag checked; None: ignore it."""

@@ -9,8 +9,8 @@ from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Bitmap, Piece
 from pdserve.engine.handoff.machine import Handoff
+from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks, WritableKv
 from pdserve.engine.handoff.pace import Pace, granted
-from pdserve.engine.kv_pages import Pages
 from pdserve.engine.kv_spec import KvSpec
 from pdserve.engine.request import Request, prefix_ids
 
@@ -25,14 +25,6 @@ class ReceivingEngine(Protocol):
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
     def park(self, key: str) -> bool: ...
     def stats(self) -> Any: ...
-
-
-class WritableKv(Protocol):
-    spec: KvSpec
-    num_blocks: int
-
-    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
-    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
 
 
 class ReservationLike(Protocol):
@@ -86,7 +78,8 @@ class Incoming(Attempt):
         self.cancelled: set[int] = set()  # choices, before it joins the batch
         self.parked = False  # nobody listens: it joins without steps
         self.reservation: ReservationLike | None = None
-        self.bitmap: Bitmap | None = None
+        self.bitmap: Bitmap | None = None  # what the engine thread knows to be inside
+        self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are there in all layers
         self.pace: Pace | None = None  # once granted
         self.arriving: set[int] = set()  # frames that have a slot here; threads of its link add
@@ -99,7 +92,9 @@ class Incoming(Attempt):
     def grant(self, reservation: ReservationLike, spec: KvSpec, now: float) -> None:
         """It has its blocks."""
         self.reservation = reservation
-        self.bitmap = Bitmap(spec, reservation.num_tokens, reservation.first_block)
+        shape = spec, reservation.num_tokens, reservation.first_block
+        self.bitmap = Bitmap(*shape)
+        self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape))
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
         self.pace = granted(now)
@@ -112,7 +107,7 @@ class Incoming(Attempt):
         return True
 
     def landed(self, header: FrameHeader) -> None:
-        """Written, damaged or too late: its slot is about to be credited."""
+        """Written, damaged or too late."""
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:
@@ -148,8 +143,18 @@ class Incoming(Attempt):
         passed, self._idle_since = now - self._idle_since, now
         return passed * self.bitmap.missing_blocks
 
-    def pool_blocks(self, piece: Piece) -> list[int]:
-        """The blocks of decode's pool that a piece goes into."""
-        assert self.reservation is not None
-        table = self.reservation.blocks[piece.group]
-        return [table[block] for block in piece.blocks]
+    @property
+    def num_inside(self) -> int:
+        """Leading blocks that are verified and written; its link's thread knows them first."""
+        return self.blocks.num_leading if self.blocks is not None else 0
+
+    def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
+        """OpenBlocks.write; BlocksLeft also if it has no blocks yet."""
+        if self.blocks is None:
+            raise BlocksLeft
+        return self.blocks.write(kv, header, payload)
+
+    def settle(self) -> None:
+        """Its blocks are about to leave it: threads of its link write none any more."""
+        if self.blocks is not None:
+            self.blocks.close()

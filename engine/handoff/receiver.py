@@ -1,15 +1,13 @@
 """Decode's side of a hand-off: promises, claims in FIFO order, frames into blocks, commit.
 
-Everything but the link callbacks runs on the engine thread, which alone writes the pool. A frame's
-payload is verified on the connection's thread, on the private copy that is later written; the
-engine thread writes in slices between steps, or on a device begins copies (direct.py). When an
-attempt ends its blocks are free at once: frames of it that wait here are dropped, and the rest goes
-to scratch in the transport.
+The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
+payload in private memory and writes it into the attempt's blocks under the attempt's lock, which
+freeing them takes first (incoming.py); the engine thread hears of it afterwards. On a device the
+engine thread begins the copies (direct.py). Frames of an attempt that has ended go to scratch.
 """
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -24,7 +22,6 @@ from pdserve.engine.handoff.incoming import (
     Received,
     ReceiveTimes,
     ReceivingEngine,
-    WritableKv,
 )
 from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys, verified_payload
 from pdserve.engine.handoff.layout import Piece, spec_digest
@@ -37,8 +34,8 @@ from pdserve.engine.handoff.machine import (
     Reserved,
     Side,
 )
+from pdserve.engine.handoff.open_blocks import BlocksLeft, WritableKv
 from pdserve.engine.handoff.promise import Promises, promise_blocks
-from pdserve.engine.handoff.slices import copy_some
 from pdserve.engine.handoff.terms import Terms
 from pdserve.engine.handoff.trace import Mark, Trace
 from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
@@ -81,7 +78,6 @@ class Receiver(Endpoint[Incoming]):
         self._claims = Claims(
             engine, kv.spec, self._clock, lambda a, why: self._advance(a, Ended(why))
         )
-        self._parcels: deque[Parcel] = deque()
         self._direct = DirectFrames(kv, self, self._safely)
         self._to_ack: dict[Incoming, None] = {}  # in order of arrival
         self._doors = Doors(boot, self._terms, self, self._links, self.counters)
@@ -159,20 +155,15 @@ class Receiver(Endpoint[Incoming]):
 
     # the engine thread
 
-    def _work(self, end: float) -> bool:
+    def _work(self) -> bool:
         for granted in self._claims.granted():
             self._granted(granted)
         more = self._direct.poll()
-        while self._parcels and self._clock() < end:
-            parcel = self._parcels[0]
-            done = not self._safely(parcel.attempt, partial(self._write, parcel, end))
-            if done or parcel.over:
-                self._parcels.popleft()
         for incoming in self._to_ack:
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
         self._to_ack.clear()
-        return more or bool(self._parcels)
+        return more
 
     def _granted(self, incoming: Incoming) -> None:
         assert incoming.bitmap is not None  # both since it was granted
@@ -207,32 +198,13 @@ class Receiver(Endpoint[Incoming]):
             self._note(incoming, Mark.GONE)
             target.post(control.encode(control.Gone(incoming.ticket.id)))
 
-    def _write(self, parcel: Parcel, end: float, incoming: Incoming) -> None:
-        parcel.over = True
-        try:
-            if incoming.bitmap is None or not incoming.state.holds:
-                self.late(parcel)
-                return
-            piece, new = incoming.bitmap.piece(parcel.header), None
-            if not incoming.bitmap.has(piece):
-                if piece.blocks.start < incoming.num_verified:
-                    raise FrameError("it overlaps blocks that are cached already")
-                new = piece
-                blocks = incoming.pool_blocks(piece)
-                parcel.over = copy_some(self._kv, parcel, piece, blocks, self._clock, end)
-                if not parcel.over:
-                    return
-            self.took(parcel, new)
-        except FrameError as err:
-            self.refused(parcel, err)
-        finally:
-            if parcel.over:
-                parcel.link.credit(parcel.header)
-
     # what becomes of a frame (direct.py Taker)
 
     def took(self, parcel: Parcel, written: Piece | None) -> None:
         incoming, header = parcel.attempt, parcel.header
+        if not incoming.state.holds:  # it has ended since
+            self.late(parcel)
+            return
         cells = 0
         if written is not None and incoming.bitmap is not None:
             self._count_idle(incoming)
@@ -248,11 +220,6 @@ class Receiver(Endpoint[Incoming]):
         self._to_ack[incoming] = None
         incoming.landed(header)
         self._fill(incoming)
-
-    def _again(self, parcel: Parcel) -> None:
-        """A duplicate of what is written: acknowledged like the first one."""
-        if parcel.attempt.state.holds:
-            self.took(parcel, None)
 
     def damaged(self, parcel: Parcel) -> None:
         self.counters["corrupt_frames"] += 1
@@ -290,7 +257,7 @@ class Receiver(Endpoint[Incoming]):
     def _check(self, attempt: Incoming) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self._parcels and not self._direct.busy:  # else it is decode that is slow
+        if slow and not self._direct.busy:  # else it is decode that is slow
             self._advance(attempt, Ended("prefill slow"))
 
     def _acknowledge(self, incoming: Incoming) -> None:
@@ -300,6 +267,7 @@ class Receiver(Endpoint[Incoming]):
 
     def _commit(self, incoming: Incoming) -> None:
         incoming.times.committed = self._clock()
+        incoming.settle()
         self._engine.commit(incoming.reservation)
         self._note(incoming, Mark.HANDED)
         if incoming.parked:
@@ -310,6 +278,7 @@ class Receiver(Endpoint[Incoming]):
 
     def _free(self, incoming: Incoming) -> None:
         self._count_idle(incoming)
+        incoming.settle()
         self._engine.release(incoming.reservation)
         self._note(incoming, Mark.FREED)
 
@@ -370,15 +339,17 @@ class Receiver(Endpoint[Incoming]):
         if incoming.arrives(header):
             return True
         self.counters["duplicate_frames"] += 1
-        if incoming.has(header):
-            self._post(partial(self._again, Parcel(incoming, link, header, memoryview(b""))))
+        if incoming.has(header):  # acknowledged like the first one
+            parcel = Parcel(incoming, link, header, memoryview(b""))
+            self._hear(parcel, partial(self.took, written=None))
         return False
 
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
         if incoming is None:
             self.counters["late_frames"] += 1
-            link.credit(header)
+            if link.direct:
+                link.credit(header)
             return
         parcel = Parcel(incoming, link, header, payload)
         if not isinstance(payload, memoryview):
@@ -389,8 +360,25 @@ class Receiver(Endpoint[Incoming]):
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
             self.damaged(parcel)
-            link.credit(header)
-        else:
-            parcel.payload = verified
-            self._parcels.append(parcel)
-            self._wake()
+            return
+        before = incoming.num_inside
+        try:
+            piece = incoming.write(self._kv, header, verified)
+        except BlocksLeft:
+            self._hear(parcel, self.late)
+        except FrameError as err:
+            self._hear(parcel, partial(self.refused, error=err))
+        except Exception as err:
+            self._hear(parcel, partial(_fail, error=err))
+        else:  # the engine thread need not hear at once of less than a whole chunk
+            wake = piece is None or incoming.num_inside > before
+            self._hear(parcel, partial(self.took, written=piece), wake)
+
+    def _hear(self, parcel: Parcel, what: Callable[[Parcel], None], wake: bool = True) -> None:
+        """The engine thread takes note of what became of a frame."""
+        self._post(partial(self._safely, parcel.attempt, lambda _: what(parcel)), wake)
+
+
+def _fail(parcel: Parcel, error: Exception) -> None:
+    """Where it ends the attempt and nothing else (Endpoint._safely)."""
+    raise error

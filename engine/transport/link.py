@@ -3,12 +3,13 @@
 Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
 thread alone writes, but for records that are posted while it is idle and that the socket takes at
 once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
-until sent, then to decode until its Credit arrives. That goes out as soon as the payload is in
-private memory, or, if EAGER of them wait there already, when it is done with.
+until sent, then to decode until its Credit arrives, which goes out as soon as the payload is in
+private memory, or, on a device, when the copy from the slot is done.
 """
 
 import contextlib
 import logging
+import mmap
 import socket
 import threading
 import time
@@ -35,7 +36,6 @@ from pdserve.engine.transport.base import (
     Wire,
     WireClosed,
 )
-from pdserve.engine.transport.payloads import Payloads
 from pdserve.engine.transport.slots import ReaderSlots, WriterSlots
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class LinkHandler(Protocol):
         is passed over; the connection goes on."""
 
     def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
-        """decode: private bytes, or a slot on the device, not yet verified; `credit` the slot when
-        done with them."""
+        """decode: not yet verified: private bytes, the handler's until it returns, or a slot on the
+        device, which it is to `credit` when done with."""
 
     def closed(self, link: "Link", reason: str) -> None:
         """Once, whatever the cause."""
@@ -79,7 +79,7 @@ class Link:
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
-        self._payloads = Payloads(wire.slot_bytes)  # likewise
+        self._private: memoryview | None = None  # likewise: the payload that is looked at
         self.num_surplus = 0  # prefill: credits of records that decode got twice
         self._genuine = False
         self._reason = ""
@@ -199,9 +199,8 @@ class Link:
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode: that frame's payload is done with."""
-        if self._wire.direct or self._payloads.done(header):
-            self._credit(header.slot)
+        """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
+        self._give_back(header.slot, self._lent.credit(header.slot))
 
     def close(self, reason: str = "closed here") -> None:
         """End it and wait for its threads, unless called on one of them."""
@@ -311,17 +310,18 @@ class Link:
         if self._wire.direct:
             self._handler.payload(self, header, self._wire.incoming(header.slot))
             return
-        buffer = self._payloads.take()
-        payload = buffer[: header.payload_bytes]
+        payload = self._buffer()[: header.payload_bytes]
         start = time.monotonic()
         self._wire.receive_payload(header.slot, payload)
         self._busy_s += time.monotonic() - start
-        if self._payloads.keep(header, buffer):
-            self._credit(header.slot)
+        self.credit(header)
         self._handler.payload(self, header, payload)
 
-    def _credit(self, slot: int) -> None:
-        self._give_back(slot, self._lent.credit(slot))
+    def _buffer(self) -> memoryview:
+        """A page's alignment doubles the speed of copies into it."""
+        if self._private is None:
+            self._private = memoryview(mmap.mmap(-1, self._wire.slot_bytes))
+        return self._private
 
     def _give_back(self, slot: int, mark: bytes) -> None:
         self.post(control.encode(control.Credit(slot, mark)))

@@ -298,11 +298,11 @@ class DecodePart:
         self._last_command = attempt
         self._changed = True
 
-    def _poll(self, budget_s: float) -> bool:
+    def _poll(self) -> bool:
         live = self._receiver.num_live + self._sender.num_live
-        more = self._receiver.poll(budget_s)
+        more = self._receiver.poll()
         self._following.poll()
-        more |= self._sender.poll(budget_s)
+        more |= self._sender.poll()
         self._changed |= bool(live)
         return more
 

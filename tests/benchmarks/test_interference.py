@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
-from interference.calibrate import Queue, finished_in
+from interference.calibrate import finished_in
 from interference.client import Answer, Asked, closed_loop, open_loop, read_stream, request_bytes
 from interference.figures import Spread, best_mixed, gaps, percentile, summary, ttft, verdict
 from interference.plot import svg
+from interference.sharing import Sharing
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_poisson() -> None:
@@ -224,25 +225,47 @@ def test_the_verdict_wants_both(p99: float, tokens: int, ok: bool) -> None:
     assert not verdict(runs)["ok"]
 
 
-@settings(deadline=None)
-@given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
-def test_the_rate_keeps_as_many_in_flight_on_the_mean(a: float, b: float, wanted: float) -> None:
-    queue = Queue.of([(n, n / (a + b * n)) for n in (4, 12)])
-    rate = queue.rate_for(wanted)
+def poisson_times(rate: float) -> list[float]:
+    return [a.at_s for a in schedule(0.1, rate, 20_000, 0, seed=3).arrivals if a.kind == SHORT]
+
+
+@pytest.mark.parametrize(("a", "b", "rate"), [(1.0, 0.3, 1.5), (0.0, 0.5, 1.6), (3.0, 0.1, 4.0)])
+def test_a_long_run_has_as_many_in_flight_as_theory_says(a: float, b: float, rate: float) -> None:
     weight, total, mean = 1.0, 1.0, 0.0
     for n in range(1, 3_000):  # arrivals at `rate`, departures at n / (a + b n)
         weight *= rate * (a + b * n) / n
         total += weight
         mean += n * weight
-    assert mean / total == pytest.approx(wanted, rel=0.02)
-    slower = queue.seen(rate, 2 * wanted)  # so many were there
-    assert slower.rate_for(2 * wanted) == pytest.approx(rate)
-    assert slower.rate_for(wanted) < rate
+    found = Sharing(a, b).in_flight(poisson_times(rate), 20_000)
+    assert found == pytest.approx(mean / total, rel=0.1)
+
+
+def test_requests_that_share_a_worker() -> None:
+    assert Sharing(2.0, 1.0).in_flight([0.0], 10.0) == pytest.approx(0.3)
+    # alone for 1 s (a third of it), then 2/3 at 1/4 a second for both, then 1/3 alone
+    together = Sharing(2.0, 1.0).in_flight([0.0, 1.0], 10.0)
+    assert together == pytest.approx((1 + 2 * (2 / 3) * 4 + (1 / 3) * 3) / 10)
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
+def test_the_rate_keeps_as_many_in_flight_in_that_very_run(
+    a: float, b: float, wanted: float
+) -> None:
+    def arrivals(rate: float) -> list[float]:
+        return [x.at_s for x in schedule(0.1, rate, 100, 0, seed=3).arrivals if x.kind == SHORT]
+
+    sharing = Sharing.of([(n, n / (a + b * n)) for n in (4, 20)])
+    rate = sharing.rate_for(wanted, arrivals, 100)
+    assert sharing.in_flight(arrivals(rate), 100) == pytest.approx(wanted, rel=0.1)
+    slower = sharing.seen(2 * wanted, arrivals(rate), 100)  # so many were there
+    assert slower.in_flight(arrivals(rate), 100) == pytest.approx(2 * wanted, rel=0.01)
+    assert slower.rate_for(wanted, arrivals, 100) < rate
 
 
 def test_no_rate_where_more_requests_do_not_take_longer() -> None:
     with pytest.raises(RuntimeError):
-        Queue.of([(4, 1.0), (12, 3.1)])
+        Sharing.of([(4, 1.0), (20, 5.1)])
 
 
 def test_what_ended_in_a_time() -> None:

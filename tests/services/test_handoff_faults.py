@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -222,30 +221,53 @@ def test_a_silent_peer_ends_the_attempt(
     pair.assert_clean()
 
 
-def test_frames_that_wait_when_their_attempt_ends_change_no_block(pair: Pair) -> None:
+def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pair) -> None:
     asked = request(200)
     ticket = pair.admit(asked)
     assert ticket is not None
     before = [data.clone() for data in pair.decode.kv.data]
+    arrived, ended = threading.Event(), threading.Event()
+    payload = pair.receiver.payload
+
+    def held(*args: Any) -> None:
+        """On the thread of the connection, before it looks at the frame."""
+        arrived.set()
+        assert ended.wait(10)
+        payload(*args)
+
+    pair.receiver.payload = held  # type: ignore[method-assign]
     pair.start(asked, ticket)
-
-    def hold_then_cancel(receiver: Receiver) -> int:
-        """On decode's engine thread, with verified frames waiting for it."""
-        while not receiver._by_attempt[ticket.attempt].state.holds:
-            receiver.poll(0.0)  # no time for a frame
-        end = time.monotonic() + 10
-        while not waiting(receiver) and time.monotonic() < end:
-            time.sleep(0.005)
-        receiver.cancel(ticket.attempt, "cancel")
-        return waiting(receiver)
-
-    def waiting(receiver: Receiver) -> int:
-        return len(receiver._parcels) + len(receiver._direct._waiting)
-
-    held = pair.at_decode(hold_then_cancel)
-    assert held > 0
+    assert arrived.wait(10)
+    pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
+    ended.set()
     pair.wait(lambda: ticket.attempt in pair.sent)
-    pair.wait(lambda: pair.receiver.counters["late_frames"] >= held)
+    pair.wait(lambda: pair.receiver.counters["late_frames"] > 0)
+    for old, new in zip(before, pair.decode.kv.data, strict=True):
+        assert old.equal(new)
+    pair.assert_clean()
+
+
+def test_frames_wait_on_a_device_when_their_attempt_ends(make_pair: MakePair) -> None:
+    pair = make_pair(transport="cuda_ipc")
+    asked = request(200)
+    ticket = pair.admit(asked)
+    assert ticket is not None
+    before = [data.clone() for data in pair.decode.kv.data]
+    begun = threading.Event()
+    poll = pair.receiver._direct.poll
+    pair.receiver._direct.poll = lambda: begun.is_set() and poll()  # type: ignore[method-assign]
+    pair.start(asked, ticket)
+    pair.wait(lambda: len(pair.receiver._direct._waiting) > 0)
+
+    def cancel(receiver: Receiver) -> int:
+        receiver.cancel(ticket.attempt, "cancel")
+        return len(receiver._direct._waiting)
+
+    waiting = pair.at_decode(cancel)
+    begun.set()
+    pair.decode_thread.wake()
+    pair.wait(lambda: ticket.attempt in pair.sent)
+    pair.wait(lambda: pair.receiver.counters["late_frames"] >= waiting > 0)
     for old, new in zip(before, pair.decode.kv.data, strict=True):
         assert old.equal(new)
     pair.assert_clean()
@@ -256,7 +278,7 @@ def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
     host, port = pair.addresses["tcp"].rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 4)]
     pair.wait(lambda: pair.receiver.counters["strangers_refused"] == 4)
-    assert not any(link._payloads._free for link in pair.receiver._links)
+    assert not any(link._private for link in pair.receiver._links)
     asked = request(50)
     attempt = pair.hand_off(asked)
     pair.wait(lambda: attempt in pair.sent)

@@ -57,16 +57,18 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
 
 
 class Recorder:
-    """A LinkHandler. At decode every Claim is trusted, and slots are credited at once unless
-    `hold` is set."""
+    """A LinkHandler. At decode every Claim is trusted, and every payload taken at once, but from
+    `hold` to `go_on`: then slots on a device are not credited, and the thread of a connection
+    does not come back with a payload."""
 
     def __init__(self, refuse: str = "", accept: bool = True) -> None:
         self.refuse = refuse
         self.accept = accept
-        self.hold = False
         self.messages: list[control.Message] = []
         self.payloads: list[tuple[int, bytes]] = []
         self.held: list[tuple[Link, FrameHeader]] = []
+        self._free = threading.Event()
+        self._free.set()
         self.reasons: list[str] = []
         self.links: list[Link] = []
         self.changed = threading.Condition()
@@ -91,11 +93,21 @@ class Recorder:
             copy = payload.copy_in(pages_of(target), COPY_KEY)
             copy.wait()
             data = target.tobytes()[: header.payload_bytes] if copy.intact else b"damaged"
-        if self.hold:
-            self.held.append((link, header))
-        else:
-            link.credit(header)
         self._note(lambda: self.payloads.append((header.sequence, data)))
+        if not link.direct:
+            assert self._free.wait(10.0)
+        elif self._free.is_set():
+            link.credit(header)
+        else:
+            self.held.append((link, header))
+
+    def hold(self) -> None:
+        self._free.clear()
+
+    def go_on(self) -> None:
+        self._free.set()
+        for link, header in self.held:
+            link.credit(header)
 
     def closed(self, link: Link, reason: str) -> None:
         self._note(lambda: self.reasons.append(reason))

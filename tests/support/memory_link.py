@@ -93,8 +93,7 @@ class MemoryLink:
             header, covered, tag = FrameHeader.unpack(record)
             if self.handler.frame(self, header, covered, tag):
                 self.handler.payload(self, header, memoryview(bytearray(payload)))
-            else:
-                self.credit(header)
+            self.credit(header)
 
         return self._safely(read)
 

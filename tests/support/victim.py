@@ -11,16 +11,40 @@ from typing import Any
 from engine_kit import ask, fake_engine
 from patience import Patience
 
+from pdserve.engine.handoff.frames import FrameHeader
 from pdserve.engine.handoff.keys import Ticket
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import Target, TransportOptions
+from pdserve.engine.transport.base import Payload, Target, TransportOptions
+from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import make_transports
 
 NUM_TOKENS = 60  # of every prompt; 15 blocks in each group
 BLOCK = 4
 SLOT_BYTES = 1 << 16
 PATIENCE_S = 20.0
+
+
+class Watched(Receiver):
+    """`taking`: connections with a frame between its record and what becomes of it."""
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        self.taking: set[Link] = set()
+        super().__init__(*args, **words)
+
+    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        wanted = super().frame(link, header, covered, tag)
+        if wanted:
+            self.taking.add(link)
+        return wanted
+
+    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+        super().payload(link, header, payload)
+        self.taking.discard(link)
+
+    def closed(self, link: Link, reason: str) -> None:
+        self.taking.discard(link)
+        super().closed(link, reason)
 
 
 class Victim:
@@ -44,7 +68,7 @@ class Victim:
 
         self.engine.kv.write = counted  # type: ignore[method-assign]
         self.thread = EngineThread(self.engine, lambda step: None)
-        self.receiver = Receiver(
+        self.receiver = Watched(
             self.engine,
             self.engine.kv,
             boot=self.boot,
@@ -91,11 +115,12 @@ class Victim:
         return found
 
     def settle(self) -> None:
-        """Until every payload that has been credited is written or dropped."""
+        """Until every payload that has been credited is written or dropped, and known to be."""
         end = time.monotonic() + PATIENCE_S
-        while any(len(link._payloads) for link in list(self.receiver._links)):
+        while self.receiver.taking:
             assert time.monotonic() < end
-            self.thread.post(lambda _: None).result(PATIENCE_S)  # a turn of the engine thread
+            time.sleep(0.0002)
+        self.thread.post(lambda _: None).result(PATIENCE_S)  # the poll follows
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:

@@ -1,0 +1,68 @@
+"""decode: blocks of the pool that frames are written into, from the grant until they leave.
+
+A frame is written on its connection's thread, under the lock; freeing the blocks takes the same
+lock first, so nothing is ever written into blocks that have a new owner. Whoever frees waits for
+one frame at most: a fraction of a millisecond.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdserve.engine.handoff.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.layout import Bitmap, Piece
+from pdserve.engine.kv_pages import Pages
+from pdserve.engine.kv_spec import KvSpec
+
+
+class WritableKv(Protocol):
+    spec: KvSpec
+    num_blocks: int
+
+    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
+    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
+
+
+class BlocksLeft(Exception):
+    """They are not this attempt's any more."""
+
+
+class OpenBlocks:
+    """Of one attempt. One thread writes, that of its connection."""
+
+    def __init__(self, tables: Sequence[Sequence[int]], empty: Bitmap) -> None:
+        """`tables`: per layer group, of every logical block the block of the pool."""
+        self._tables = tables
+        self._inside = empty  # under the lock
+        self._open = True  # under the lock
+        self._lock = threading.Lock()
+
+    @property
+    def num_leading(self) -> int:
+        """Leading blocks that every layer of every group has."""
+        return self._inside.num_leading
+
+    def of(self, piece: Piece) -> list[int]:
+        """The blocks of the pool that a piece goes into."""
+        table = self._tables[piece.group]
+        return [table[block] for block in piece.blocks]
+
+    def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
+        """Take in a frame that is verified; None: all of it was there before. Raises BlocksLeft,
+        and FrameError if it does not fit."""
+        with self._lock:
+            if not self._open:
+                raise BlocksLeft
+            piece = self._inside.piece(header)
+            if self._inside.has(piece):
+                return None
+            if self._inside.touches(piece):
+                raise FrameError("it overlaps verified blocks")
+            kv.write(piece.group, piece.layers, self.of(piece), payload)
+            self._inside.add(piece)
+            return piece
+
+    def close(self) -> None:
+        """They are about to leave: nothing is written any more."""
+        with self._lock:
+            self._open = False

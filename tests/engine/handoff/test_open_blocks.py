@@ -1,0 +1,249 @@
+"""Frames go into an attempt's blocks on the connection's thread, while they are its."""
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_kit import ask
+from memory_link import MemoryLink
+
+from pdserve.engine.handoff.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.keys import Domain
+from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.machine import Claimed
+from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_identity import KvIdentity
+from pdserve.engine.kv_spec import KvSpec, LayerGroup
+
+LAYERS, SIZE, BLOCKS = 6, 4, [3, 5, 9, 2]
+TOKENS = SIZE * len(BLOCKS)
+GROUP = LayerGroup(tuple(range(LAYERS)), "full", 0, 1, 8, "bfloat16", 0, 1)
+SPEC = KvSpec(SIZE, (GROUP,))
+WAIT_S = 10.0
+
+
+def header(
+    layers: range,
+    blocks: range,
+    sequence: int = 1,
+    ticket: bytes = b"t" * 16,
+    tag: bytes = bytes(16),
+) -> FrameHeader:
+    size = len(layers) * len(blocks) * GROUP.block_bytes(SIZE)
+    tokens = range(blocks.start * SIZE, blocks.stop * SIZE)
+    return FrameHeader(ticket, sequence, 0, 0, layers, tokens, range(1), size, tag)
+
+
+class Gate:
+    """A write into the pool that waits half way until it is let on."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self.entered, self.free = threading.Event(), threading.Event()
+        write = kv.write
+
+        def held(*args: Any) -> None:
+            self.entered.set()
+            assert self.free.wait(WAIT_S)
+            write(*args)
+
+        kv.write = held  # type: ignore[method-assign]
+
+
+def open_blocks() -> OpenBlocks:
+    return OpenBlocks([BLOCKS], Bitmap(SPEC, TOKENS, [0]))
+
+
+def content(kv: KvCache) -> bytes:
+    return b"".join(kv.read(0, range(LAYERS), BLOCKS))
+
+
+def payload_of(head: FrameHeader) -> memoryview:
+    return memoryview(os.urandom(head.payload_bytes))
+
+
+def test_a_frame_goes_where_it_belongs_once() -> None:
+    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    head = header(range(2, 4), range(1, 3))
+    payload = payload_of(head)
+    piece = blocks.write(kv, head, payload)
+    assert piece is not None
+    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload
+    assert blocks.write(kv, header(range(2, 4), range(1, 3), 2), payload_of(head)) is None
+    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "what is verified stays"
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks", "reason"),
+    [
+        (range(3, 5), range(1, 3), "overlaps"),  # half of it is there
+        (range(2, 4), range(2, 4), "overlaps"),
+        (range(6, 7), range(1), "6 layers"),
+        (range(1), range(3, 5), "not asked for"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(layers: range, blocks: range, reason: str) -> None:
+    kv, inside = KvCache(SPEC, 16), open_blocks()
+    first = header(range(2, 4), range(1, 3))
+    inside.write(kv, first, payload_of(first))
+    before = content(kv)
+    head = header(layers, blocks, 2)
+    with pytest.raises(FrameError, match=reason):
+        inside.write(kv, head, payload_of(head))
+    assert content(kv) == before
+
+
+def test_leading_blocks_are_those_that_every_layer_has() -> None:
+    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    seen = []
+    for layers, run in [
+        (range(3), range(2)),
+        (range(3, 6), range(1, 2)),
+        (range(3, 6), range(1)),
+        (range(6), range(2, 4)),
+    ]:
+        head = header(layers, run)
+        blocks.write(kv, head, payload_of(head))
+        seen.append(blocks.num_leading)
+    assert seen == [0, 0, 2, 4]
+
+
+def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None:
+    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    gate = Gate(kv)
+    first, second = header(range(3), range(4)), header(range(3, 6), range(4), 2)
+    payload = payload_of(first)
+    writer = threading.Thread(target=blocks.write, args=(kv, first, payload))
+    closer = threading.Thread(target=blocks.close)
+    writer.start()
+    assert gate.entered.wait(WAIT_S)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive(), "the blocks are still being written"
+    gate.free.set()
+    closer.join(WAIT_S)
+    writer.join(WAIT_S)
+    assert not closer.is_alive()
+    before = content(kv)
+    assert bytes(payload) == before[: len(payload)]
+    with pytest.raises(BlocksLeft):
+        blocks.write(kv, second, payload_of(second))
+    assert content(kv) == before
+
+
+class Engine:
+    """Gives every hand-off the same blocks."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def stats(self) -> Any:
+        blocks = SimpleNamespace(total=16, free=16, cached=0)
+        return SimpleNamespace(blocks=blocks, parked_blocks=0, running=0)
+
+    def reserve(self, request: Any, sender: bytes = b"") -> Any:
+        return SimpleNamespace(num_tokens=TOKENS, blocks=[BLOCKS], first_block=[0], cached_tokens=0)
+
+    def verified(self, reservation: Any, num_tokens: int) -> int:
+        return num_tokens
+
+    def release(self, reservation: Any) -> None:
+        self.ended.append("released")
+
+    def commit(self, reservation: Any) -> None:
+        self.ended.append("committed")
+
+
+class World:
+    """A Receiver with one attempt that has its blocks; frames arrive when `frame` is called."""
+
+    def __init__(self) -> None:
+        self.engine, self.kv = Engine(), KvCache(SPEC, 16)
+        self.wakes = 0
+        self.lost: list[str] = []
+        self.receiver = Receiver(
+            self.engine,  # type: ignore[arg-type]
+            self.kv,
+            boot=b"d" * 16,
+            identity=KvIdentity(b"test"),
+            on_received=lambda received: None,
+            on_lost=lambda attempt, reason: self.lost.append(reason),
+            wake=self._wake,
+            progress=lambda: (0, True),
+        )
+        self.attempt = os.urandom(16)
+        request = ask(self.attempt.hex(), range(TOKENS + 1))
+        ticket = self.receiver.admit(self.attempt, request, b"p" * 16, 1e9)
+        assert ticket is not None
+        self.ticket = ticket.id
+        (self.incoming,) = self.receiver._live.values()
+        self.link: Any = MemoryLink(self.receiver, b"p" * 16, 1 << 16, lambda: 0.0)
+        self.link.hello = SimpleNamespace(identity=KvIdentity(b"test"))
+        self.incoming.link = self.link
+        self.receiver._advance(self.incoming, Claimed())
+        self.receiver.poll()
+        self.wakes = 0
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def frame(self, layers: range, blocks: range, sequence: int) -> bytes:
+        """Its payload, as the connection's thread takes it."""
+        head = header(layers, blocks, sequence)
+        payload = payload_of(head)
+        tag = self.incoming.peer_key.tag(Domain.PAYLOAD, sequence, payload)
+        self.receiver.payload(
+            self.link, header(layers, blocks, sequence, self.ticket, tag), payload
+        )
+        return bytes(payload)
+
+
+def test_the_engine_thread_is_woken_for_whole_blocks_only() -> None:
+    world = World()
+    sent = b"".join(world.frame(range(n, n + 1), range(4), n + 1) for n in range(LAYERS - 1))
+    assert (world.wakes, world.engine.ended) == (0, [])
+    sent += world.frame(range(LAYERS - 1, LAYERS), range(4), LAYERS)
+    assert world.wakes == 1
+    assert content(world.kv) == sent
+    world.receiver.poll()
+    assert world.engine.ended == ["committed"]
+
+
+def test_an_attempt_that_ends_while_a_frame_is_written_frees_its_blocks_afterwards() -> None:
+    world = World()
+    gate = Gate(world.kv)
+    writer = threading.Thread(target=world.frame, args=(range(3), range(4), 1))
+    writer.start()
+    assert gate.entered.wait(WAIT_S)
+    engine = threading.Thread(target=world.receiver.cancel, args=(world.attempt, "cancelled"))
+    engine.start()
+    engine.join(0.1)
+    assert world.engine.ended == [], "not under the frame"
+    gate.free.set()
+    engine.join(WAIT_S)
+    writer.join(WAIT_S)
+    assert world.engine.ended == ["released"]
+    before = content(world.kv)
+    world.frame(range(3, 6), range(4), 2)
+    world.receiver.poll()
+    assert content(world.kv) == before
+    assert world.receiver.counters["late_frames"] == 2
+    assert world.engine.ended == ["released"]
+
+
+def test_a_pool_that_fails_ends_the_attempt_and_only_it() -> None:
+    world = World()
+
+    def fail(*args: Any) -> None:
+        raise ValueError("a bug")
+
+    world.kv.write = fail  # type: ignore[method-assign]
+    world.frame(range(3), range(4), 1)
+    world.receiver.poll()
+    world.receiver.poll()
+    assert world.lost == ["internal error"]
+    assert world.engine.ended == ["released"]
+    assert world.link.open
