@@ -3,11 +3,11 @@
 `python benchmarks/handoff/line8_interference.py [--seconds N] [--seed N] [--chunks N ...]
 [--rates LONG SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one
 JSON object. The rate of short requests is right if the separated pair has eight of them in flight
-in its own run, within a quarter; else it is corrected and that run is made again. What has been
-measured on the same source tree with the same options is not measured again (build/interference).
-A whole run takes about 75 minutes and writes benchmarks/results/interference.json and
-interference.svg; others print only. Wants benchmarks and tests/support in PYTHONPATH, as
-`make bench-interference` has it.
+in its own run, within a quarter; else, in a whole sweep, it is corrected and that run is made
+again. What has been measured on the same source tree with the same options is not measured again
+(build/interference). A whole run takes about 75 minutes and writes
+benchmarks/results/interference.json and interference.svg; others print only. Wants benchmarks and
+tests/support in PYTHONPATH, as `make bench-interference` has it.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def separated(wanted: Wanted) -> tuple[Schedule, dict[str, Any], dict[str, Any]]
         result = wanted.made(f"{SEPARATED}-{number}", SEPARATED, plan)
         there = result["summary"]["short_in_flight"]
         tried.append([rate, there])
-        if 1 / WITHIN <= there / IN_FLIGHT <= WITHIN:
+        if not wanted.whole or 1 / WITHIN <= there / IN_FLIGHT <= WITHIN:
             return plan, result, {**rates, "short_rate": rate, "tried": tried}
         sharing = sharing.seen(there, shorts(rate), lasts)
     raise RuntimeError(f"no rate keeps {IN_FLIGHT} requests in flight: {tried}")

@@ -78,7 +78,7 @@ class Run:
             bitmap=Bitmap(SPEC, NUM_TOKENS, (0,)),
             state=SimpleNamespace(holds=True),
             peer_key=SimpleNamespace(copy_key=lambda sequence: bytes(32)),
-            pool_blocks=lambda piece: list(piece.blocks),
+            blocks=SimpleNamespace(of=lambda piece: list(piece.blocks)),
         )
         self.told: Counter[str] = Counter()
         self.nacked: deque[Piece] = deque()
