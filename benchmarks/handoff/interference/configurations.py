@@ -23,6 +23,7 @@ from prompts import ROOT, reference_tokenizer
 
 CHUNKS = (64, 128, 256, 512, 1024)
 KV_TOKENS = "131072"  # of each worker: no request waits for blocks
+MAX_RUNNING = "16"  # of each worker: a core gives no more tokens a second to a larger batch
 WARM_UP = (LONG, LONG, SHORT, SHORT, SHORT, SHORT)  # before a run, with prompts of their own
 WARM_UP_FROM = 1_000_000  # their numbers
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ SILENT = {"PDSERVE_LOG_LEVEL": "warning"}
 
 def system(name: str) -> Fleet:
     """A configuration by its name, to be started."""
-    return Fleet(*OPTIONS[name], "--kv-tokens", KV_TOKENS, env=SILENT)
+    return Fleet(*OPTIONS[name], "--kv-tokens", KV_TOKENS, "--max-running", MAX_RUNNING, env=SILENT)
 
 
 class Prompts:
