@@ -68,8 +68,9 @@ class KvCache:
         return [pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Copies `payload`, in the order of `read`, into whole blocks. Raises like `read`, and
-        ValueError if it has another size."""
+        """Copies `payload`, in the order of `read`, into whole blocks; any thread. On a device the
+        copy is queued where the engine computes: what is launched later sees it. Raises like
+        `read`, and ValueError if it has another size."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return

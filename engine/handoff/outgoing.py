@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
-from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader, mark_of
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys
 from pdserve.engine.handoff.layout import Piece
 from pdserve.engine.handoff.machine import Handoff
@@ -61,6 +61,16 @@ class Sent:
     times: SendTimes
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A frame that decode has said nothing of yet."""
+
+    piece: Piece
+    resends: int  # so far
+    slot: int
+    mark: bytes
+
+
 class Outgoing(Attempt):
     """An attempt at prefill."""
 
@@ -88,7 +98,7 @@ class Outgoing(Attempt):
         self.readable = True  # until the blocks are given back; under the lock
         self.copies: deque[Copy] = deque()  # on the device, the newest last; under the lock
         self.next_blocks: list[int] = []  # per group, once granted
-        self.pending: dict[int, tuple[Piece, int]] = {}  # sequence -> what, resends so far
+        self.pending: dict[int, Pushed] = {}  # by sequence
         self.num_bytes = 0  # sent, resends included
         self.num_frames = 0
         self.times = times
@@ -148,11 +158,19 @@ class Outgoing(Attempt):
                 payload_bytes=size,
                 payload_tag=tag,
             )
-            self.pending[sequence] = (piece, resends)
             self.num_bytes += size
             self.num_frames += 1
             covered = header.pack()
-            yield Frame(covered + self.own_key.tag(Domain.HEADER, sequence, covered), parts)
+            record = covered + self.own_key.tag(Domain.HEADER, sequence, covered)
+            self.pending[sequence] = Pushed(piece, resends, slot, mark_of(record))
+            yield Frame(record, parts)
+
+    def answered(self, sequence: int) -> Pushed | None:
+        """Decode has taken that frame, or has refused it; None: nothing was expected."""
+        pushed = self.pending.pop(sequence, None)
+        if pushed is not None and self.link is not None:
+            self.link.landed(pushed.slot, pushed.mark)
+        return pushed
 
     def _payload(
         self,

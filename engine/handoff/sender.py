@@ -280,22 +280,22 @@ class Sender(Endpoint[Outgoing]):
 
     def _acknowledged(self, outgoing: Outgoing, sequences: tuple[int, ...]) -> None:
         for sequence in sequences:
-            if outgoing.pending.pop(sequence, None) is None:
+            if outgoing.answered(sequence) is None:
                 self.counters["stale"] += 1
 
     def _refused(self, outgoing: Outgoing, sequence: int) -> None:
         """Decode read something else than was signed: once more, then give up."""
-        found = outgoing.pending.pop(sequence, None)
+        found = outgoing.answered(sequence)
         if found is None or not outgoing.state.holds or outgoing.link is None:
             self.counters["stale"] += 1
             return
-        piece, resends = found
-        if resends >= MAX_RESENDS:
-            self._advance(outgoing, Ended(f"a frame was refused {resends + 1} times"))
+        piece, resends = found.piece, found.resends + 1
+        if resends > MAX_RESENDS:
+            self._advance(outgoing, Ended(f"a frame was refused {resends} times"))
             return
         self.counters["resent"] += 1
         table = self._engine.held_blocks(outgoing.key)[piece.group]
-        outgoing.push(self._kv, piece, table, resends + 1)
+        outgoing.push(self._kv, piece, table, resends)
 
     def _leave(self, outgoing: Outgoing) -> None:
         """Give the blocks back, once no job reads them."""

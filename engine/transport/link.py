@@ -202,6 +202,16 @@ class Link:
         """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
         self._give_back(header.slot, self._lent.credit(header.slot))
 
+    def landed(self, slot: int, mark: bytes) -> bool:
+        """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
+        says so, and an answer to the frame does, should that have come damaged."""
+        with self._wake:
+            if not self._slots.expects(slot, mark):
+                return False
+            self._slots.credited(slot)
+            self._wake.notify()
+        return True
+
     def close(self, reason: str = "closed here") -> None:
         """End it and wait for its threads, unless called on one of them."""
         self.end(reason)
@@ -334,12 +344,8 @@ class Link:
             self._wake.notify()
 
     def _credited(self, credit: control.Credit) -> None:
-        with self._wake:
-            if not self._slots.expects(credit.slot, credit.mark):
-                self.num_surplus += 1
-                return
-            self._slots.credited(credit.slot)
-            self._wake.notify()
+        if not self.landed(credit.slot, credit.mark):
+            self.num_surplus += 1
 
     # the writer thread
 

@@ -1,4 +1,4 @@
-"""Records that the network doubles: acknowledged and counted, and the connection stays."""
+"""Records that the network doubles, credits that it damages: counted, and the connection stays."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +10,8 @@ from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
 
 from pdserve.engine.transport import cuda_wires, shm, tcp
-from pdserve.engine.transport.base import Wire
+from pdserve.engine.transport.base import SLOTS, Wire
+from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]
@@ -117,5 +118,28 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
     pair.wait(lambda: link.num_surplus > 50)
     assert pair.receiver.counters["duplicate_frames"] > 50
     assert pair.receiver.counters["corrupt_frames"] == 0
+    pair.assert_clean()
+    pair.close()
+
+
+@pytest.mark.parametrize("transport", list(WRITERS))
+def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else as many damaged credits as there are slots would stop the connection for ever."""
+    give_back, damaged = Link._give_back, 0
+
+    def damage(self: Link, slot: int, mark: bytes) -> None:
+        nonlocal damaged
+        if damaged < SLOTS:
+            damaged += 1
+            mark = bytes([mark[0] ^ 1]) + mark[1:]
+        give_back(self, slot, mark)
+
+    monkeypatch.setattr(Link, "_give_back", damage)
+    pair = hand_over(transport, tmp_path, monkeypatch)
+    link = the_one_link(pair)
+    pair.wait(lambda: link._slots.num_free == SLOTS)
+    assert link.num_surplus >= damaged == SLOTS
     pair.assert_clean()
     pair.close()

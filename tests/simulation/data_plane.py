@@ -151,9 +151,10 @@ class SimLink(Link):
         super().push(job)
         self._pump_soon()
 
-    def _credited(self, slot: int) -> None:
-        super()._credited(slot)
+    def landed(self, slot: int, mark: bytes) -> bool:
+        known = super().landed(slot, mark)
         self._pump_soon()
+        return known
 
     def close(self, reason: str = "closed here") -> None:
         self.end(reason)

@@ -56,6 +56,9 @@ class MemoryLink:
         if header.slot not in self.other.free:
             self.other.free.append(header.slot)
 
+    def landed(self, slot: int, mark: bytes) -> bool:
+        return False
+
     def take_busy_s(self) -> float:
         return 0.0
 
