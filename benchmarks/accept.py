@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topic")
     parser.add_argument("lines", nargs="*", help="line numbers; all when none is given")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds per line")
+    parser.add_argument("--timeout", type=float, default=9000, help="seconds per line")
     args = parser.parse_args()
 
     results = HERE / "results" / f"accept-{args.topic}.jsonl"

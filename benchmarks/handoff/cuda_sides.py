@@ -108,7 +108,8 @@ class Taker:
         return True
 
     def payload(self, link: Any, header: Any, payload: Any) -> None:
-        self.arrived.put((link, header, payload))
+        private = isinstance(payload, memoryview)  # until this returns
+        self.arrived.put((link, header, memoryview(bytearray(payload)) if private else payload))
 
     def closed(self, link: Any, reason: str) -> None:
         self.recorder.closed(link, reason)
@@ -129,7 +130,6 @@ class Taker:
                 begun += 1
                 if isinstance(payload, memoryview):
                     side.kv.write(header.group, header.layers, blocks, payload)
-                    link.credit(header)
                     taken += 1
                     continue
                 while not payload.ready():

@@ -79,16 +79,17 @@ class Wanted:
         least = LEAST_LONG if self.whole else 0
         return schedule(long_rate, short_rate, self.seconds, least, self.seed)
 
-    def made(self, name: str, configuration: str, plan: Schedule) -> dict[str, Any]:
-        """One run of a configuration, or what it gave before."""
-        found = kept(self.folder / f"{name}.json", lambda: run(configuration, plan), self.clean)
+    def made(self, name: str, long_rate: float, short_rate: float) -> dict[str, Any]:
+        """One run of a configuration at these rates, or what it gave before."""
+        path = self.folder / f"{name}-{long_rate:g}-{short_rate:g}.json"
+        found = kept(path, lambda: run(name, self.plan(long_rate, short_rate)), self.clean)
         told(f"{name}: {brief(found['summary'])}")
         return found
 
 
-def separated(wanted: Wanted) -> tuple[Schedule, dict[str, Any], dict[str, Any]]:
-    """(the arrivals that keep eight short requests in flight, that run, the rates). Raises
-    RuntimeError if they are not found."""
+def separated(wanted: Wanted) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the rates, those that were tried too; the run at them). Raises RuntimeError if no rate of
+    short requests keeps eight in flight."""
     seconds = min(CALIBRATION_S, wanted.seconds)
     rates = kept(wanted.folder / "rates.json", lambda: calibrate(seconds), wanted.clean)
     told(f"rates: {rates}")
@@ -100,35 +101,35 @@ def separated(wanted: Wanted) -> tuple[Schedule, dict[str, Any], dict[str, Any]]
         plan = wanted.plan(long_rate, rate)
         return [arrival.at_s for arrival in plan.arrivals if arrival.kind == SHORT]
 
-    for number in range(1, TRIES + 1):
+    for _ in range(TRIES):
         rate = round(sharing.rate_for(IN_FLIGHT, shorts, lasts), 3)
-        plan = wanted.plan(long_rate, rate)
-        result = wanted.made(f"{SEPARATED}-{number}", SEPARATED, plan)
+        result = wanted.made(SEPARATED, long_rate, rate)
         there = result["summary"]["short_in_flight"]
         tried.append([rate, there])
         if not wanted.whole or 1 / WITHIN <= there / IN_FLIGHT <= WITHIN:
-            return plan, result, {**rates, "short_rate": rate, "tried": tried}
+            return {**rates, "short_rate": rate, "tried": tried}, result
         sharing = sharing.seen(there, shorts(rate), lasts)
-    raise RuntimeError(f"no rate keeps {IN_FLIGHT} requests in flight: {tried}")
+    text = f"no rate keeps {IN_FLIGHT} requests in flight: {tried}; remove {wanted.folder} to retry"
+    raise RuntimeError(text)
 
 
 def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
     """`given`: the rates of long and of short requests, not to be found out."""
     if given:
         rates: dict[str, Any] = dict(zip(("long_rate", "short_rate"), given, strict=True))
-        plan = wanted.plan(*given)
-        result = wanted.made(SEPARATED, SEPARATED, plan)
+        result = wanted.made(SEPARATED, *given)
     else:
-        plan, result, rates = separated(wanted)
+        rates, result = separated(wanted)
     told(f"rates: {rates}")
+    both = rates["long_rate"], rates["short_rate"]
     names = [f"mixed-{chunk}" for chunk in wanted.chunks]
-    results = {SEPARATED: result} | {name: wanted.made(name, name, plan) for name in names}
+    results = {SEPARATED: result} | {name: wanted.made(name, *both) for name in names}
     runs = {name: found["summary"] for name, found in results.items()}
     report = {
         "commit": commit(),
         "machine": name_of_machine(),
         "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(plan.seconds, 1),
+        "seconds": round(wanted.plan(*both).seconds, 1),
         "seed": wanted.seed,
         "rates": rates,
         "verdict": verdict(runs) if names else {"ok": False, **runs[SEPARATED]},
@@ -156,8 +157,9 @@ def main() -> int:
     revision = commit()
     told(f"load by others: {load(cores):.0%} of the cores {cores}")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    folder = ROOT / "build/interference" / f"{source_tree()}-{args.seconds:g}-{args.seed}"
     clean = not revision.endswith("-dirty")
+    tree = source_tree() + ("" if clean else "-dirty")
+    folder = ROOT / "build/interference" / f"{tree}-{args.seconds:g}-{args.seed}"
     found = measure(Wanted(args.seconds, args.seed, args.chunks, folder, clean), args.rates)
     print(json.dumps(found))
     return 0 if found["ok"] else 1

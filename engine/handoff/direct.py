@@ -84,8 +84,8 @@ class DirectFrames:
         there is more to do."""
         while self._flights and self._is_over(self._flights[0]):
             flight = self._flights.popleft()
+            flight.parcel.link.credit(flight.parcel.header)  # an answer gives the slot back, too
             self._guarded(flight.parcel.attempt, partial(self._land, flight))
-            flight.parcel.link.credit(flight.parcel.header)
         for _ in range(len(self._waiting)):
             parcel = self._waiting.popleft()
             left: list[Parcel] = []  # the frame, if it has to wait

@@ -1,6 +1,6 @@
 """What the two shells of a hand-off share: live attempts, an inbox, Progress, the clock.
 
-The engine thread owns every attempt and runs the machine; threads of a connection only append to
+The engine thread owns every attempt and runs the machine; to it threads of a connection speak by
 the inbox, and the ticker thread only signs Progress and wakes the engine. Whatever names a ticket
 that is not live here is counted and ignored, unless its tag tells that it named another.
 """

@@ -1,4 +1,5 @@
-"""One attempt at decode, as plain data: the Receiver acts on it, on the engine thread."""
+"""One attempt at decode, as plain data: the Receiver acts on it. The engine thread owns it; threads
+of its link call what says so, and `write`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,14 +101,14 @@ class Incoming(Attempt):
         self.pace = granted(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """A genuine record is here; False: it was before, or what it brings was."""
+        """Its link's thread: a genuine record is here; False: it was before, or all it brings."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
         return True
 
     def landed(self, header: FrameHeader) -> None:
-        """Written, damaged or too late."""
+        """Written, damaged or too late; any thread."""
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:

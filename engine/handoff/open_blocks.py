@@ -2,7 +2,7 @@
 
 A frame is written on its connection's thread, under the lock; freeing the blocks takes the same
 lock first, so nothing is ever written into blocks that have a new owner. Whoever frees waits for
-one frame at most: a fraction of a millisecond.
+one frame at most: a fraction of a millisecond, or some if pages of the pool are touched first.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Decode's side of a hand-off: promises, claims in FIFO order, frames into blocks, commit.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
-payload in private memory and writes it into the attempt's blocks under the attempt's lock, which
-freeing them takes first (incoming.py); the engine thread hears of it afterwards. On a device the
+payload in private memory and writes it into the attempt's blocks, under a lock that freeing them
+takes first (open_blocks.py); the engine thread hears of it afterwards. On a device the
 engine thread begins the copies (direct.py). Frames of an attempt that has ended go to scratch.
 """
 
@@ -221,6 +221,11 @@ class Receiver(Endpoint[Incoming]):
         incoming.landed(header)
         self._fill(incoming)
 
+    def _again(self, parcel: Parcel) -> None:
+        """A duplicate of what is written."""
+        if parcel.attempt.state.holds:
+            self.took(parcel, None)
+
     def damaged(self, parcel: Parcel) -> None:
         self.counters["corrupt_frames"] += 1
         parcel.attempt.landed(parcel.header)
@@ -341,7 +346,7 @@ class Receiver(Endpoint[Incoming]):
         self.counters["duplicate_frames"] += 1
         if incoming.has(header):  # acknowledged like the first one
             parcel = Parcel(incoming, link, header, memoryview(b""))
-            self._hear(parcel, partial(self.took, written=None))
+            self._hear(parcel, self._again)
         return False
 
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:

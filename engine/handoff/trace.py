@@ -45,7 +45,7 @@ class Mark(IntEnum):
     UNDONE = 132  # the commit has raised: the step before it is void
     SENT = 133  # a frame was read and signed (its sequence, cells)
     WRITTEN = 134  # a verified frame is in the blocks (its sequence, cells new)
-    LATE = 135  # a frame of an ended attempt was dropped (its sequence, 0)
+    LATE = 135  # a frame of an ended attempt, dropped or not counted (its sequence, 0)
     GONE = 136  # a late Claim was answered Gone
     CLOSED = 137  # the router takes no more events of it, or its wait is over (word for why, 0)
     END = 138  # the process ended in order; of no attempt

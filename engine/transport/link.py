@@ -80,7 +80,7 @@ class Link:
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
         self._private: memoryview | None = None  # likewise: the payload that is looked at
-        self.num_surplus = 0  # prefill: credits of records that decode got twice
+        self.num_surplus = 0  # prefill: credits of records that decode got twice, or damaged ones
         self._genuine = False
         self._reason = ""
         self._busy_s = 0.0  # moving payloads, since last taken
@@ -204,7 +204,8 @@ class Link:
 
     def landed(self, slot: int, mark: bytes) -> bool:
         """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
-        says so, and an answer to the frame does, should that have come damaged."""
+        says so, and an answer to the frame does, should that have come damaged. What an ended
+        attempt has sent gets no answer."""
         with self._wake:
             if not self._slots.expects(slot, mark):
                 return False

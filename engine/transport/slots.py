@@ -3,7 +3,8 @@
     free -- take --> filling -- sent --> in flight == frame ==> lent -- credit --> (Credit) --> free
                         '-- put back --> free
 
-Prefill owns a slot until its frame is sent, then decode until it credits it, once. A frame that is
+Prefill owns a slot until its frame is sent, then decode until it credits it, once; whatever else
+decode says of the frame comes later and tells the same. A frame that is
 sent again takes a slot like any other, so never the one that decode still has. A credit says which
 frame it is for: of a record that the network has doubled, the second one's comes when the slot may
 have another frame.

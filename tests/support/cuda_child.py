@@ -122,7 +122,8 @@ def serve(folder: str) -> None:
         for _ in range(len(decode.payloads) - seen):
             print("frame", flush=True)
             seen += 1
-        decode.hold = seen >= 3
+        if seen >= 3:
+            decode.hold()
 
 
 if __name__ == "__main__":

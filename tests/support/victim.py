@@ -33,9 +33,10 @@ class Watched(Receiver):
         super().__init__(*args, **words)
 
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        self.taking.add(link)
         wanted = super().frame(link, header, covered, tag)
-        if wanted:
-            self.taking.add(link)
+        if not wanted:
+            self.taking.discard(link)
         return wanted
 
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:

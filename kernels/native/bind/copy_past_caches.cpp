@@ -10,8 +10,9 @@
 namespace {
 
 constexpr size_t kLine = 64;
-// Whoever gives the GIL away may wait 5 ms for it (sys.setswitchinterval); this much takes 0.1 ms.
-constexpr size_t kLong = 1 << 20;
+// Threads of connections copy while the engine's computes and wants the GIL in between: below this
+// a copy is over before it could be handed on.
+constexpr size_t kLong = 64 << 10;
 
 // A line that is written whole need not be fetched first, and to take back one that another core has
 // just read costs several times the copy itself.

@@ -109,10 +109,12 @@ class Run:
     def took(self, parcel: Parcel, written: Piece | None) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
+            assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
             self.attempt.bitmap.add(written)
 
     def damaged(self, parcel: Parcel) -> None:
         self.told["damaged"] += 1
+        assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
         self.nacked.append(self.attempt.bitmap.piece(parcel.header))
 
     def refused(self, parcel: Parcel, error: Exception) -> None:
