@@ -140,8 +140,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     touch them all, and a pool as large as the free memory took 40 s to start."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    private = (
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # a page of shared memory takes half as long again
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared page takes half as long again
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -16,19 +16,19 @@ from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import Incoming
 from pdserve.engine.handoff.layout import Piece
 from pdserve.engine.kv_pages import Pages
-from pdserve.engine.transport.base import Payload
+from pdserve.engine.transport.base import Inlet
 from pdserve.engine.transport.device import Copy
 from pdserve.engine.transport.link import Link
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A frame at decode."""
+    """A frame at decode; `inlet`: where its payload lies, if that stays on a device."""
 
     attempt: Incoming
     link: Link
     header: FrameHeader
-    payload: Payload = field(repr=False)
+    inlet: Inlet | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class DirectFrames:
         return over[0] if fine else True  # a device that fails does not become done
 
     def _begin(self, parcel: Parcel, left: list[Parcel], incoming: Incoming) -> None:
-        inlet = parcel.payload
-        assert not isinstance(inlet, memoryview)
+        inlet = parcel.inlet
+        assert inlet is not None
         if incoming.bitmap is None or not incoming.state.holds:
             self._taker.late(parcel)
             return

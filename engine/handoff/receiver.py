@@ -2,8 +2,8 @@
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
 payload in private memory and writes it into the attempt's blocks, under a lock that freeing them
-takes first (open_blocks.py); the engine thread hears of it afterwards. On a device the
-engine thread begins the copies (direct.py). Frames of an attempt that has ended go to scratch.
+takes first (open_blocks.py); the engine thread hears of it afterwards. On a device the engine
+thread begins the copies (direct.py). Frames of an attempt that has ended go to scratch.
 """
 
 import os
@@ -345,8 +345,7 @@ class Receiver(Endpoint[Incoming]):
             return True
         self.counters["duplicate_frames"] += 1
         if incoming.has(header):  # acknowledged like the first one
-            parcel = Parcel(incoming, link, header, memoryview(b""))
-            self._hear(parcel, self._again)
+            self._hear(Parcel(incoming, link, header), self._again)
         return False
 
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
@@ -356,11 +355,11 @@ class Receiver(Endpoint[Incoming]):
             if link.direct:
                 link.credit(header)
             return
-        parcel = Parcel(incoming, link, header, payload)
         if not isinstance(payload, memoryview):
-            self._direct.arrived(parcel)  # the copy verifies it
+            self._direct.arrived(Parcel(incoming, link, header, payload))  # the copy verifies it
             self._wake()
             return
+        parcel = Parcel(incoming, link, header)
         tag, sealed = header.payload_tag, self._terms.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
