@@ -7,7 +7,8 @@ so blocks leave and enter as they lie. Block 0 is the null block: it pads tables
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class KvCache:
                 self._layers[layer] = (data[i], number)
         # [layers, blocks, bytes of a block]: what read and write move
         self._bytes = [d.view(*d.shape[:2], -1).view(torch.uint8) for d in self.data]
+        self._block_bytes = [int(b.shape[2]) for b in self._bytes]
+        self._host = [b.numpy() for b in self._bytes if not b.is_cuda]
 
     def layer(self, n: int) -> tuple[Tensor, int]:
         """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index).
@@ -49,7 +52,7 @@ class KvCache:
 
     def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:
         """Size of what read and write move."""
-        return len(layers) * len(blocks) * int(self._bytes[group].shape[2])
+        return len(layers) * len(blocks) * self._block_bytes[group]
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
         """The bytes of whole blocks, in order: [layers, blocks, 2, kv_heads, block_size, head_dim].
@@ -59,13 +62,15 @@ class KvCache:
         Raises ValueError if a layer or block does not exist.
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
+        if self._host:
+            pool, runs = self._host[group], _runs(tuple(blocks))
+            return [
+                pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs
+            ]
         source = self._bytes[group]
-        if source.is_cuda:
-            index = torch.tensor(list(blocks), device=source.device)
-            copies = [source[layer].index_select(0, index).cpu() for layer in layers]
-            return [copy.flatten().numpy().data for copy in copies if blocks]
-        pool, runs = source.numpy(), list(_runs(blocks))
-        return [pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs]
+        index = torch.tensor(list(blocks), device=source.device)
+        copies = [source[layer].index_select(0, index).cpu() for layer in layers]
+        return [copy.flatten().numpy().data for copy in copies if blocks]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
         """Copies `payload`, in the order of `read`, into whole blocks; any thread. On a device the
@@ -74,15 +79,15 @@ class KvCache:
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
-        target = self._bytes[group]
         shape = len(layers), len(blocks), -1
-        if not target.is_cuda:
-            pool, buffer = target.numpy(), np.frombuffer(payload, np.uint8).reshape(shape)
-            for at, run in _runs(blocks):
+        if self._host:
+            pool, buffer = self._host[group], np.frombuffer(payload, np.uint8).reshape(shape)
+            for at, run in _runs(tuple(blocks)):
                 for i, n in enumerate(layers):
                     source = buffer[i, at : at + len(run)].reshape(-1)
                     copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
             return
+        target = self._bytes[group]
         # torch cannot wrap read-only memory; such a payload takes one more copy.
         data = bytearray(payload) if payload.readonly else payload
         rows = torch.frombuffer(data, dtype=torch.uint8).view(shape).to(target.device)
@@ -114,10 +119,11 @@ class KvCache:
     def _check(self, group: int, layers: range, blocks: Sequence[int], nbytes: int) -> None:
         if not 0 <= group < len(self.data):
             raise ValueError(f"no layer group {group}")
-        num_layers = self.data[group].shape[0]
+        num_layers = len(self.spec.groups[group].layers)
         if layers and not (min(layers) >= 0 and max(layers) < num_layers):
             raise ValueError(f"layers {layers} of a group of {num_layers}")
-        if blocks and not (min(blocks) > 0 and max(blocks) <= self.num_blocks):
+        runs = _runs(tuple(blocks))
+        if not all(run.start > 0 and run.stop <= self.num_blocks + 1 for _, run in runs):
             raise ValueError("a block outside the pool")
         if nbytes != self.num_bytes(group, layers, blocks):
             raise ValueError(
@@ -126,13 +132,15 @@ class KvCache:
             )
 
 
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, range]]:
+@lru_cache(64)  # of some blocks layer after layer is read or written
+def _runs(blocks: tuple[int, ...]) -> tuple[tuple[int, range], ...]:
     """(where it begins in `blocks`, ids) of the longest stretches of consecutive ids."""
-    start = 0
+    found, start = [], 0
     for at in range(1, len(blocks) + 1):
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
-            yield start, range(blocks[start], blocks[at - 1] + 1)
+            found.append((start, range(blocks[start], blocks[at - 1] + 1)))
             start = at
+    return tuple(found)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -7,10 +7,10 @@ loses its owner meanwhile is safe, since its next owner writes later on the same
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import Incoming
@@ -21,14 +21,13 @@ from pdserve.engine.transport.device import Copy
 from pdserve.engine.transport.link import Link
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A frame at decode; `inlet`: where its payload lies, if that stays on a device."""
 
     attempt: Incoming
     link: Link
     header: FrameHeader
-    inlet: Inlet | None = field(default=None, repr=False)
+    inlet: Inlet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Flight:
 
 
 class PagedKv(Protocol):
-    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
+    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
 
 
 class Taker(Protocol):

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +86,7 @@ class Endpoint(Generic[AttemptT]):
         trace: Trace | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
-        self.figures: dict[str, TransportFigures] = {}  # by transport
+        self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._progress = progress
         self._clock = clock
@@ -195,7 +195,7 @@ class Endpoint(Generic[AttemptT]):
             self._advance(attempt, Ended(f"connection: {reason}", told=True))
 
     def _figures(self, link: Link) -> TransportFigures:
-        figures = self.figures.setdefault(link.transport, TransportFigures())
+        figures = self.figures[link.transport]
         figures.seconds += link.take_busy_s()
         return figures
 

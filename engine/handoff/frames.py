@@ -7,7 +7,7 @@ never travel: a frame names absolute tokens.
 """
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAGIC = 0x4B50
 WIRE_VERSION = 3
@@ -33,8 +33,7 @@ class OtherVersion(FrameError):
     """A record of another major version of this wire."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """The start of every record; `length` counts the bytes after it."""
 
     type: int
@@ -58,8 +57,7 @@ class Prefix:
         return cls(kind, length)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """What a payload is: whole blocks of a run of layers of one group."""
 
     ticket: bytes

@@ -7,14 +7,14 @@ that the receiver asked for is ever named or written: those are shared prefix bl
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import and_
+from typing import NamedTuple
 
 from pdserve.engine.handoff.frames import FrameError, FrameHeader
 from pdserve.engine.kv_spec import KvSpec, LayerGroup
 
-SLOT_BYTES = 2 << 20  # of a frame's payload; more only if one block of one layer is larger
+SLOT_BYTES = 4 << 20  # of a frame's payload; more only if one block of one layer is larger
 _KINDS = ("full", "window", "latent", "state")
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 _SPEC = struct.Struct("<IB")
@@ -78,8 +78,7 @@ def first_needed_block(group: LayerGroup, block_size: int, num_tokens: int) -> i
     return max(0, num_tokens - group.window + 1) // block_size
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The content of one frame."""
 
     group: int

@@ -19,8 +19,10 @@ class WritableKv(Protocol):
     spec: KvSpec
     num_blocks: int
 
-    def write(self, group: int, layers: range, blocks: list[int], payload: memoryview) -> None: ...
-    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
+    def write(
+        self, group: int, layers: range, blocks: Sequence[int], payload: memoryview
+    ) -> None: ...
+    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
 
 
 class BlocksLeft(Exception):
@@ -36,16 +38,11 @@ class OpenBlocks:
         self._inside = empty  # under the lock
         self._open = True  # under the lock
         self._lock = threading.Lock()
+        self.num_leading = empty.num_leading  # blocks that every layer of every group has
 
-    @property
-    def num_leading(self) -> int:
-        """Leading blocks that every layer of every group has."""
-        return self._inside.num_leading
-
-    def of(self, piece: Piece) -> list[int]:
+    def of(self, piece: Piece) -> Sequence[int]:
         """The blocks of the pool that a piece goes into."""
-        table = self._tables[piece.group]
-        return [table[block] for block in piece.blocks]
+        return self._tables[piece.group][piece.blocks.start : piece.blocks.stop]
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
         """Take in a frame that is verified; None: all of it was there before. Raises BlocksLeft,
@@ -60,6 +57,7 @@ class OpenBlocks:
                 raise FrameError("it overlaps verified blocks")
             kv.write(piece.group, piece.layers, self.of(piece), payload)
             self._inside.add(piece)
+            self.num_leading = self._inside.num_leading
             return piece
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ have a new owner. On a device a frame's copy may still run then: `settle` waits 
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
 from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader, mark_of
@@ -34,8 +34,8 @@ HANDED_BACK = "handed back"  # the reason of an end before the engine had begun
 class ReadableKv(Protocol):
     spec: KvSpec
 
-    def read(self, group: int, layers: range, blocks: list[int]) -> list[memoryview]: ...
-    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages: ...
+    def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]: ...
+    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
 
 
 @dataclass(slots=True)
@@ -61,8 +61,7 @@ class Sent:
     times: SendTimes
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(NamedTuple):
     """A frame that decode has said nothing of yet."""
 
     piece: Piece
@@ -105,13 +104,17 @@ class Outgoing(Attempt):
         self.encrypted = encrypted  # payloads are sealed, not only tagged
         self.trace = trace
 
-    def push(self, kv: ReadableKv, piece: Piece, table: list[int], resends: int) -> None:
-        """Queue one frame; it is read and signed when a slot is free."""
-        if self.link is not None:
-            blocks = [table[block] for block in piece.blocks]
+    def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
+        """Queue frames; each is read and signed when a slot is free."""
+        if self.link is None:
+            return
+        jobs = []
+        for piece in pieces:
+            blocks = tuple(table[piece.blocks.start : piece.blocks.stop])
             direct = self.link.direct
             pages = kv.pages(piece.group, piece.layers, blocks) if direct else None
-            self.link.push(partial(self._build, kv, piece, blocks, resends, pages))
+            jobs.append(partial(self._build, kv, piece, blocks, resends, pages))
+        self.link.push(*jobs)
 
     def settle(self) -> None:
         """The blocks are about to be given back: no frame reads them any more. Engine thread."""
@@ -129,7 +132,7 @@ class Outgoing(Attempt):
         self,
         kv: ReadableKv,
         piece: Piece,
-        blocks: list[int],
+        blocks: tuple[int, ...],
         resends: int,
         pages: Pages | None,
         slot: int,
@@ -172,11 +175,16 @@ class Outgoing(Attempt):
             self.link.landed(pushed.slot, pushed.mark)
         return pushed
 
+    def answered_all(self) -> None:
+        """Decode has them all."""
+        for sequence in list(self.pending):
+            self.answered(sequence)
+
     def _payload(
         self,
         kv: ReadableKv,
         piece: Piece,
-        blocks: list[int],
+        blocks: tuple[int, ...],
         pages: Pages | None,
         outlet: Outlet | None,
         sequence: int,

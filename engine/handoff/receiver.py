@@ -205,12 +205,12 @@ class Receiver(Endpoint[Incoming]):
         if not incoming.state.holds:  # it has ended since
             self.late(parcel)
             return
+        if incoming not in self._to_ack:  # the frames of one poll are there since one moment
+            self._count_idle(incoming)
         cells = 0
         if written is not None and incoming.bitmap is not None:
-            self._count_idle(incoming)
-            missing = incoming.bitmap.num_missing
             incoming.bitmap.add(written)
-            cells = missing - incoming.bitmap.num_missing
+            cells = len(written.layers) * len(written.blocks)
             incoming.num_bytes += header.payload_bytes
             figures = self._figures(parcel.link)
             figures.num_bytes += header.payload_bytes
@@ -244,7 +244,7 @@ class Receiver(Endpoint[Incoming]):
 
     def _fill(self, incoming: Incoming) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
-            self._acknowledge(incoming)
+            incoming.acks.clear()  # Complete says it of all
             self._advance(incoming, Filled())
 
     def _keep(self, incoming: Incoming) -> None:

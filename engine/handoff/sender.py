@@ -232,8 +232,8 @@ class Sender(Endpoint[Outgoing]):
         for group, start in enumerate(outgoing.next_blocks):
             if start < ready:
                 outgoing.next_blocks[group] = ready
-                for piece in cut(self._kv.spec, group, range(start, ready), most):
-                    outgoing.push(self._kv, piece, tables[group], 0)
+                pieces = cut(self._kv.spec, group, range(start, ready), most)
+                outgoing.push(self._kv, pieces, tables[group], 0)
 
     def _send_claim(self, outgoing: Outgoing) -> None:
         peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Peer())
@@ -295,7 +295,11 @@ class Sender(Endpoint[Outgoing]):
             return
         self.counters["resent"] += 1
         table = self._engine.held_blocks(outgoing.key)[piece.group]
-        outgoing.push(self._kv, piece, table, resends)
+        outgoing.push(self._kv, [piece], table, resends)
+
+    def _completed(self, outgoing: Outgoing) -> None:
+        outgoing.answered_all()
+        self._advance(outgoing, Filled())
 
     def _leave(self, outgoing: Outgoing) -> None:
         """Give the blocks back, once no job reads them."""
@@ -388,6 +392,6 @@ class Sender(Endpoint[Outgoing]):
                 self._post(partial(self._refused, outgoing, sequence))
             case control.Complete():
                 outgoing.times.completed = self._clock()
-                self._post(partial(self._advance, outgoing, Filled()))
+                self._post(partial(self._completed, outgoing))
             case _:
                 raise FrameError(f"unexpected {type(message.body).__name__}")

@@ -7,6 +7,7 @@ engine/handoff for those. Adding one is a file here with a KvTransport subclass.
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -16,13 +17,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from pdserve.engine.kv_pages import Pages
 from pdserve.engine.transport.device import Copy, Device
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
+READ_AHEAD_BYTES = 1 << 10
+
+Received = TypeVar("Received", bytes, int)
 
 
 class TransportRefused(Exception):
@@ -103,26 +107,49 @@ class Wire(ABC):
         self.slot_bytes = slot_bytes
         self.deadline: float | None = None  # of the reads, until the peer has proven itself
         self.heard = time.monotonic()
+        self._ahead = b""  # received, and not asked for yet
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
-    def read(self, out: memoryview) -> None:
+    @property
+    def readable(self) -> bool:
+        """A read would not wait for its first byte."""
+        return bool(self._ahead) or bool(self._poll.poll(0))
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes of the stream, and whatever more is there, for the next time.
+        Raises WireClosed."""
+        while len(self._ahead) < size:
+            self._ahead += self._received(lambda: self.sock.recv(READ_AHEAD_BYTES))
+        data, self._ahead = self._ahead[:size], self._ahead[size:]
+        return data
+
+    def fill(self, out: memoryview) -> None:
         """Fill `out` from the stream. Raises WireClosed."""
-        filled = 0
+        filled = min(len(out), len(self._ahead))
+        out[:filled] = self.take(filled)
         while filled < len(out):
+            rest = out[filled:]
+            filled += self._received(lambda: self.sock.recv_into(rest))
+
+    def _received(self, receive: Callable[[], Received]) -> Received:
+        """Bytes, or how many; not zero. Raises WireClosed."""
+        while True:
             if self.deadline is not None:
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     raise WireClosed("peer took too long to introduce itself")
                 self.sock.settimeout(left)
             try:
-                count = self.sock.recv_into(out[filled:])
+                found = receive()
             except TimeoutError:
                 continue
             except OSError as err:
                 raise WireClosed(f"connection lost: {err.strerror or err}") from None
-            if count == 0:
+            if not found:
                 raise WireClosed("connection closed by the peer")
             self.heard = time.monotonic()
-            filled += count
+            return found
 
     def trust(self) -> None:
         """The peer has proven itself: no deadline any more."""
@@ -175,10 +202,6 @@ class Wire(ABC):
         """prefill, direct: the slot, to be filled before `send_frame`."""
         return None
 
-    def incoming(self, slot: int) -> Inlet:
-        """decode, direct: the slot of the record just read."""
-        raise WireClosed("payloads do not stay on a device here")
-
     @abstractmethod
     def send_frame(
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
@@ -188,8 +211,9 @@ class Wire(ABC):
         WireClosed."""
 
     @abstractmethod
-    def receive_payload(self, slot: int, out: memoryview) -> None:
-        """decode: copy the payload of the record just read into private memory."""
+    def payload(self, slot: int, size: int) -> Payload:
+        """decode: that of the record just read. Nothing writes there before the slot is credited
+        and the next record read."""
 
     @abstractmethod
     def skip_payload(self, slot: int, size: int) -> None:
@@ -211,7 +235,7 @@ class WindowWriter(Wire):
     def setup(self) -> None:
         raise WireClosed("prefill accepts no connections")
 
-    def receive_payload(self, slot: int, out: memoryview) -> None:
+    def payload(self, slot: int, size: int) -> Payload:
         raise WireClosed("decode does not send frames")
 
     def skip_payload(self, slot: int, size: int) -> None:

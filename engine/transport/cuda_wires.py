@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pdserve.engine.kv_pages import Pages
 from pdserve.engine.transport.base import (
     SLOTS,
-    Inlet,
     Outlet,
+    Payload,
     TransportRefused,
     WindowReader,
     WindowWriter,
@@ -114,8 +114,8 @@ class CudaWriter(WindowWriter):
         ValueError."""
         self.write(here(self._device).pack())
         _heed(_answer(self))
-        theirs = Place.unpack(_read(self, PLACE_BYTES))
-        offer = Offer.unpack(_read(self, OFFER_BYTES))
+        theirs = Place.unpack(self.take(PLACE_BYTES))
+        offer = Offer.unpack(self.take(OFFER_BYTES))
         far = self._device.unreachable(theirs.uuid)
         refusal = Refusal(*far) if far else self._probe(offer, source)
         self.write(refusal.pack())
@@ -201,7 +201,7 @@ class CudaReader(WindowReader):
 
     def setup(self) -> None:
         try:
-            theirs = Place.unpack(_read(self, PLACE_BYTES))
+            theirs = Place.unpack(self.take(PLACE_BYTES))
             ours = here(self._device)
             refusal = namespace_refusal(ours, theirs)
             with self._probes.lend() as cell:
@@ -233,13 +233,10 @@ class CudaReader(WindowReader):
         except DeviceError as err:
             raise TransportRefused(f"window_memory: {err}", "window_memory") from None
 
-    def incoming(self, slot: int) -> Inlet:
+    def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
             raise WireClosed("a frame before the window")
         return _Spot(self._device, self._window.slots[slot])
-
-    def receive_payload(self, slot: int, out: memoryview) -> None:
-        raise WireClosed("payloads stay on the device")
 
     def close(self) -> None:
         super().close()
@@ -280,14 +277,8 @@ def slot_stride(slot_bytes: int) -> int:
     return -(-slot_bytes // ALIGN_BYTES) * ALIGN_BYTES + TAIL_BYTES
 
 
-def _read(wire: Wire, size: int) -> bytes:
-    data = bytearray(size)
-    wire.read(memoryview(data))
-    return bytes(data)
-
-
 def _answer(wire: Wire) -> Refusal:
-    return Refusal.unpack(_read(wire, ANSWER_BYTES))
+    return Refusal.unpack(wire.take(ANSWER_BYTES))
 
 
 def _heed(refusal: Refusal) -> None:

@@ -3,13 +3,12 @@
 Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
 thread alone writes, but for records that are posted while it is idle and that the socket takes at
 once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
-until sent, then to decode until its Credit arrives, which goes out as soon as the payload is in
-private memory, or, on a device, when the copy from the slot is done.
+until sent, then to decode until its Credit arrives, which goes out when nothing reads the payload
+any more: on a device when the copy from the slot is done, else when the handler has returned.
 """
 
 import contextlib
 import logging
-import mmap
 import socket
 import threading
 import time
@@ -19,7 +18,6 @@ from typing import Protocol
 
 from pdserve.engine.handoff import control
 from pdserve.engine.handoff.frames import (
-    FRAME_BODY_BYTES,
     FRAME_TYPE,
     PREFIX_BYTES,
     FrameError,
@@ -57,7 +55,7 @@ class LinkHandler(Protocol):
         is passed over; the connection goes on."""
 
     def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
-        """decode: not yet verified: private bytes, the handler's until it returns, or a slot on the
+        """decode: not yet verified: bytes that stay as they are until it returns, or a slot on the
         device, which it is to `credit` when done with."""
 
     def closed(self, link: "Link", reason: str) -> None:
@@ -79,8 +77,8 @@ class Link:
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
         self._lent = ReaderSlots(SLOTS)  # decode's
-        self._private: memoryview | None = None  # likewise: the payload that is looked at
-        self.num_surplus = 0  # prefill: credits of records that decode got twice, or damaged ones
+        self._credits: list[bytes] = []  # decode's reader thread: records to be posted
+        self.num_surplus = 0  # prefill: credits of doubled records, damaged, later than an answer
         self._genuine = False
         self._reason = ""
         self._busy_s = 0.0  # moving payloads, since last taken
@@ -192,15 +190,15 @@ class Link:
                 return str(err)
         return ""
 
-    def push(self, job: FrameJob) -> None:
-        """Queue a frame; its job runs on the writer thread when a slot is free."""
+    def push(self, *jobs: FrameJob) -> None:
+        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
         with self._wake:
-            self._jobs.append(job)
+            self._jobs.extend(jobs)
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
         """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
-        self._give_back(header.slot, self._lent.credit(header.slot))
+        self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def landed(self, slot: int, mark: bytes) -> bool:
         """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
@@ -240,6 +238,8 @@ class Link:
             if not self._genuine:
                 self._hear_out()
             while True:
+                if self._credits:
+                    self._post_credits()
                 self._read_record()
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
@@ -278,7 +278,7 @@ class Link:
         """Until the peer closes: closing before it would reset the connection, answer and all."""
         with contextlib.suppress(WireClosed):
             while True:
-                self._wire.read(memoryview(bytearray(1)))
+                self._wire.take(1)
 
     def _read_record(self) -> None:
         prefix = self._read_prefix()
@@ -294,21 +294,16 @@ class Link:
             self._handler.message(self, message)
 
     def _read_prefix(self) -> Prefix:
-        head = bytearray(PREFIX_BYTES)
-        self._wire.read(memoryview(head))
-        return Prefix.unpack(bytes(head))
+        return Prefix.unpack(self._wire.take(PREFIX_BYTES))
 
     def _read_control(self, prefix: Prefix) -> control.Message:
-        body = bytearray(prefix.length)
-        self._wire.read(memoryview(body))
-        return control.decode(prefix.pack() + bytes(body))
+        return control.decode(prefix.pack() + self._wire.take(prefix.length))
 
     def _read_frame(self, prefix: Prefix) -> None:
         if not self._genuine:
             raise FrameError("a frame before a genuine claim")
-        body = bytearray(FRAME_BODY_BYTES)
-        self._wire.read(memoryview(body))
-        header, covered, tag = FrameHeader.unpack(prefix.pack() + bytes(body))
+        record = prefix.pack() + self._wire.take(prefix.length)
+        header, covered, tag = FrameHeader.unpack(record)
         if header.payload_bytes > self._wire.slot_bytes:
             raise FrameError("payload larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
@@ -318,24 +313,21 @@ class Link:
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
-        if self._wire.direct:
-            self._handler.payload(self, header, self._wire.incoming(header.slot))
-            return
-        payload = self._buffer()[: header.payload_bytes]
         start = time.monotonic()
-        self._wire.receive_payload(header.slot, payload)
-        self._busy_s += time.monotonic() - start
-        self.credit(header)
+        payload = self._wire.payload(header.slot, header.payload_bytes)
         self._handler.payload(self, header, payload)
-
-    def _buffer(self) -> memoryview:
-        """A page's alignment doubles the speed of copies into it."""
-        if self._private is None:
-            self._private = memoryview(mmap.mmap(-1, self._wire.slot_bytes))
-        return self._private
+        self._busy_s += time.monotonic() - start
+        if not self._wire.direct:
+            self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
-        self.post(control.encode(control.Credit(slot, mark)))
+        """Several in one write if there is more to read: each wakes a thread of prefill's."""
+        self._credits.append(_credit(slot, mark))
+
+    def _post_credits(self) -> None:
+        if len(self._credits) >= SLOTS // 2 or not self._wire.readable:
+            self.post(b"".join(self._credits))
+            self._credits.clear()
 
     def _opened(self, window: bytes) -> None:
         """prefill: from now on there are slots."""
@@ -397,3 +389,7 @@ class Link:
             start = time.monotonic()
             self._wire.send_frame(frame.record, slot, frame.parts, held.close)
             self._busy_s += time.monotonic() - start
+
+
+def _credit(slot: int, mark: bytes) -> bytes:
+    return control.encode(control.Credit(slot, mark))

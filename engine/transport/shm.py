@@ -7,6 +7,7 @@ writer that wakes up can only spoil bytes that nobody reads any more. Without a 
 segment to leave behind; the memory goes with the last of the two processes.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -21,6 +22,7 @@ from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,
     Listener,
+    Payload,
     Target,
     TransportRefused,
     WindowReader,
@@ -100,15 +102,15 @@ class ShmReader(WindowReader):
             raise TransportRefused("the window has another size")
         return self._memory[:PROOF_BYTES]
 
-    def receive_payload(self, slot: int, out: memoryview) -> None:
+    def payload(self, slot: int, size: int) -> Payload:
         assert self._memory is not None  # proof() has passed
-        there = np.frombuffer(self._memory, np.uint8, len(out), slot * self.slot_bytes)
-        np.copyto(np.frombuffer(out, np.uint8), there)  # other threads run meanwhile
+        return memoryview(self._memory)[slot * self.slot_bytes :][:size]
 
     def close(self) -> None:
         super().close()
         if self._memory is not None:
-            self._memory.close()
+            with contextlib.suppress(BufferError):  # unmapped with the last view that is left
+                self._memory.close()
 
 
 class ShmTransport(KvTransport):

@@ -14,6 +14,7 @@ from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,
     Listener,
+    Payload,
     Target,
     TransportOptions,
     TransportRefused,
@@ -35,6 +36,7 @@ class TcpWire(Wire):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._staging: memoryview | None = None
+        self._private: memoryview | None = None  # a page's alignment doubles the speed of copies
 
     def setup(self) -> None:
         """The Hello is the first thing in the stream."""
@@ -68,14 +70,17 @@ class TcpWire(Wire):
             at += len(view)
         return self._staging[:at]
 
-    def receive_payload(self, slot: int, out: memoryview) -> None:
-        self.read(out)
+    def payload(self, slot: int, size: int) -> Payload:
+        if self._private is None:
+            self._private = memoryview(mmap.mmap(-1, self.slot_bytes))
+        self.fill(self._private[:size])
+        return self._private[:size]
 
     def skip_payload(self, slot: int, size: int) -> None:
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         while size:
             part = scratch[: min(size, len(scratch))]
-            self.read(part)
+            self.fill(part)
             size -= len(part)
 
 

@@ -10,8 +10,8 @@ from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
 
 from pdserve.engine.transport import cuda_wires, shm, tcp
+from pdserve.engine.transport import link as link_module
 from pdserve.engine.transport.base import SLOTS, Wire
-from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]
@@ -127,16 +127,16 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else as many damaged credits as there are slots would stop the connection for ever."""
-    give_back, damaged = Link._give_back, 0
+    credit, damaged = link_module._credit, 0
 
-    def damage(self: Link, slot: int, mark: bytes) -> None:
+    def damage(slot: int, mark: bytes) -> bytes:
         nonlocal damaged
         if damaged < SLOTS:
             damaged += 1
             mark = bytes([mark[0] ^ 1]) + mark[1:]
-        give_back(self, slot, mark)
+        return credit(slot, mark)
 
-    monkeypatch.setattr(Link, "_give_back", damage)
+    monkeypatch.setattr(link_module, "_credit", damage)
     pair = hand_over(transport, tmp_path, monkeypatch)
     link = the_one_link(pair)
     pair.wait(lambda: link._slots.num_free == SLOTS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,13 +28,13 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
         data[PREFIX_BYTES + bit // 8] ^= 1 << bit % 8
         return bytes(data)
 
-    def pushed(link: Link, job: FrameJob) -> None:
+    def pushed(link: Link, *jobs: FrameJob) -> None:
         @contextmanager
-        def build(slot: int, outlet: Any) -> Iterator[Frame | None]:
+        def build(job: FrameJob, slot: int, outlet: Any) -> Iterator[Frame | None]:
             with job(slot, outlet) as frame:
                 yield frame and Frame(changed(frame.record), frame.parts)
 
-        push(link, build)
+        push(link, *(partial(build, job) for job in jobs))
 
     monkeypatch.setattr(Link, "post", lambda link, record: post(link, changed(record)))
     monkeypatch.setattr(Link, "push", pushed)

@@ -147,8 +147,8 @@ class SimLink(Link):
         super().post(record)
         self._pump_soon()
 
-    def push(self, job: Any) -> None:
-        super().push(job)
+    def push(self, *jobs: Any) -> None:
+        super().push(*jobs)
         self._pump_soon()
 
     def landed(self, slot: int, mark: bytes) -> bool:

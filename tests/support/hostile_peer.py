@@ -11,13 +11,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from victim import BLOCK, NUM_TOKENS, Victim
 
 from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FrameHeader, Prefix
+from pdserve.engine.handoff.frames import PREFIX_BYTES, FrameHeader, Prefix
 from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys, derive_keys
 from pdserve.engine.handoff.layout import Piece, encode_spec, spec_digest
 from pdserve.engine.transport.base import SLOTS, Wire, WireClosed
@@ -58,13 +58,11 @@ class Peer:
     def reply(self) -> control.Message | None:
         """The next record; None: the connection is closed."""
         try:
-            head = bytearray(8)
-            self.wire.read(memoryview(head))
-            body = bytearray(Prefix.unpack(bytes(head)).length)
-            self.wire.read(memoryview(body))
+            head = self.wire.take(PREFIX_BYTES)
+            body = self.wire.take(Prefix.unpack(head).length)
         except WireClosed:
             return None
-        return control.decode(bytes(head + body))
+        return control.decode(head + body)
 
     def claim(self) -> Held:
         ticket = self.victim.admit(self.boot)
@@ -264,7 +262,7 @@ class Attack:
     def _unknown_ticket(self, slot: int) -> Record:
         head, payload = self.peer.frame(self.held, self._missing(), slot)
         header, _, _ = FrameHeader.unpack(head)
-        unknown = replace(header, ticket=os.urandom(16))
+        unknown = header._replace(ticket=os.urandom(16))
         return self.peer.signed(unknown, self.held.keys.to_decode), payload
 
     def _of_the_bystander(self, slot: int) -> Record:
@@ -295,10 +293,10 @@ class Attack:
         header, _, _ = FrameHeader.unpack(head)
         if header.slot == slot:
             return record
-        return self.peer.signed(replace(header, slot=slot), held.keys.to_decode), payload
+        return self.peer.signed(header._replace(slot=slot), held.keys.to_decode), payload
 
     def _moved(self, record: Record, slot: int) -> Record:
         """In the slot that it names, or its tag would be wrong; nobody looks so far."""
         head, payload = record
         header, _, _ = FrameHeader.unpack(head)
-        return replace(header, slot=slot).pack() + head[-16:], payload
+        return header._replace(slot=slot).pack() + head[-16:], payload

@@ -46,8 +46,8 @@ class MemoryLink:
         if self.open:
             self.other.inbox.append(record)
 
-    def push(self, job: Any) -> None:
-        self.jobs.append(job)
+    def push(self, *jobs: Any) -> None:
+        self.jobs.extend(jobs)
 
     def trust(self) -> None:
         self.genuine = True

@@ -8,7 +8,6 @@ compared with prefill's, which are held until then, and the writes of each block
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,9 @@ class ShuffledPair:
         kept = self._kept
         self._patience = Patience()
         Outgoing.push = (  # type: ignore[method-assign]
-            lambda outgoing, kv, piece, table, resends: kept.append((kv, piece, table, resends))
+            lambda outgoing, kv, pieces, table, resends: kept.extend(
+                (kv, piece, table, resends) for piece in pieces
+            )
         )
         return self
 
@@ -94,14 +95,14 @@ class ShuffledPair:
         starts = [piece.blocks.start for _, piece, _, _ in sent]
         self.reordered += starts != sorted(starts)
         for kv, piece, table, resends in sent:
-            self._push(outgoing, kv, piece, table, resends)
+            self._push(outgoing, kv, [piece], table, resends)
 
     def _split(self, kv: Any, piece: Piece, table: Any, resends: int) -> Iterator[tuple[Any, ...]]:
         """How much had been computed when the grant came is chance; runs of 1 to 3 blocks."""
         start = piece.blocks.start
         while start < piece.blocks.stop:
             stop = min(start + self.rng.randrange(1, 4), piece.blocks.stop)
-            yield kv, replace(piece, blocks=range(start, stop)), table, resends
+            yield kv, piece._replace(blocks=range(start, stop)), table, resends
             start = stop
 
     def _compare(self, incoming: Any) -> None:

@@ -21,6 +21,7 @@ void copy_lines(uint8_t* to, const uint8_t* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += kLine) {
     const __m128i* in = reinterpret_cast<const __m128i*>(from + at);
     __m128i* out = reinterpret_cast<__m128i*>(to + at);
+    _mm_prefetch(reinterpret_cast<const char*>(in) + 1024, _MM_HINT_NTA);
     __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
     __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
     _mm_stream_si128(out, a);

@@ -322,7 +322,7 @@ class ShellsMachine(RuleBasedStateMachine):
 TestShells = ShellsMachine.TestCase
 TestShells.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
-WEIGHTS = {"go": 30, "hand_off": 8, "tear": 1, "duplicate": 2, "replay": 2, "say_again": 1}
+WEIGHTS = {"go": 30, "hand_off": 8, "tear": 2, "duplicate": 2, "replay": 2, "say_again": 1}
 WEIGHTS |= {"cut": 1, "cancel": 2, "crash": 1, "refuse": 1, "wait": 3}
 
 
