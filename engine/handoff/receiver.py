@@ -1,9 +1,9 @@
 """Decode's side of a hand-off: promises, claims in FIFO order, frames into blocks, commit.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
-payload in private memory and writes it into the attempt's blocks, under a lock that freeing them
-takes first (open_blocks.py); the engine thread hears of it afterwards. On a device the engine
-thread begins the copies (direct.py). Frames of an attempt that has ended go to scratch.
+payload and writes it into the attempt's blocks, under a lock that freeing them takes first
+(open_blocks.py); the engine thread hears of it afterwards. On a device the engine thread begins the
+copies (direct.py). Frames of an attempt that has ended go to scratch.
 """
 
 import os

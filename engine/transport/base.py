@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import ClassVar, Protocol, TypeVar
 
@@ -120,7 +121,7 @@ class Wire(ABC):
         """The next `size` bytes of the stream, and whatever more is there, for the next time.
         Raises WireClosed."""
         while len(self._ahead) < size:
-            self._ahead += self._received(lambda: self.sock.recv(READ_AHEAD_BYTES))
+            self._ahead += self._received(partial(self.sock.recv, READ_AHEAD_BYTES))
         data, self._ahead = self._ahead[:size], self._ahead[size:]
         return data
 
@@ -129,11 +130,10 @@ class Wire(ABC):
         filled = min(len(out), len(self._ahead))
         out[:filled] = self.take(filled)
         while filled < len(out):
-            rest = out[filled:]
-            filled += self._received(lambda: self.sock.recv_into(rest))
+            filled += self._received(partial(self.sock.recv_into, out[filled:]))
 
     def _received(self, receive: Callable[[], Received]) -> Received:
-        """Bytes, or how many; not zero. Raises WireClosed."""
+        """Bytes, or how many; not none. Raises WireClosed."""
         while True:
             if self.deadline is not None:
                 left = self.deadline - time.monotonic()

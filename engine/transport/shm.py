@@ -2,8 +2,9 @@
 
 The memfd belongs to prefill and travels once over a unix socket (SCM_RIGHTS), so it works between
 containers that share the socket's directory. It is sealed against shrinking (no SIGBUS) and
-growing. Decode copies a slot to private memory and checks the copy, never the slot: a frozen
-writer that wakes up can only spoil bytes that nobody reads any more. Without a name there is no
+growing. Decode verifies a slot and copies it where it lies. Nobody but prefill can write there, who
+holds the key of the tag anyhow, and it does not between a frame's record and its credit; a writer
+that is frozen in the middle of a copy has not sent the record yet. Without a name there is no
 segment to leave behind; the memory goes with the last of the two processes.
 """
 

@@ -10,18 +10,19 @@
 namespace {
 
 constexpr size_t kLine = 64;
+constexpr size_t kAhead = 1024;  // bytes; beyond the end it asks for nothing
 // Threads of connections copy while the engine's computes and wants the GIL in between: below this
 // a copy is over before it could be handed on.
 constexpr size_t kLong = 64 << 10;
 
 // A line that is written whole need not be fetched first, and to take back one that another core has
-// just read costs several times the copy itself.
+// just read costs several times the copy itself. What is read leaves the callers' data cached, too.
 void copy_lines(uint8_t* to, const uint8_t* from, size_t bytes) {
 #if defined(__SSE2__)
   for (size_t at = 0; at < bytes; at += kLine) {
     const __m128i* in = reinterpret_cast<const __m128i*>(from + at);
     __m128i* out = reinterpret_cast<__m128i*>(to + at);
-    _mm_prefetch(reinterpret_cast<const char*>(in) + 1024, _MM_HINT_NTA);
+    _mm_prefetch(reinterpret_cast<const char*>(in) + kAhead, _MM_HINT_NTA);
     __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
     __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
     _mm_stream_si128(out, a);

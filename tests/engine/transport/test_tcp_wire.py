@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.engine.transport.base import IOV_MAX, WireClosed
+from pdserve.engine.transport.base import IOV_MAX, READ_AHEAD_BYTES, WireClosed
 from pdserve.engine.transport.tcp import HURRY_S, TcpWire
 
 SLOT_BYTES = 32 << 20  # more than the buffers of both sockets take
@@ -58,6 +58,33 @@ def test_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
     thread.join(10)
     assert arrived == RECORD + payload
     assert taken.is_set()
+
+
+@pytest.mark.parametrize("step", [1, 7, 100, 5_000])
+def test_what_is_read_ahead_is_not_lost(ends: tuple[TcpWire, TcpWire], step: int) -> None:
+    """Records and payloads alternate, and arrive in pieces that end anywhere."""
+    near, far = ends
+    sizes = [8, 92, 3, READ_AHEAD_BYTES, 8, 3 * READ_AHEAD_BYTES, 1, 5_000, 8]
+    stream = os.urandom(sum(sizes))
+    writer = threading.Thread(
+        target=lambda: [near.write(stream[at : at + step]) for at in range(0, len(stream), step)]
+    )
+    writer.start()
+    found = b""
+    for number, size in enumerate(sizes):
+        if number % 2:
+            payload = bytearray(size)
+            far.fill(memoryview(payload))
+            found += payload
+        else:
+            found += far.take(size)
+    writer.join(10)
+    assert found == stream
+    assert not far.readable
+    near.write(b"12")
+    assert far.take(1) == b"1"
+    assert far.readable, "read ahead"
+    assert far.take(1) == b"2"
 
 
 def test_a_peer_that_is_gone(ends: tuple[TcpWire, TcpWire]) -> None:
