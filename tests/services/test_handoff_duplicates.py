@@ -32,9 +32,8 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.layout.SLOT_BYTES", 1)
 
 
-def hand_over(transport: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def hand_over(transport: str, folder: Path) -> Pair:
     """A few hand-offs on one connection, nothing lost and nothing wrong."""
-    small_frames(monkeypatch)
     options: dict[str, Any] = {"num_blocks": 256, "prefix_cache": False}
     pair = Pair(fake_engine(**options), fake_engine(**options), transport, folder)
     writes: Counter[int] = Counter()
@@ -80,7 +79,8 @@ def test_a_record_that_comes_twice_in_a_row(
         send(self, record, slot, parts, taken)
 
     monkeypatch.setattr(writer, "send_frame", twice)
-    pair = hand_over(transport, tmp_path, monkeypatch)
+    small_frames(monkeypatch)
+    pair = hand_over(transport, tmp_path)
     link = the_one_link(pair)
     frames = pair.receiver.figures[transport].frames
     pair.wait(lambda: pair.receiver.counters["duplicate_frames"] >= 1)
@@ -112,7 +112,8 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
         send(self, record, slot, parts, taken)
 
     monkeypatch.setattr(writer, "send_frame", late_again)
-    pair = hand_over(transport, tmp_path, monkeypatch)
+    small_frames(monkeypatch)
+    pair = hand_over(transport, tmp_path)
     link = the_one_link(pair)
     assert repeated > 100
     pair.wait(lambda: link.num_surplus > 50)
@@ -122,24 +123,45 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
     pair.close()
 
 
+def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Decode's first credits name other frames; the slots of those."""
+    damaged: list[int] = []
+    credit = link_module._credit
+
+    def damage(slot: int, mark: bytes) -> bytes:
+        if len(damaged) < most:
+            damaged.append(slot)
+            mark = bytes([mark[0] ^ 1]) + mark[1:]
+        return credit(slot, mark)
+
+    monkeypatch.setattr(link_module, "_credit", damage)
+    return damaged
+
+
 @pytest.mark.parametrize("transport", list(WRITERS))
 def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else as many damaged credits as there are slots would stop the connection for ever."""
-    credit, damaged = link_module._credit, 0
-
-    def damage(slot: int, mark: bytes) -> bytes:
-        nonlocal damaged
-        if damaged < SLOTS:
-            damaged += 1
-            mark = bytes([mark[0] ^ 1]) + mark[1:]
-        return credit(slot, mark)
-
-    monkeypatch.setattr(link_module, "_credit", damage)
-    pair = hand_over(transport, tmp_path, monkeypatch)
+    damaged = damage_credits(monkeypatch, SLOTS)
+    small_frames(monkeypatch)
+    pair = hand_over(transport, tmp_path)
     link = the_one_link(pair)
     pair.wait(lambda: link._slots.num_free == SLOTS)
-    assert link.num_surplus >= damaged == SLOTS
+    assert link.num_surplus >= len(damaged) == SLOTS
+    pair.assert_clean()
+    pair.close()
+
+
+@pytest.mark.parametrize("transport", list(WRITERS))
+def test_the_end_of_a_hand_off_answers_its_last_frames(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode says Complete of them and nothing else."""
+    damaged = damage_credits(monkeypatch, 1 << 20)
+    pair = hand_over(transport, tmp_path)
+    link = the_one_link(pair)
+    pair.wait(lambda: link._slots.num_free == SLOTS)
+    assert damaged
     pair.assert_clean()
     pair.close()

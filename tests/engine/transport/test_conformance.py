@@ -13,7 +13,7 @@ import pytest
 from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_transport, record_of
 
 from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import MARK_BYTES
+from pdserve.engine.handoff.frames import MARK_BYTES, PREFIX_BYTES, Prefix
 from pdserve.engine.transport.base import (
     SLOTS,
     Frame,
@@ -102,7 +102,13 @@ def test_credits_of_waiting_frames_share_writes(
     (decode_link,) = ends.decode.links
     given: list[int] = []
     post = decode_link.post
-    monkeypatch.setattr(decode_link, "post", lambda data: (given.append(len(data)), post(data)))
+
+    def seen(data: bytes) -> None:
+        if Prefix.unpack(data[:PREFIX_BYTES]).type == control.Credit.TYPE:
+            given.append(len(data))
+        post(data)
+
+    monkeypatch.setattr(decode_link, "post", seen)
     for i in range(SLOTS):
         link.push(frame_job(bytes([i]) * 1000, i))
     end = time.monotonic() + 10
