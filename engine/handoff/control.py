@@ -131,7 +131,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """decode -> prefill: every block is there and verified."""
+    """decode -> prefill: every block is there and verified; an Ack of all that had none yet."""
 
     TYPE: ClassVar[int] = 22
 

@@ -118,8 +118,10 @@ class Endpoint(Generic[AttemptT]):
             self._next_tick = now + PROGRESS_S
             for attempt in list(self._live.values()):
                 self._check(attempt)
-            for link in [link for link in list(self._links) if link.ended]:
-                del self._links[link]
+            for link in list(self._links):
+                self._figures(link)  # what its last frame took
+                if link.ended:
+                    del self._links[link]
         return more
 
     def _work(self) -> bool:

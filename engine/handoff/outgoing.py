@@ -111,6 +111,7 @@ class Outgoing(Attempt):
         jobs = []
         for piece in pieces:
             blocks = tuple(table[piece.blocks.start : piece.blocks.stop])
+            assert len(blocks) == len(piece.blocks), "blocks that the engine does not hold"
             direct = self.link.direct
             pages = kv.pages(piece.group, piece.layers, blocks) if direct else None
             jobs.append(partial(self._build, kv, piece, blocks, resends, pages))

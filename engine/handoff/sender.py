@@ -298,8 +298,8 @@ class Sender(Endpoint[Outgoing]):
         outgoing.push(self._kv, [piece], table, resends)
 
     def _completed(self, outgoing: Outgoing) -> None:
-        outgoing.answered_all()
         self._advance(outgoing, Filled())
+        outgoing.answered_all()
 
     def _leave(self, outgoing: Outgoing) -> None:
         """Give the blocks back, once no job reads them."""

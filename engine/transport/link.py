@@ -238,9 +238,7 @@ class Link:
             if not self._genuine:
                 self._hear_out()
             while True:
-                if self._credits:
-                    self._post_credits()
-                self._read_record()
+                self._turn()
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
@@ -279,6 +277,13 @@ class Link:
         with contextlib.suppress(WireClosed):
             while True:
                 self._wire.take(1)
+
+    def _turn(self) -> None:
+        """A record, then the credits that need not wait for another."""
+        self._read_record()
+        if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
+            self.post(b"".join(self._credits))
+            self._credits.clear()
 
     def _read_record(self) -> None:
         prefix = self._read_prefix()
@@ -323,11 +328,6 @@ class Link:
     def _give_back(self, slot: int, mark: bytes) -> None:
         """Several in one write if there is more to read: each wakes a thread of prefill's."""
         self._credits.append(_credit(slot, mark))
-
-    def _post_credits(self) -> None:
-        if len(self._credits) >= SLOTS // 2 or not self._wire.readable:
-            self.post(b"".join(self._credits))
-            self._credits.clear()
 
     def _opened(self, window: bytes) -> None:
         """prefill: from now on there are slots."""

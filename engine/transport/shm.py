@@ -3,9 +3,9 @@
 The memfd belongs to prefill and travels once over a unix socket (SCM_RIGHTS), so it works between
 containers that share the socket's directory. It is sealed against shrinking (no SIGBUS) and
 growing. Decode verifies a slot and copies it where it lies. Nobody but prefill can write there, who
-holds the key of the tag anyhow, and it does not between a frame's record and its credit; a writer
-that is frozen in the middle of a copy has not sent the record yet. Without a name there is no
-segment to leave behind; the memory goes with the last of the two processes.
+holds the key of the tag anyhow, and it does not between a frame's record and its credit or answer;
+a writer that is frozen in the middle of a copy has not sent the record yet. Without a name there is
+no segment to leave behind; the memory goes with the last of the two processes.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,7 +33,6 @@ from pdserve.engine.transport.base import (
 from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_path
 from pdserve.kernels._native import copy_past_caches
 
-_SLOT = struct.Struct("<H")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEAD = b"K"
 PROOF_BYTES = 16

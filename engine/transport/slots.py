@@ -3,10 +3,10 @@
     free -- take --> filling -- sent --> in flight == frame ==> lent -- credit --> (Credit) --> free
                         '-- put back --> free
 
-Prefill owns a slot until its frame is sent, then decode until it credits it, once; whatever else
-decode says of the frame comes later and tells the same. A frame that is sent again takes a slot
-like any other, so never the one that decode still has. A credit says which frame it is for: of a
-record that the network has doubled, the second one's comes when the slot may have another frame.
+Prefill owns a slot until its frame is sent, then decode until it credits it, once; an answer to the
+frame tells the same, before or after it. A frame that is sent again takes a slot like any other, so
+never the one that decode still has. A credit says which frame it is for: of a record that the
+network has doubled, the second one's comes when the slot may have another frame.
 """
 
 from collections import deque

@@ -36,7 +36,7 @@ class TcpWire(Wire):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._staging: memoryview | None = None
-        self._private: memoryview | None = None  # a page's alignment doubles the speed of copies
+        self._private: memoryview | None = None  # the payload that is looked at
 
     def setup(self) -> None:
         """The Hello is the first thing in the stream."""

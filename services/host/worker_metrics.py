@@ -87,7 +87,11 @@ class WorkerMetrics:
         for name, text, field in (
             ("pdserve_transfer_bytes", "KV payload moved", "bytes"),
             ("pdserve_transfer_frames", "KV frames moved", "frames"),
-            ("pdserve_transfer_seconds", "Seconds spent moving KV payload", "seconds"),
+            (
+                "pdserve_transfer_seconds",
+                "Seconds spent on KV payload, checks too",
+                "seconds",
+            ),
             ("pdserve_transfer_refused", "Frames or connections refused", "refused"),
         ):
             counter = CounterMetricFamily(name, text, labels=("transport",))

@@ -32,6 +32,7 @@ class SimWire(TcpWire):
         self.link: SimLink | None = None
         self.other: SimWire | None = None  # while the two introduce themselves
         self._staging = None
+        self._private = None
         self._connection = connection
         client = connection.client is process
         self._out: Pipe = connection.up if client else connection.down
@@ -46,13 +47,21 @@ class SimWire(TcpWire):
     def pending(self) -> bool:
         return bool(self._bytes)
 
-    def read(self, out: memoryview) -> None:
-        if len(self._bytes) < len(out):
+    @property
+    def readable(self) -> bool:
+        return self.pending
+
+    def take(self, size: int) -> bytes:
+        if len(self._bytes) < size:
             self._over = True
             raise WireClosed("connection closed by the peer")
-        out[:] = self._bytes[: len(out)]
-        del self._bytes[: len(out)]
+        data = bytes(self._bytes[:size])
+        del self._bytes[:size]
         self.heard = self.process.time()
+        return data
+
+    def fill(self, out: memoryview) -> None:
+        out[:] = self.take(len(out))
 
     def trust(self) -> None:
         self.deadline = None
@@ -86,7 +95,7 @@ class SimWire(TcpWire):
             data[1].ended(self.process, "connection closed by the peer")
         elif self.link is not None and self.link.open:
             self._bytes += data
-            self.link.readable()
+            self.link.arrived()
 
     def _lost(self, reason: str) -> None:
         self._over = True
@@ -130,9 +139,9 @@ class SimLink(Link):
         self._guarded(self._hear_out)
         self._pump()
 
-    def readable(self) -> None:
+    def arrived(self) -> None:
         while self._sim.pending and self.open:
-            self._guarded(self._read_record)
+            self._guarded(self._turn)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

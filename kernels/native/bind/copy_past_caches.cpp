@@ -10,7 +10,7 @@
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kAhead = 1024;  // bytes; beyond the end it asks for nothing
+constexpr size_t kAhead = 1024;  // bytes; past the end a hint that is no access
 // Threads of connections copy while the engine's computes and wants the GIL in between: below this
 // a copy is over before it could be handed on.
 constexpr size_t kLong = 64 << 10;
