@@ -1,7 +1,8 @@
 """Records that the network doubles, credits that it damages: counted, and the connection stays."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +33,38 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.layout.SLOT_BYTES", 1)
 
 
-def hand_over(transport: str, folder: Path) -> Pair:
-    """A few hand-offs on one connection, nothing lost and nothing wrong."""
+@contextmanager
+def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
+    """After a few hand-offs on one connection, nothing lost and nothing wrong; clean at the end."""
     options: dict[str, Any] = {"num_blocks": 256, "prefix_cache": False}
     pair = Pair(fake_engine(**options), fake_engine(**options), transport, folder)
-    writes: Counter[int] = Counter()
-    write = pair.decode.kv.write
+    try:
+        writes: Counter[int] = Counter()
+        write = pair.decode.kv.write
 
-    def counted(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
-        writes[len(layers) * len(blocks)] += 1
-        write(group, layers, blocks, payload)
+        def counted(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
+            writes[len(layers) * len(blocks)] += 1
+            write(group, layers, blocks, payload)
 
-    pair.decode.kv.write = counted  # type: ignore[method-assign]
-    sent = 0
-    for seed in range(4):
-        asked = request(150, seed=seed, max_tokens=3)
-        attempt = pair.hand_off(asked)
-        assert pair.answer(asked) == local(asked, **options)
-        pair.wait(lambda one=attempt: one in pair.sent)  # type: ignore[misc]
-        assert pair.sent[attempt].reason == ""
-        sent += pair.sent[attempt].num_bytes
-    assert not pair.lost
-    assert pair.sender.counters["resent"] == 0
-    received = sum(found.num_bytes for found in pair.received.values())
-    assert received == sent, "a block was written twice"
-    if transport != "cuda_ipc":
-        assert writes.total() == pair.receiver.figures[transport].frames
-    return pair
+        pair.decode.kv.write = counted  # type: ignore[method-assign]
+        sent = 0
+        for seed in range(4):
+            asked = request(150, seed=seed, max_tokens=3)
+            attempt = pair.hand_off(asked)
+            assert pair.answer(asked) == local(asked, **options)
+            pair.wait(lambda one=attempt: one in pair.sent)  # type: ignore[misc]
+            assert pair.sent[attempt].reason == ""
+            sent += pair.sent[attempt].num_bytes
+        assert not pair.lost
+        assert pair.sender.counters["resent"] == 0
+        received = sum(found.num_bytes for found in pair.received.values())
+        assert received == sent, "a block was written twice"
+        if transport != "cuda_ipc":
+            assert writes.total() == pair.receiver.figures[transport].frames
+        yield pair
+        pair.assert_clean()
+    finally:
+        pair.close()
 
 
 def the_one_link(pair: Pair) -> Any:
@@ -80,17 +86,15 @@ def test_a_record_that_comes_twice_in_a_row(
 
     monkeypatch.setattr(writer, "send_frame", twice)
     small_frames(monkeypatch)
-    pair = hand_over(transport, tmp_path)
-    link = the_one_link(pair)
-    frames = pair.receiver.figures[transport].frames
-    pair.wait(lambda: pair.receiver.counters["duplicate_frames"] >= 1)
-    duplicates = pair.receiver.counters["duplicate_frames"]
-    late = pair.receiver.counters["late_frames"]  # their attempt was complete with the first
-    assert frames > 100
-    assert 0 < duplicates <= duplicates + late <= frames
-    print(f"{frames} frames, {duplicates} duplicates, {link.num_surplus} surplus credits")
-    pair.assert_clean()
-    pair.close()
+    with handed_over(transport, tmp_path) as pair:
+        link = the_one_link(pair)
+        frames = pair.receiver.figures[transport].frames
+        pair.wait(lambda: pair.receiver.counters["duplicate_frames"] >= 1)
+        duplicates = pair.receiver.counters["duplicate_frames"]
+        late = pair.receiver.counters["late_frames"]  # their attempt was complete with the first
+        assert frames > 100
+        assert 0 < duplicates <= duplicates + late <= frames
+        print(f"{frames} frames, {duplicates} duplicates, {link.num_surplus} surplus credits")
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
@@ -113,14 +117,12 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
 
     monkeypatch.setattr(writer, "send_frame", late_again)
     small_frames(monkeypatch)
-    pair = hand_over(transport, tmp_path)
-    link = the_one_link(pair)
-    assert repeated > 100
-    pair.wait(lambda: link.num_surplus > 50)
-    assert pair.receiver.counters["duplicate_frames"] > 50
-    assert pair.receiver.counters["corrupt_frames"] == 0
-    pair.assert_clean()
-    pair.close()
+    with handed_over(transport, tmp_path) as pair:
+        link = the_one_link(pair)
+        assert repeated > 100
+        pair.wait(lambda: link.num_surplus > 50)
+        assert pair.receiver.counters["duplicate_frames"] > 50
+        assert pair.receiver.counters["corrupt_frames"] == 0
 
 
 def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
@@ -145,12 +147,10 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     """Else as many damaged credits as there are slots would stop the connection for ever."""
     damaged = damage_credits(monkeypatch, SLOTS)
     small_frames(monkeypatch)
-    pair = hand_over(transport, tmp_path)
-    link = the_one_link(pair)
-    pair.wait(lambda: link._slots.num_free == SLOTS)
-    assert link.num_surplus >= len(damaged) == SLOTS
-    pair.assert_clean()
-    pair.close()
+    with handed_over(transport, tmp_path) as pair:
+        link = the_one_link(pair)
+        pair.wait(lambda: link._slots.num_free == SLOTS)
+        assert link.num_surplus >= len(damaged) == SLOTS
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
@@ -159,9 +159,7 @@ def test_the_end_of_a_hand_off_answers_its_last_frames(
 ) -> None:
     """Decode says Complete of them and nothing else."""
     damaged = damage_credits(monkeypatch, 1 << 20)
-    pair = hand_over(transport, tmp_path)
-    link = the_one_link(pair)
-    pair.wait(lambda: link._slots.num_free == SLOTS)
-    assert damaged
-    pair.assert_clean()
-    pair.close()
+    with handed_over(transport, tmp_path) as pair:
+        link = the_one_link(pair)
+        pair.wait(lambda: link._slots.num_free == SLOTS)
+        assert damaged
