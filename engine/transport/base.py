@@ -212,8 +212,8 @@ class Wire(ABC):
 
     @abstractmethod
     def payload(self, slot: int, size: int) -> Payload:
-        """decode: that of the record just read. Nothing writes there before the slot is credited
-        and the next record read."""
+        """decode: that of the record just read. It stays as it is until the frame is credited or
+        answered, or the next record is read."""
 
     @abstractmethod
     def skip_payload(self, slot: int, size: int) -> None:
