@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from pdserve.engine.api.request import ChoiceState, NewTokens, Request, SamplingParams
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import ChoiceState, NewTokens, Request, SamplingParams
 from pdserve.kernels.reference.noise import gumbel_noise
 
 NEAR_TIE = 1e-3  # of the two best scores: logits, or logits / T + noise

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pdserve.engine.batch import Batch, GroupTable
-from pdserve.engine.block_tables import blocks_for
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.checkpoints.load import load_model
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.identity import kv_identity, numerics_id
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_spec import KvSpec
-from pdserve.engine.limits import Limits
-from pdserve.engine.memory import pool_bytes
-from pdserve.engine.runner import Model
+from pdserve.engine.execution.batch import Batch, GroupTable
+from pdserve.engine.execution.memory import pool_bytes
+from pdserve.engine.execution.runner import Model
+from pdserve.engine.kv.block_tables import blocks_for
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.models.identity import kv_identity, numerics_id
+from pdserve.engine.scheduling.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -10,25 +10,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine import reservation as reservations
-from pdserve.engine.accounting import discrepancy
-from pdserve.engine.block_hash import cache_seed
-from pdserve.engine.block_pool import NULL_BLOCK
-from pdserve.engine.block_tables import BlockTables
-from pdserve.engine.errors import InvalidRequest, QueueFull
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import UNKNOWN, KvIdentity
-from pdserve.engine.limits import Limits
-from pdserve.engine.plan import Outcome, Plan
-from pdserve.engine.progress import Progress
-from pdserve.engine.request import Event, Request, Step, prefix_ids
-from pdserve.engine.reservation import Reservation, ReservationState
-from pdserve.engine.roster import Roster
-from pdserve.engine.runner import Launched, Model, ModelRunner
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Job
-from pdserve.engine.stats import EngineStats, StepMeter
+from pdserve.engine.api.errors import InvalidRequest, QueueFull
+from pdserve.engine.api.request import Event, Request, Step, prefix_ids
+from pdserve.engine.api.stats import EngineStats, StepMeter
+from pdserve.engine.execution.runner import Launched, Model, ModelRunner
+from pdserve.engine.execution.sampler import Sampler
+from pdserve.engine.kv.block_hash import cache_seed
+from pdserve.engine.kv.block_pool import NULL_BLOCK
+from pdserve.engine.kv.block_tables import BlockTables
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
+from pdserve.engine.scheduling import reservation as reservations
+from pdserve.engine.scheduling.accounting import discrepancy
+from pdserve.engine.scheduling.job_table import Roster
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.plan import Outcome, Plan
+from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.reservation import Reservation, ReservationState
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.step_progress import Progress
 from pdserve.kernels.ops import SamplingOps
 
 log = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """What does not add up of its blocks (engine/accounting.py); empty if all does."""
+        """What does not add up of its blocks (scheduling/accounting.py); empty if all does."""
         return discrepancy(self._roster, recount)
 
     def _num_blocks(self, jobs: Iterable[Job]) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine
-from pdserve.engine.plan import Plan
-from pdserve.engine.pulse import Pulse
-from pdserve.engine.request import Step
+from pdserve.engine.liveness import Pulse
+from pdserve.engine.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class EngineThread:
 
     @property
     def steps(self) -> int:
-        """Liveness (engine/pulse.py): it advances at least once a second while work is queued."""
+        """Liveness (liveness.py): it advances at least once a second while work is queued."""
         return self._pulse.read(time.monotonic())
 
     @property

@@ -10,12 +10,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.errors import TextError, UnsupportedModel
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.upstream import Upstream
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,

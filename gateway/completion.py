@@ -14,9 +14,9 @@ from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
 from pdserve.gateway.limits import Place
 from pdserve.gateway.merge import merge
-from pdserve.gateway.meter import Meter
+from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import Wishes
-from pdserve.gateway.upstream import Upstream
 from pdserve.protos.common_pb2 import (
     CANCELLED,
     INTERNAL,

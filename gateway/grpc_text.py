@@ -14,7 +14,7 @@ from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
 from pdserve.protos.common_pb2 import UNAUTHENTICATED, SamplingParams
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
-from pdserve.services.host.delivery import Patience, deliver
+from pdserve.services.host.backpressure import Patience, deliver
 from pdserve.services.host.errors import ServiceError, abort
 
 SERVICE = "pdserve.v1.Text"

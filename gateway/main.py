@@ -16,18 +16,18 @@ import uvicorn
 import uvloop
 
 from pdserve.gateway.catalog import TextPool
-from pdserve.gateway.client import RouterClient
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import HttpLimits, create_app
 from pdserve.gateway.http.protocol import BoundedProtocol
 from pdserve.gateway.keys import ApiKeys, read_key_file
 from pdserve.gateway.limits import Limits
-from pdserve.gateway.metrics import GatewayMetrics
-from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.host.delivery import Patience
+from pdserve.services.host.backpressure import Patience
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost

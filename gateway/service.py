@@ -12,11 +12,11 @@ from typing import Any
 from pdserve.gateway.catalog import Catalog, ServedModel, TextPool
 from pdserve.gateway.completion import Completions, Job, Prompt
 from pdserve.gateway.limits import Limits
-from pdserve.gateway.meter import Meter
-from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import Wishes, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.upstream import Upstream
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
 from pdserve.services.host.errors import ServiceError
 

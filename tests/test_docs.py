@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.options import Option
+from pdserve.services.options.options import Option
 
 ROOT = Path(__file__).parents[1]
 DOCS = ("README.md", "CONTRIBUTING.md", "docs/design.md")

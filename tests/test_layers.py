@@ -1,19 +1,24 @@
-"""Who may import whom: the table of docs/design.md, checked on the source."""
+"""The structure of the tree, found by discovery: who may import whom, how full a folder may be,
+and that neither files nor sibling folders import each other in a circle."""
 
 import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("protos", "gateway", "services", "engine", "kernels")
+PRODUCT = ("gateway", "services", "engine", "kernels")
 ROUTER_MAY = (
-    "pdserve.engine.handoff.machine",
-    "pdserve.engine.handoff.trace",
-    "pdserve.engine.handoff.ring",
-    "pdserve.engine.block_hash",
-    "pdserve.engine.kv_identity",
-    "pdserve.engine.kv_spec",
+    "pdserve.engine.handoff.protocol.machine",
+    "pdserve.engine.handoff.recorder.event_log",
+    "pdserve.engine.handoff.recorder.ring",
+    "pdserve.engine.kv.block_hash",
+    "pdserve.engine.kv.identity",
+    "pdserve.engine.kv.spec",
 )
 
 # place -> (our modules it may import, modules it must not)
@@ -21,16 +26,32 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
     "services/host": (("pdserve.protos", "pdserve.services.host"), ("torch", "fastapi")),
+    "services/worker": (
+        ("pdserve.engine", "pdserve.protos", "pdserve.services.host", "pdserve.services.worker"),
+        ("torch", "fastapi"),
+    ),
     "services/router": (
         ("pdserve.protos", "pdserve.services.host", "pdserve.services.router", *ROUTER_MAY),
         ("torch", "fastapi"),
     ),
     "services/prefill": (
-        ("pdserve.engine", "pdserve.protos", "pdserve.services.host", "pdserve.services.prefill"),
+        (
+            "pdserve.engine",
+            "pdserve.protos",
+            "pdserve.services.host",
+            "pdserve.services.worker",
+            "pdserve.services.prefill",
+        ),
         ("fastapi",),
     ),
     "services/decode": (
-        ("pdserve.engine", "pdserve.protos", "pdserve.services.host", "pdserve.services.decode"),
+        (
+            "pdserve.engine",
+            "pdserve.protos",
+            "pdserve.services.host",
+            "pdserve.services.worker",
+            "pdserve.services.decode",
+        ),
         ("fastapi",),
     ),
     "gateway": (("pdserve.protos", "pdserve.services.host", "pdserve.gateway"), ("torch",)),
@@ -38,54 +59,18 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("pdserve.gateway.text",),
         ("torch", "fastapi", "starlette", "uvicorn", "grpc"),
     ),
+    "services/options": (("pdserve",), ("torch", "grpc", "fastapi")),
     "services/cli": (("pdserve",), ()),
+    "services/local": (("pdserve",), ("torch", "grpc", "fastapi")),
+    "services/llm": (
+        ("pdserve.engine", "pdserve.gateway.text", "pdserve.services.llm"),
+        ("grpc", "fastapi"),
+    ),
 }
-PURE = (
-    "engine/request.py",
-    "engine/kv_identity.py",
-    "engine/kv_spec.py",
-    "engine/kv_pages.py",
-    "engine/config.py",
-    "engine/accounting.py",
-    "engine/pulse.py",
-    "engine/scheduler.py",
-    "engine/plan.py",
-    "engine/progress.py",
-    "engine/roster.py",
-    "engine/sequence.py",
-    "engine/limits.py",
-    "engine/reservation.py",
-    "engine/block_tables.py",
-    "engine/block_pool.py",
-    "engine/block_hash.py",
-    "engine/handoff/lease.py",
-    "engine/handoff/machine.py",
-    "engine/transport/cuda_handshake.py",
-    "engine/transport/slots.py",
-    "engine/handoff/pace.py",
-    "engine/handoff/terms.py",
-    "services/router/cards.py",
-    "engine/handoff/trace.py",
-    "engine/handoff/timeline.py",
-    "engine/handoff/life.py",
-    "engine/handoff/conform.py",
-    "engine/handoff/seed.py",
-    "services/decode/flights.py",
-    "services/decode/transcript.py",
-    "services/host/stillness.py",
-    "services/router/migrations.py",
-    "services/router/endings.py",
-    "services/router/rebalance.py",
-    "services/router/policy.py",
-    "services/router/promised.py",
-    "services/router/times.py",
-    "services/router/queues.py",
-    "gateway/text/stop.py",
-)
 IMPURE_IMPORTS = {"torch", "grpc", "socket", "asyncio", "threading", "time", "os", "subprocess"}
 
 
-def imports(path: Path) -> list[str]:
+def absolute_imports(path: Path) -> list[str]:
     """Dotted names that a file imports, anywhere in it, as absolute names."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -118,27 +103,166 @@ def test_imports(place: str) -> None:
     bad = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
-        for name in imports(path)
+        for name in absolute_imports(path)
         if (name.startswith("pdserve") and not under(name, allowed)) or under(name, forbidden)
     ]
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_modules_do_no_io(module: str) -> None:
-    roots = {name.split(".")[0] for name in imports(ROOT / module)}
+def test_every_folder_has_its_rule() -> None:
+    folders = {p.parent for top in PRODUCT for p in (ROOT / top).rglob("*.py")}
+    bare = [f for f in folders if not any(f.is_relative_to(ROOT / place) for place in RULES)]
+    assert bare == []
+
+
+# --- pure modules: what a module says of itself is held against it
+
+
+def says_pure(path: Path) -> bool:
+    """Its docstring ends a sentence with "Pure." or says "; pure", perhaps with a remark."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return re.search(r"(?:^|[.;)]\s+)pure\b(?! function)", text, re.IGNORECASE) is not None
+
+
+PURE = [p for top in PRODUCT for p in sorted((ROOT / top).rglob("*.py")) if says_pure(p)]
+
+
+def test_the_cores_call_themselves_pure() -> None:
+    names = {str(path.relative_to(ROOT)) for path in PURE}
+    assert len(names) >= 40
+    assert {"engine/scheduling/scheduler.py", "engine/handoff/protocol/machine.py"} <= names
+    assert {"engine/kv/block_pool.py", "services/router/placement/policy.py"} <= names
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pure_modules_do_no_io(path: Path) -> None:
+    roots = {name.split(".")[0] for name in absolute_imports(path)}
     assert not roots & IMPURE_IMPORTS
 
 
-def test_only_the_package_imports_cli() -> None:
+# --- folders
+
+MAX_MODULES = 12
+MAX_DEPTH = 3
+PLUG_INS = {"engine/architectures", "engine/weights/formats", "engine/transport"}  # may be fuller
+
+
+def test_no_folder_is_crowded_or_deep() -> None:
+    full: Counter[str] = Counter()
+    deep = set()
+    for top in PRODUCT:
+        for path in (ROOT / top).rglob("*"):
+            if path.suffix not in (".py", ".cpp", ".cu") or path.name == "__init__.py":
+                continue
+            folder = path.parent.relative_to(ROOT)
+            full[str(folder)] += 1
+            if len(folder.parts) > MAX_DEPTH:
+                deep.add(str(folder))
+    assert {f: n for f, n in full.items() if n > MAX_MODULES and f not in PLUG_INS} == {}
+    assert deep == set()
+
+
+# --- circles
+
+
+def modules(*places: str) -> dict[str, Path]:
+    """Dotted name -> file; of a folder, its __init__.py."""
+    found = {}
+    for place in places:
+        for path in (ROOT / place).rglob("*.py"):
+            if "_pb2" in path.name:
+                continue
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def file_graph(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Who imports whom, for type checkers alone too."""
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        graph[name] = set()
+        for imported in absolute_imports(path):
+            target = imported.removeprefix("pdserve.")
+            if target not in known:
+                target = target.rpartition(".")[0]
+            if target in known and target != name:
+                graph[name].add(target)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Strongly connected components of two or more (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in number:
+                yield from visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            at = stack.index(name)
+            found, stack[at:] = stack[at:], []
+            if len(found) > 1:
+                yield sorted(found)
+
+    for name in graph:
+        if name not in number:
+            yield from visit(name)
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert list(circles(graph)) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("places", [PRODUCT, ("benchmarks",)], ids=["product", "benchmarks"])
+def test_no_import_circle(places: tuple[str, ...]) -> None:
+    known = modules(*places)
+    if places == ("benchmarks",):  # scripts, which import each other from this folder
+        known = {name.partition(".")[2] or name: path for name, path in known.items()}
+    assert len(known) > 40
+    assert list(circles(file_graph(known))) == []
+
+
+def test_no_siblings_import_each_other() -> None:
+    """Within each of the four folders; between these, RULES decides."""
+    uses: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, others in file_graph(modules(*PRODUCT)).items():
+        for other in others:
+            here, there = name.split("."), other.split(".")
+            while len(here) > 1 and len(there) > 1 and here[0] == there[0]:
+                if here[1] != there[1] and len(here) > 2 and len(there) > 2:
+                    break
+                here, there = here[1:], there[1:]
+            else:
+                continue
+            parent = name.split(".")[: len(name.split(".")) - len(here) + 1]
+            folder = ".".join(parent)
+            uses[f"{folder}.{here[1]}", f"{folder}.{there[1]}"].append(f"{name} -> {other}")
+    assert len(uses) > 20
+    mutual = [found for (a, b), found in sorted(uses.items()) if (b, a) in uses]
+    assert mutual == []
+
+
+def test_only_the_package_imports_the_rooms_that_compose() -> None:
+    """Commands, the local supervisor and the Python API build on everything else."""
+    rooms = ("cli", "local", "llm")
     bad = [
-        str(path)
+        f"{path.relative_to(ROOT)} imports {name}"
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        if not path.is_relative_to(ROOT / "services/cli")
-        and any(under(name, ("pdserve.services.cli",)) for name in imports(path))
+        if path.relative_to(ROOT).parts[:2] not in {("services", room) for room in rooms}
+        for name in absolute_imports(path)
+        if under(name, tuple(f"pdserve.services.{room}" for room in rooms))
     ]
-    assert not bad
+    assert bad == []
 
 
 def test_top_level_folders_are_namespaces_reached_by_symlinks() -> None:

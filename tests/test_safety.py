@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.options import Option
-from pdserve.services.host.worker_metrics import WorkerMetrics
+from pdserve.services.options.options import Option
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.policy import Rules
+from pdserve.services.router.placement.policy import Rules
+from pdserve.services.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "benchmarks", "tests")

@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pdserve.engine.api.request import ChoiceState, NewTokens, Request, SamplingParams
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import ChoiceState, NewTokens, Request, SamplingParams
 
 Trace = tuple[tuple[int, float], ...]  # ids with their log-probabilities, to the last bit
 Traces = dict[tuple[str, int], Trace]  # by request and choice

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from token_ids import prompt_ids
 
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import (
+    NewTokens,
+    PromptScored,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import NewTokens, PromptScored, Request, SamplingParams, TokenLogprob
 
 KV_TOKENS, STEP_TOKENS = 16384, 8192
 TOP = 20  # candidates of a scored position

@@ -21,10 +21,10 @@ from peers import told
 from prompts import prompts
 from pytest_line import run_tests
 
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import Request
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import Request
 
 CONFIG = EngineConfig(kernels="native", kv_tokens=65536, chunk_size=128, max_running=80)
 CHUNKS = (1, 7, 32, 100, 512)

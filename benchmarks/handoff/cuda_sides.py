@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("cuda_check.py")
 
 def spec_of() -> Any:
     """As Llama 3 8B: 32 layers of 8 heads of 128 in bf16; 128 KiB a block and layer."""
-    from pdserve.engine.kv_spec import KvSpec, LayerGroup
+    from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
     return KvSpec(32, (LayerGroup(tuple(range(32)), "full", 0, 8, 128, "bfloat16", 0, 8),))
 
@@ -29,8 +29,8 @@ class Side:
     def __init__(self, fake: bool, folder: str, blocks: int) -> None:
         import torch
 
-        from pdserve.engine.handoff.keys import TagKey
-        from pdserve.engine.kv_cache import KvCache
+        from pdserve.engine.handoff.protocol.keys import TagKey
+        from pdserve.engine.kv.cache import KvCache
         from pdserve.engine.transport.base import TransportOptions
         from pdserve.engine.transport.registry import transports
 
@@ -49,7 +49,7 @@ class Side:
             from fake_device import FakeDevice
 
             return FakeDevice()
-        from pdserve.engine.transport.cuda_device import opener
+        from pdserve.engine.transport.cuda_ipc.device_cupy import opener
 
         open_device = opener(self.kv, encrypted=False)
         assert open_device is not None
@@ -145,7 +145,7 @@ class Taker:
 
 
 def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
-    from pdserve.engine.transport.link import Link
+    from pdserve.engine.handoff.connection.link import Link
 
     def accept(wire: Any) -> None:
         taker.links.append(Link(wire, name, taker))
@@ -157,8 +157,8 @@ def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
 def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
     from link_ends import HELLO, Recorder, claim_record
 
+    from pdserve.engine.handoff.connection.link import Link
     from pdserve.engine.transport.base import Target
-    from pdserve.engine.transport.link import Link
 
     wire = side.transports[name].dial(Target(address, boot), 10.0)
     hello = replace(HELLO, transport=name, decode_boot=boot)
@@ -169,7 +169,7 @@ def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
 
 def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
     """Frames of the first blocks of the pool."""
-    from pdserve.engine.handoff.layout import cut
+    from pdserve.engine.handoff.protocol.layout import cut
 
     return list(cut(side.spec, 0, range(num_blocks), link.slot_bytes))
 
@@ -177,7 +177,7 @@ def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
 def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     from link_ends import TICKET
 
-    from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
+    from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
     from pdserve.engine.transport.base import Frame
 
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's

@@ -27,9 +27,9 @@ from hostile_peer import Attack
 from shuffled_frames import ShuffledPair
 from victim import Victim
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
-from pdserve.engine.handoff.keys import TagKey
+from pdserve.engine.handoff.protocol.keys import TagKey
 
 # cuda_ipc has no payload bytes on the host: its own tests attack its slots.
 HOSTILE = {  # transport, sealed -> frames

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.engine.handoff.machine import Filled, Handoff, Phase, Side, step
-from pdserve.engine.handoff.ring import Ring
-from pdserve.engine.handoff.trace import Mark, Trace
+from pdserve.engine.handoff.protocol.machine import Filled, Handoff, Phase, Side, step
+from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.handoff.recorder.ring import Ring
 
 STRETCHES, CALLS = 20, 20_000
 ATTEMPT = os.urandom(16)

@@ -29,17 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.engine.handoff import keys
+from pdserve.engine.api.request import Computed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.keys import Domain, TagKey, Ticket
-from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.protocol import keys
+from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
+from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
-from pdserve.engine.request import Computed, Request, SamplingParams, Scheduled, Step
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.engine import Engine
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
-from pdserve.engine.limits import Limits
-from pdserve.engine.request import Request, SamplingParams
+from pdserve.engine.execution.batch import Batch
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.scheduling.limits import Limits
 from pdserve.kernels._native import Context
 from pdserve.kernels.cpu_sampling import CpuSampling
 

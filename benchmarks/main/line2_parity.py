@@ -17,10 +17,10 @@ from fleet import Fleet
 from parity import Difference, Judge, Tokens, requests, resumed_at, run
 from prompts import prompts, reference_greedy, reference_model
 
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import Request, SamplingParams
 
 CONFIG = EngineConfig(
     kernels="native", weights="float32", kv_dtype="float32", kv_tokens=65536, chunk_size=256

@@ -10,10 +10,10 @@ import time
 import torch
 from prompts import corpus_ids, reference_model
 
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import NewTokens, Request, SamplingParams
 
 SEQUENCES, PROMPT, NEW, PAIRS = 16, 128, 128, 5
 

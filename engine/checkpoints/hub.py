@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf_parts import part_names
+from pdserve.engine.checkpoints.gguf.parts import part_names
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")

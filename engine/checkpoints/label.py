@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdserve.engine.checkpoints.source import Checkpoint
-from pdserve.engine.quant.registry import NATIVE
+from pdserve.engine.weights.registry import NATIVE
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.checkpoints.digest import DigestCache
-from pdserve.engine.checkpoints.directory import DirectoryCheckpoint
-from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
+from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
-from pdserve.engine.checkpoints.weights import WeightLoader, check_names
-from pdserve.engine.config import EngineConfig
-from pdserve.engine.identity import configuration_digest
+from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.models.build import tensor_shapes
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.identity import configuration_digest
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.models.spec import known_specs, parse_config
 from pdserve.kernels.cpu import KV_BLOCK, CpuKernels

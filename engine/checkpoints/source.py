@@ -27,7 +27,7 @@ class RawTensor:
     """One tensor as it is stored, read-only.
 
     `data` has `shape` and a native dtype if `format` is F32, F16, BF16, ...; otherwise it is uint8
-    [*shape[:-1], bytes per row], the row's blocks in file order (pdserve.engine.quant knows them).
+    [*shape[:-1], bytes per row], the row's blocks in file order (engine/weights/formats).
     """
 
     data: Tensor

@@ -5,9 +5,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from pdserve.engine.errors import EngineError
+from pdserve.engine.api.errors import EngineError
 from pdserve.engine.handoff.incoming import Incoming, ReceivingEngine
-from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec
 
 log = logging.getLogger(__name__)
 

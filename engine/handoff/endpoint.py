@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FrameError, renamed
-from pdserve.engine.handoff.keys import Domain, TagKey, Ticket
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import FrameError, renamed
+from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
+from pdserve.engine.handoff.protocol.machine import (
     PROGRESS_S,
     Action,
     Ended,
@@ -29,8 +30,7 @@ from pdserve.engine.handoff.machine import (
     Tick,
     step,
 )
-from pdserve.engine.handoff.trace import MAX_ARGUMENT, Mark, Trace
-from pdserve.engine.transport.link import Link
+from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, Mark, Trace
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,11 @@ class Attempt:
         self.own_key = own
         self.sequence = itertools.count(1)  # of everything that this side signs
 
-    def post(self, body: control.Body) -> None:
+    def post(self, body: messages.Body) -> None:
         """Sign and send; any thread."""
         if self.link is not None:
             sequence = next(self.sequence)
-            self.link.post(control.sign(body, self.ticket.id, sequence, self.own_key))
+            self.link.post(messages.sign(body, self.ticket.id, sequence, self.own_key))
 
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
@@ -216,11 +216,11 @@ class Endpoint(Generic[AttemptT]):
         if wake:
             self._wake()
 
-    def _genuine(self, message: control.Signed, link: Link) -> AttemptT | None:
+    def _genuine(self, message: messages.Signed, link: Link) -> AttemptT | None:
         """The live attempt that a message is about, its tag checked; None: ignore it."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
-            if isinstance(message.body, control.Progress):  # a few follow every end
+            if isinstance(message.body, messages.Progress):  # a few follow every end
                 return None
             domain, covered = Domain.CONTROL, message.covered
             attempt = self._signer(link, domain, message.sequence, covered, message.tag)
@@ -249,12 +249,12 @@ class Endpoint(Generic[AttemptT]):
                     return attempt
         return None
 
-    def _shared(self, attempt: AttemptT, message: control.Signed) -> bool:
+    def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """What both sides take from their peer; True: done."""
         match message.body:
-            case control.Progress(steps, busy):
+            case messages.Progress(steps, busy):
                 attempt.progress = Progress(self._clock(), steps, busy)
-            case control.Abort(reason):
+            case messages.Abort(reason):
                 end = Ended(f"peer: {reason}", told=True)
                 self._post(partial(self._advance, attempt, end))
             case _:
@@ -277,7 +277,7 @@ class Endpoint(Generic[AttemptT]):
         steps, busy = self._progress()
         for attempt in live:
             if attempt.state.linked:
-                attempt.post(control.Progress(steps, busy))
+                attempt.post(messages.Progress(steps, busy))
         if live:
             self._wake()
 

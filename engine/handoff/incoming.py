@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdserve.engine.api.request import Request, prefix_ids
 from pdserve.engine.handoff.endpoint import Attempt
-from pdserve.engine.handoff.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.keys import Ticket, TicketKeys
-from pdserve.engine.handoff.layout import Bitmap, Piece
-from pdserve.engine.handoff.machine import Handoff
 from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks, WritableKv
-from pdserve.engine.handoff.pace import Pace, granted
-from pdserve.engine.kv_spec import KvSpec
-from pdserve.engine.request import Request, prefix_ids
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
+from pdserve.engine.handoff.protocol.machine import Handoff
+from pdserve.engine.handoff.slow_peer import Pace, granted
+from pdserve.engine.kv.spec import KvSpec
 
 
 class ReceivingEngine(Protocol):

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdserve.engine.handoff.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.layout import Bitmap, Piece
-from pdserve.engine.kv_pages import Pages
-from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import KvSpec
 
 
 class WritableKv(Protocol):

@@ -15,13 +15,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pdserve.engine.handoff.endpoint import Attempt
-from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader, mark_of
-from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys
-from pdserve.engine.handoff.layout import Piece
-from pdserve.engine.handoff.machine import Handoff
-from pdserve.engine.handoff.trace import Mark, Trace
-from pdserve.engine.kv_pages import Pages
-from pdserve.engine.kv_spec import KvSpec
+from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader, mark_of
+from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys
+from pdserve.engine.handoff.protocol.layout import Piece
+from pdserve.engine.handoff.protocol.machine import Handoff
+from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.transport.base import Frame, Outlet
 from pdserve.engine.transport.device import Copy, DeviceError
 

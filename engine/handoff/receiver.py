@@ -11,21 +11,31 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdserve.engine.handoff import control
+from pdserve.engine.api.request import Request, prefix_ids
 from pdserve.engine.handoff.claims import Claims
-from pdserve.engine.handoff.direct import DirectFrames, Parcel
-from pdserve.engine.handoff.doors import Doors
+from pdserve.engine.handoff.connection.data_listeners import Doors
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.device_frames import DirectFrames, Parcel
 from pdserve.engine.handoff.endpoint import Endpoint
-from pdserve.engine.handoff.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.incoming import (
     Incoming,
     Received,
     ReceiveTimes,
     ReceivingEngine,
 )
-from pdserve.engine.handoff.keys import SECRET_BYTES, Domain, Ticket, derive_keys, verified_payload
-from pdserve.engine.handoff.layout import Piece, spec_digest
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.open_blocks import BlocksLeft, WritableKv
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.compatibility import Terms
+from pdserve.engine.handoff.protocol.frames import ID_BYTES, FrameError, FrameHeader
+from pdserve.engine.handoff.protocol.keys import (
+    SECRET_BYTES,
+    Domain,
+    Ticket,
+    derive_keys,
+    verified_payload,
+)
+from pdserve.engine.handoff.protocol.layout import Piece, spec_digest
+from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
     Ended,
@@ -34,14 +44,10 @@ from pdserve.engine.handoff.machine import (
     Reserved,
     Side,
 )
-from pdserve.engine.handoff.open_blocks import BlocksLeft, WritableKv
-from pdserve.engine.handoff.promise import Promises, promise_blocks
-from pdserve.engine.handoff.terms import Terms
-from pdserve.engine.handoff.trace import Mark, Trace
-from pdserve.engine.kv_identity import NO_MIXING, KvIdentity, Mixing
-from pdserve.engine.request import Request, prefix_ids
+from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
+from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.transport.base import KvTransport, Payload
-from pdserve.engine.transport.link import Link
 
 
 class Receiver(Endpoint[Incoming]):
@@ -89,8 +95,8 @@ class Receiver(Endpoint[Incoming]):
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
             Action.COMMIT: self._commit,
-            Action.SEND_COMPLETE: lambda a: a.post(control.Complete()),
-            Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
+            Action.SEND_COMPLETE: lambda a: a.post(messages.Complete()),
+            Action.SEND_ABORT: lambda a: a.post(messages.Abort(a.state.reason)),
             Action.SEND_GONE: self._gone,
             Action.REPORT_DONE: self._report_done,
             Action.REPORT_LOST: lambda a: self._on_lost(a.ticket.attempt, a.state.reason),
@@ -173,7 +179,7 @@ class Receiver(Endpoint[Incoming]):
         self._advance(incoming, Reserved())
         self._fill(incoming)
 
-    def _claim(self, incoming: Incoming, link: Link, claim: control.Claim, at: float) -> None:
+    def _claim(self, incoming: Incoming, link: Link, claim: messages.Claim, at: float) -> None:
         if incoming.state.final or not link.open:
             self._gone(incoming, link)
             return
@@ -190,13 +196,13 @@ class Receiver(Endpoint[Incoming]):
 
     def _grant(self, incoming: Incoming) -> None:
         assert incoming.reservation is not None
-        incoming.post(control.Granted(tuple(incoming.reservation.first_block)))
+        incoming.post(messages.Granted(tuple(incoming.reservation.first_block)))
 
     def _gone(self, incoming: Incoming, link: Link | None = None) -> None:
         target = link or incoming.link
         if target is not None:
             self._note(incoming, Mark.GONE)
-            target.post(control.encode(control.Gone(incoming.ticket.id)))
+            target.post(messages.encode(messages.Gone(incoming.ticket.id)))
 
     # what becomes of a frame (direct.py Taker)
 
@@ -230,7 +236,7 @@ class Receiver(Endpoint[Incoming]):
         self.counters["corrupt_frames"] += 1
         parcel.attempt.landed(parcel.header)
         self._figures(parcel.link).refused += 1
-        parcel.attempt.post(control.Nack(parcel.header.sequence))
+        parcel.attempt.post(messages.Nack(parcel.header.sequence))
 
     def refused(self, parcel: Parcel, error: FrameError) -> None:
         self.counters["unfit_frames"] += 1
@@ -266,8 +272,8 @@ class Receiver(Endpoint[Incoming]):
             self._advance(attempt, Ended("prefill slow"))
 
     def _acknowledge(self, incoming: Incoming) -> None:
-        for at in range(0, len(incoming.acks), control.MAX_SEQUENCES):
-            incoming.post(control.Ack(tuple(incoming.acks[at : at + control.MAX_SEQUENCES])))
+        for at in range(0, len(incoming.acks), messages.MAX_SEQUENCES):
+            incoming.post(messages.Ack(tuple(incoming.acks[at : at + messages.MAX_SEQUENCES])))
         incoming.acks.clear()
 
     def _commit(self, incoming: Incoming) -> None:
@@ -308,25 +314,25 @@ class Receiver(Endpoint[Incoming]):
 
     # threads of the connections
 
-    def introduced(self, link: Link, hello: control.Hello) -> str:
+    def introduced(self, link: Link, hello: messages.Hello) -> str:
         return self._doors.refusal(link, hello)
 
-    def message(self, link: Link, message: control.Message) -> None:
-        if not isinstance(message, control.Signed):
+    def message(self, link: Link, message: messages.Message) -> None:
+        if not isinstance(message, messages.Signed):
             raise FrameError(f"unexpected {type(message).__name__}")
         incoming = self._genuine(message, link)
         if incoming is None:
-            if isinstance(message.body, control.Claim):
-                link.post(control.encode(control.Gone(message.ticket)))
+            if isinstance(message.body, messages.Claim):
+                link.post(messages.encode(messages.Gone(message.ticket)))
             return
         if incoming.ticket.prefill_boot != link.peer:
             raise FrameError("a ticket of another prefill process")
         link.trust()
-        if isinstance(message.body, control.Claim):
+        if isinstance(message.body, messages.Claim):
             claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
         elif not self._shared(incoming, message):
-            if not isinstance(message.body, control.Computed):
+            if not isinstance(message.body, messages.Computed):
                 raise FrameError(f"unexpected {type(message.body).__name__}")
             incoming.prefill_cached = message.body.cached_tokens
             incoming.times.computed = incoming.times.computed or self._clock()
@@ -335,7 +341,7 @@ class Receiver(Endpoint[Incoming]):
         incoming = self._live.get(header.ticket)
         if incoming is None or incoming.link is not link:
             if signer := self._signer(link, Domain.HEADER, header.sequence, covered, tag):
-                signer.post(control.Nack(header.sequence))
+                signer.post(messages.Nack(header.sequence))
             self.counters["late_frames" if signer is None else "refused"] += 1
             return False
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):

@@ -3,8 +3,8 @@ Of a move to another decode worker it is the source's side: all is computed from
 
 Everything but the link callbacks, dialling with its first Claims, and the building of frames
 (outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the
-attempt's end. A prefill_only request is never preempted (engine/roster.py), so a block's bytes
-never change between its first frame and a resend of it; were it computed anew, the bytes would be
+attempt's end. A prefill_only request is never preempted (scheduling/job_table.py), so a block's
+bytes never change between its first frame and a resend of it; were it computed anew, they would be
 equal within one numerics id, and decode ignores frames of blocks that it has.
 """
 
@@ -17,12 +17,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from pdserve.engine.handoff import control
+from pdserve.engine.api.request import (
+    Computed,
+    Event,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    Scheduled,
+    Step,
+)
+from pdserve.engine.handoff.connection.dial import Dialer
+from pdserve.engine.handoff.connection.link import Link
 from pdserve.engine.handoff.endpoint import Endpoint
-from pdserve.engine.handoff.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.keys import Ticket, derive_keys
-from pdserve.engine.handoff.layout import cut, encode_spec, spec_digest
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.outgoing import HANDED_BACK, Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
+from pdserve.engine.handoff.protocol.layout import cut, encode_spec, spec_digest
+from pdserve.engine.handoff.protocol.machine import (
     Action,
     Ended,
     Filled,
@@ -33,21 +45,9 @@ from pdserve.engine.handoff.machine import (
     Picked,
     Side,
 )
-from pdserve.engine.handoff.outgoing import HANDED_BACK, Outgoing, ReadableKv, SendTimes, Sent
-from pdserve.engine.handoff.trace import Mark, Trace
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.request import (
-    Computed,
-    Event,
-    Request,
-    RequestFailed,
-    SamplingParams,
-    Scheduled,
-    Step,
-)
+from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
-from pdserve.engine.transport.dial import Dialer
-from pdserve.engine.transport.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Sender(Endpoint[Outgoing]):
         self.actions = {
             Action.SEND_CLAIM: self._send_claim,
             Action.SEND_FRAMES: self._push_computed,
-            Action.SEND_ABORT: lambda a: a.post(control.Abort(a.state.reason)),
+            Action.SEND_ABORT: lambda a: a.post(messages.Abort(a.state.reason)),
             Action.LEAVE_QUEUE: self._leave,
             Action.FREE_BLOCKS: self._free,
             Action.REPORT_DONE: self._report,
@@ -215,7 +215,7 @@ class Sender(Endpoint[Outgoing]):
         outgoing.done = done
         if done:
             outgoing.times.computed = self._clock()
-            outgoing.post(control.Computed(outgoing.cached_tokens))
+            outgoing.post(messages.Computed(outgoing.cached_tokens))
         self._push_computed(outgoing)
 
     def _push_computed(self, outgoing: Outgoing) -> None:
@@ -250,7 +250,7 @@ class Sender(Endpoint[Outgoing]):
     def _claimed(self, outgoing: Outgoing) -> None:
         self._advance(outgoing, Heard(self._clock()))
         if outgoing.done:
-            outgoing.post(control.Computed(outgoing.cached_tokens))
+            outgoing.post(messages.Computed(outgoing.cached_tokens))
 
     def _dialed(self, boot: bytes, link: Link | None, reason: str) -> None:
         peer = self._peers[boot]
@@ -261,7 +261,7 @@ class Sender(Endpoint[Outgoing]):
         for outgoing in waiting:
             if outgoing.state.final:  # while dialling: decode would not hear of it otherwise
                 outgoing.link = link
-                outgoing.post(control.Abort(outgoing.state.reason))
+                outgoing.post(messages.Abort(outgoing.state.reason))
             elif link is not None and link.open:
                 if outgoing.link is None:  # it joined the others when they had been claimed
                     self._claim_on(outgoing, link)
@@ -341,11 +341,11 @@ class Sender(Endpoint[Outgoing]):
     def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
         outgoing.link = link
         age_s = self._clock() - outgoing.times.picked
-        outgoing.post(control.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
+        outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
 
     def _dial(self, target: Target, peer: _Peer) -> None:
         """Connects, and claims at once: the engine thread may be computing a chunk."""
-        hello = control.Hello(
+        hello = messages.Hello(
             self._boot, target.boot, self._identity, "", self._spec, self._encrypted
         )
         link, reason = None, ""
@@ -362,7 +362,7 @@ class Sender(Endpoint[Outgoing]):
         self._inbox.append(partial(self._dialed, target.boot, link, reason))
         self._wake()
 
-    def introduced(self, link: Link, hello: control.Hello) -> str:
+    def introduced(self, link: Link, hello: messages.Hello) -> str:
         return "prefill accepts no connections"
 
     def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
@@ -371,26 +371,26 @@ class Sender(Endpoint[Outgoing]):
     def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
         raise FrameError("decode does not send frames")
 
-    def message(self, link: Link, message: control.Message) -> None:
-        if isinstance(message, control.Gone):
+    def message(self, link: Link, message: messages.Message) -> None:
+        if isinstance(message, messages.Gone):
             gone = self._live.get(message.ticket)
             if gone is not None and gone.link is link:
                 end = Ended("gone at decode", told=True)
                 self._post(partial(self._advance, gone, end))
             return
-        if not isinstance(message, control.Signed):
+        if not isinstance(message, messages.Signed):
             raise FrameError(f"unexpected {type(message).__name__}")
         outgoing = self._genuine(message, link)
         if outgoing is None or self._shared(outgoing, message):
             return
         match message.body:
-            case control.Granted(first_blocks):
+            case messages.Granted(first_blocks):
                 self._post(partial(self._granted, outgoing, first_blocks))
-            case control.Ack(sequences):
+            case messages.Ack(sequences):
                 self._post(partial(self._acknowledged, outgoing, sequences))
-            case control.Nack(sequence):
+            case messages.Nack(sequence):
                 self._post(partial(self._refused, outgoing, sequence))
-            case control.Complete():
+            case messages.Complete():
                 outgoing.times.completed = self._clock()
                 self._post(partial(self._completed, outgoing))
             case _:

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from pdserve.engine.layers.attention import Attention
-from pdserve.engine.layers.block import Block, Norms
-from pdserve.engine.layers.feed_forward import GatedMlp
-from pdserve.engine.layers.linear import Linear
-from pdserve.engine.layers.rope import RopeTable
-from pdserve.engine.layers.weight import Weight, Weights, expand
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.layers.attention import Attention
+from pdserve.engine.models.layers.block import Block, Norms
+from pdserve.engine.models.layers.feed_forward import GatedMlp
+from pdserve.engine.models.layers.linear import Linear
+from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.weights.stored import Weight, Weights, expand
 from pdserve.kernels.ops import Ops
 
 

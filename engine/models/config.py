@@ -6,7 +6,7 @@ Pure data, no torch. Made from a config.json by `ModelSpec.parse`; nothing chang
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve.engine.kv_spec import LayerGroup
+from pdserve.engine.kv.spec import LayerGroup
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")

@@ -8,15 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, Ints, on
-from pdserve.engine.identity import reference_numerics
-from pdserve.engine.kv_spec import LayerGroup
-from pdserve.engine.layers.block import Block
-from pdserve.engine.layers.linear import Linear
-from pdserve.engine.layers.rope import RopeTable
-from pdserve.engine.layers.weight import Weight, Weights, rows
+from pdserve.engine.execution.batch import Batch, Ints, on
+from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.build import block, norm_weight
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.identity import reference_numerics
+from pdserve.engine.models.layers.block import Block
+from pdserve.engine.models.layers.linear import Linear
+from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.weights.stored import Weight, Weights, rows
 from pdserve.kernels.ops import Ops
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.checkpoints.source import RawTensor
-from pdserve.engine.kv_spec import LayerGroup
-from pdserve.engine.layers.rope import RopeTable
-from pdserve.engine.layers.weight import Weight, Weights, expand
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.build import norm_weight
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.decoder import LayerKv
+from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.weights.stored import Weight, Weights, expand
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 

@@ -10,11 +10,11 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pdserve.engine import models
+from pdserve.engine import architectures
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 
 if TYPE_CHECKING:
-    from pdserve.engine.checkpoints.gguf_mapping import GgufMapping
+    from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 @cache
 def _discover() -> None:
-    for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
+    for module in pkgutil.iter_modules(architectures.__path__, f"{architectures.__name__}."):
         import_module(module.name)
 
 

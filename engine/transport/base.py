@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar, Protocol, TypeVar
 
-from pdserve.engine.kv_pages import Pages
+from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.device import Copy, Device
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")

@@ -1,4 +1,4 @@
-"""The transports there are, found by looking into this folder."""
+"""The transports there are, found by looking into this folder and its subfolders."""
 
 import importlib
 import pkgutil
@@ -10,8 +10,8 @@ from pdserve.engine.transport.base import KvTransport, TransportOptions
 
 def transports() -> dict[str, type[KvTransport]]:
     """name -> class, in the order in which `auto` tries them."""
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
     return {cls.name: cls for cls in sorted(_subclasses(), key=lambda cls: cls.preference)}
 
 

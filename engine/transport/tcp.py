@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pdserve.engine.handoff.frames import FRAME_BYTES
+from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
 from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,

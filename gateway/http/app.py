@@ -13,13 +13,15 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from pdserve.gateway.http.body import read_json
-from pdserve.gateway.http.chat import Chat
-from pdserve.gateway.http.completions import Completion
-from pdserve.gateway.http.errors import error_response, internal_error, service_error_response
 from pdserve.gateway.http.guard import Guard
-from pdserve.gateway.http.models import model_object
 from pdserve.gateway.http.replies import EventStream, Reply
-from pdserve.gateway.http.schema import (
+from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.chat import Chat
+from pdserve.gateway.openai.completions import Completion
+from pdserve.gateway.openai.errors import error_response, internal_error, service_error_response
+from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.schema import (
     B,
     ChatBody,
     CompletionBody,
@@ -27,9 +29,7 @@ from pdserve.gateway.http.schema import (
     TokenizeBody,
     parse,
 )
-from pdserve.gateway.http.tokens import detokenize, tokenize
-from pdserve.gateway.keys import ApiKeys
-from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError

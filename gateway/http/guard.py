@@ -10,8 +10,8 @@ from collections.abc import Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.gateway.http.errors import error_response
 from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.openai.errors import error_response
 
 REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")

@@ -9,8 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdserve.gateway.http.errors import error_response
 from pdserve.gateway.http.replies import DROP
+from pdserve.gateway.openai.errors import error_response
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100

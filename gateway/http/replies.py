@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.http.errors import (
+from pdserve.gateway.openai.errors import (
     internal_error,
     service_error_object,
     service_error_response,

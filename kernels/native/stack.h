@@ -61,7 +61,7 @@ struct StepGroup {
   const int64_t* slots = nullptr;        // [tokens]
 };
 
-// A flat batch: row r has tokens [starts[r], starts[r + 1]); see engine/batch.py.
+// A flat batch: row r has tokens [starts[r], starts[r + 1]); see engine/execution/batch.py.
 struct StepBatch {
   int64_t tokens = 0;
   int64_t rows = 0;

@@ -6,8 +6,8 @@ from contextlib import closing, suppress
 from typing import Any, TextIO
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
-from pdserve.services.cli.settings import ChatSettings
-from pdserve.services.cli.sources import Settings
+from pdserve.services.options.settings import ChatSettings
+from pdserve.services.options.sources import Settings
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit ends"
 NO_SERVER = "{}\nStart one with `pdserve up` in another terminal, or name one with --url."

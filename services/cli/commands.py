@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from pdserve.services.cli.options import options_of
-from pdserve.services.cli.parser import Positional, Section
-from pdserve.services.cli.sources import Settings
+from pdserve.services.options.options import options_of
+from pdserve.services.options.parser import Positional, Section
+from pdserve.services.options.sources import Settings
 
 # (title, "module:Class", fields that are no options of this command)
 SectionSpec = tuple[str, str, tuple[str, ...]]
@@ -17,8 +17,8 @@ GATEWAY = "pdserve.gateway.settings:GatewaySettings"
 ROUTER = "pdserve.services.router.settings:RouterSettings"
 PREFILL = "pdserve.services.prefill.settings:PrefillSettings"
 DECODE = "pdserve.services.decode.settings:DecodeSettings"
-ENGINE = "pdserve.engine.config:EngineConfig"
-CLI = "pdserve.services.cli.settings:"
+ENGINE = "pdserve.engine.api.config:EngineConfig"
+CLI = "pdserve.services.options.settings:"
 
 # `up` decides these itself: addresses and the secret of its own processes.
 UP_OWNS = (
@@ -69,7 +69,7 @@ COMMANDS = {
         Command(
             "up",
             "start a whole system on this machine",
-            "pdserve.services.cli.up:run",
+            "pdserve.services.local.up:run",
             (
                 ("system", CLI + "UpSettings", ()),
                 ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),

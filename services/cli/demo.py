@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
-from pdserve.services.cli.sources import Settings
+from pdserve.services.options.sources import Settings
 
 TRANSPORTS = ("tcp", "shm")
 START_S = 120.0

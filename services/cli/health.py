@@ -4,8 +4,8 @@ import sys
 from collections.abc import Mapping
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
-from pdserve.services.cli.settings import HealthSettings
-from pdserve.services.cli.sources import Settings
+from pdserve.services.options.settings import HealthSettings
+from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.services.cli.commands import COMMANDS, Command, known_names
-from pdserve.services.cli.options import OptionError
-from pdserve.services.cli.parser import parse
-from pdserve.services.cli.sources import Settings, resolve
+from pdserve.services.options.options import OptionError
+from pdserve.services.options.parser import parse
+from pdserve.services.options.sources import Settings, resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings,
 
 def config(words: Sequence[str]) -> int:
     """`pdserve config show [COMMAND] [its options]`."""
-    from pdserve.services.cli.show import render
+    from pdserve.services.options.show import render
 
     if not words or words[0] in ("-h", "--help"):
         print("usage: pdserve config show [command] [options of the command, default: up]")

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
-from pdserve.services.cli.settings import ClientSettings
-from pdserve.services.cli.sources import Settings
+from pdserve.services.options.settings import ClientSettings
+from pdserve.services.options.sources import Settings
 
 COLUMNS = {
     "model": "id",

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.ring import SUFFIX, RingError, read_rings
-from pdserve.engine.handoff.seed import scenario
-from pdserve.engine.handoff.timeline import Entry, Timeline, describe, merge
-from pdserve.engine.handoff.trace import ROUTE, Mark, Recording
-from pdserve.services.cli.settings import ReplaySettings
-from pdserve.services.cli.sources import Settings
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import ROUTE, Mark, Recording
+from pdserve.engine.handoff.recorder.ring import SUFFIX, RingError, read_rings
+from pdserve.engine.handoff.recorder.scenario import scenario
+from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, merge
+from pdserve.services.options.settings import ReplaySettings
+from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:

@@ -4,10 +4,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from pdserve.services.cli.child import take
-from pdserve.services.cli.cores import Share, machine_cores
-from pdserve.services.cli.options import OptionError
-from pdserve.services.cli.sources import Settings
+from pdserve.services.local.child import take
+from pdserve.services.local.cores import Share, machine_cores
+from pdserve.services.options.options import OptionError
+from pdserve.services.options.sources import Settings
 
 
 def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -27,7 +27,7 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
-    from pdserve.engine.config import EngineConfig
+    from pdserve.engine.api.config import EngineConfig
     from pdserve.services.prefill.settings import PrefillSettings
 
     require(settings, "routers", "cluster_secret")
@@ -39,7 +39,7 @@ def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
-    from pdserve.engine.config import EngineConfig
+    from pdserve.engine.api.config import EngineConfig
     from pdserve.services.decode.settings import DecodeSettings
 
     require(settings, "routers", "cluster_secret")

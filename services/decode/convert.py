@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.engine.request import (
+from pdserve.engine.api.request import (
     ChoiceState,
     FinishReason,
     NewTokens,

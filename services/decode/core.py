@@ -14,10 +14,8 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
-from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.lease import Lease, Phase
-from pdserve.engine.request import (
+from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
+from pdserve.engine.api.request import (
     Computed,
     Event,
     Evicted,
@@ -29,17 +27,19 @@ from pdserve.engine.request import (
     Step,
     prefix_ids,
 )
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.lease import Lease, Phase
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
-from pdserve.services.decode.following import Sharing
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.moving import Moving
-from pdserve.services.decode.part import Admission, DecodePart
+from pdserve.services.decode.migration.moving import Moving
+from pdserve.services.decode.runtime import Admission, DecodePart
 from pdserve.services.decode.served import RouterSession, Served
+from pdserve.services.decode.single_flight.following import Sharing
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.sessions import Sessions, when_done
+from pdserve.services.worker.sessions import Sessions, when_done
 
 log = logging.getLogger(__name__)
 

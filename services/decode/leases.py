@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.engine.api.request import NewTokens
 from pdserve.engine.handoff.lease import (
     Action,
     Ended,
@@ -22,7 +23,6 @@ from pdserve.engine.handoff.lease import (
     Tick,
     step,
 )
-from pdserve.engine.request import NewTokens
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
 from pdserve.services.decode.served import RouterSession, Served

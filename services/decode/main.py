@@ -5,20 +5,20 @@ import asyncio
 import grpc.aio
 import torch
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.protos.worker_pb2_grpc import add_DecodeServicer_to_server
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.decode.part import DecodePart, Sink
+from pdserve.services.decode.runtime import DecodePart, Sink
 from pdserve.services.decode.servicer import DecodeService
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.lifecycle import Report, silent
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.worker import Progress, on_loop, serve_worker
+from pdserve.services.worker.worker import Progress, on_loop, serve_worker
 
 
 class DecodeRole:
-    """See services/host/worker.py Role; construct it inside the running loop."""
+    """See services/worker/worker.py Role; construct it inside the running loop."""
 
     services = ("pdserve.v1.Decode",)
 

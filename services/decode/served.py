@@ -3,9 +3,9 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from pdserve.engine.api.request import Request
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.lease import Lease
-from pdserve.engine.request import Request
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
 from pdserve.services.decode.transcript import Transcript

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pdserve.services.host.options import option
-from pdserve.services.host.settings import WorkerSettings
+from pdserve.services.worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.errors import ContextLengthExceeded, EngineError, QueueFull
-from pdserve.engine.handoff.frames import ID_BYTES
-from pdserve.engine.handoff.keys import SECRET_BYTES, Ticket
+from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.handoff.outgoing import HANDED_BACK, Sent
-from pdserve.engine.kv_identity import KvIdentity, refusal
+from pdserve.engine.handoff.protocol.frames import ID_BYTES
+from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
+from pdserve.engine.kv.identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.outbox import Outbox
-from pdserve.services.host.sessions import Sessions
-from pdserve.services.prefill.part import PrefillPart
+from pdserve.services.prefill.runtime import PrefillPart
+from pdserve.services.worker.sessions import Sessions
 
 log = logging.getLogger(__name__)
 

@@ -5,20 +5,20 @@ import asyncio
 import grpc.aio
 import torch
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.protos.worker_pb2_grpc import add_PrefillServicer_to_server
 from pdserve.services.host.lifecycle import Report, silent
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.worker import Progress, on_loop, serve_worker
 from pdserve.services.prefill.core import PrefillCore
-from pdserve.services.prefill.part import PrefillPart
+from pdserve.services.prefill.runtime import PrefillPart
 from pdserve.services.prefill.servicer import PrefillService
 from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.worker.worker import Progress, on_loop, serve_worker
 
 
 class PrefillRole:
-    """See services/host/worker.py Role; construct it inside the running loop."""
+    """See services/worker/worker.py Role; construct it inside the running loop."""
 
     services = ("pdserve.v1.Prefill",)
 

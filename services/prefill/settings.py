@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.settings import WorkerSettings
+from pdserve.services.worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
 
-from pdserve.engine.handoff.trace import Trace
+from pdserve.engine.handoff.recorder.event_log import Trace
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router import adoption, sharing, words
-from pdserve.services.router.answer import Answer
-from pdserve.services.router.endings import Endings
-from pdserve.services.router.facts import FactsOfWorkers, destination
-from pdserve.services.router.fleet import Fleet, Worker
-from pdserve.services.router.flow import MAX_CANDIDATES, Flow
-from pdserve.services.router.kinship import Kinship
-from pdserve.services.router.migrations import Migrations
-from pdserve.services.router.moves import Moves, leaving
-from pdserve.services.router.policy import Rules, decide
-from pdserve.services.router.promised import PromisedChains
-from pdserve.services.router.queues import Queues
-from pdserve.services.router.refusal import refusal
-from pdserve.services.router.switchboard import Attempt, Client
+from pdserve.services.router.fleet.compatibility import Kinship
+from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.placement.facts import FactsOfWorkers, destination
+from pdserve.services.router.placement.policy import Rules, decide
+from pdserve.services.router.placement.promised_chains import PromisedChains
+from pdserve.services.router.placement.queues import Queues
+from pdserve.services.router.placement.recompute_budget import Migrations
+from pdserve.services.router.requests import adoption, single_flight, worker_events
+from pdserve.services.router.requests.effects import Attempt, Client
+from pdserve.services.router.requests.migration import Moves, leaving
+from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.recently_finished import Endings
+from pdserve.services.router.requests.refusal import refusal
+from pdserve.services.router.requests.request import MAX_CANDIDATES, Flow
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Dispatcher:
         decode = self.fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
         self.kinship.left_out(decode.boot, decision.refused)
-        shares = sharing.Shares(self._rules.min_shared_tokens, decision.follows)
+        shares = single_flight.Shares(self._rules.min_shared_tokens, decision.follows)
         attempt = flow.begin(decode, prefill, shares, now)
         self.promised.add(attempt.id, decode.boot, facts.chain(decode))
         return True
@@ -352,15 +352,15 @@ class Dispatcher:
             self.num_stale += 1
             return
         attempt = flow.attempt
-        if kind in words.PRODUCTS:
+        if kind in worker_events.PRODUCTS:
             self._count(flow, attempt)
-        elif kind in words.ANSWERS and not attempt.answered:
+        elif kind in worker_events.ANSWERS and not attempt.answered:
             self.answered(attempt)
         if kind in ("admitted", "resumed"):
             self.kinship.admitted(flow, attempt)
         elif kind == "busy":
             worker.busy_until = now + BUSY_S
-        words.of_decode(flow, kind, message, now)
+        worker_events.of_decode(flow, kind, message, now)
         if kind not in ("tokens", "verified"):  # neither makes room
             self.pump(now)
 
@@ -381,7 +381,7 @@ class Dispatcher:
         else:
             if kind == "done":
                 self.kinship.handed_off(flow.attempt)
-            words.of_prefill(flow, kind, message, now)
+            worker_events.of_prefill(flow, kind, message, now)
 
     def tick(self, now: float) -> None:
         """Deadlines, and workers that are asked again."""

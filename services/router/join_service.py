@@ -29,7 +29,7 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
 
 
 class JoinService(FleetServicer):
-    """The worker side is services/host/join.py."""
+    """The worker side is services/worker/membership.py."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core

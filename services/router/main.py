@@ -4,9 +4,9 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.engine.handoff.ring import open_ring
-from pdserve.engine.handoff.trace import Trace
-from pdserve.engine.kv_identity import Mixing
+from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.ring import open_ring
+from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
@@ -14,11 +14,11 @@ from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.metrics_http import MetricsHttp
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.router.blobs import BlobCache, BlobService
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.fleet.blobs import BlobCache, BlobService
 from pdserve.services.router.join_service import JoinService
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.policy import Rules
+from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.service import OPEN_METHODS, RouterService
 from pdserve.services.router.settings import RouterSettings
 

@@ -14,13 +14,13 @@ import grpc.aio
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterServicer
-from pdserve.services.host.delivery import Patience, deliver
+from pdserve.services.host.backpressure import Patience, deliver
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
 from pdserve.services.host.outbox import Outbox
 from pdserve.services.host.server import is_authorized
-from pdserve.services.router.answer import Answer
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.requests.progress import Answer
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256

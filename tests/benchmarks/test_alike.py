@@ -3,7 +3,7 @@
 from alike import differing, resumed, seeded_requests, traces
 from engine_kit import ask, fake_engine
 
-from pdserve.engine.request import Request
+from pdserve.engine.api.request import Request
 
 
 def few() -> list[Request]:

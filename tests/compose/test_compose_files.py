@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.cli.options import ENV_PREFIX
+from pdserve.services.options.options import ENV_PREFIX
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ("prefill", "decode")

@@ -7,7 +7,7 @@ import pytest
 from engine_kit import ask, fake_engine, made
 
 from pdserve.engine.engine import Engine
-from pdserve.services.host.audit import Audit
+from pdserve.services.worker.audit import Audit
 
 
 def busy_engine() -> Engine:

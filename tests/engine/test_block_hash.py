@@ -3,7 +3,7 @@
 import hashlib
 import struct
 
-from pdserve.engine.block_hash import HASH_BYTES, cache_seed, chain_hashes, next_hash
+from pdserve.engine.kv.block_hash import HASH_BYTES, cache_seed, chain_hashes, next_hash
 
 
 def test_one_hash_per_full_block_chained() -> None:

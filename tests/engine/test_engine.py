@@ -5,7 +5,7 @@ import torch
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import fake_spec, reference, words
 
-from pdserve.engine.request import (
+from pdserve.engine.api.request import (
     ChoiceState,
     Computed,
     Finished,

@@ -5,9 +5,7 @@ import torch
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import FakeDecoder, fake_spec, reference
 
-from pdserve.engine.batch import Batch, Ints
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.request import (
+from pdserve.engine.api.request import (
     ChoiceState,
     Computed,
     Finished,
@@ -15,6 +13,8 @@ from pdserve.engine.request import (
     NewTokens,
     RequestFailed,
 )
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.kv.cache import KvCache
 
 WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
 

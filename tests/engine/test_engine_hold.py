@@ -3,8 +3,8 @@
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
+from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason
 from pdserve.engine.engine import Held
-from pdserve.engine.request import ChoiceState, Event, Finished, FinishReason
 
 
 @pytest.mark.parametrize("window", [0, 10])

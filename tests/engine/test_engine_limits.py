@@ -4,8 +4,8 @@ import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import fake_spec, reference
 
-from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
-from pdserve.engine.request import (
+from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from pdserve.engine.api.request import (
     ChoiceState,
     Finished,
     FinishReason,

@@ -11,10 +11,10 @@ from engine_kit import ask, assert_at_rest, of, run, tokens
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import ChoiceState, Computed, Finished, PromptScored
 from pdserve.engine.build import build_engine
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import ChoiceState, Computed, Finished, PromptScored
 
 NEW = 20
 Maker = Callable[..., Engine]

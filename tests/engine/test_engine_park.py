@@ -3,8 +3,8 @@
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
+from pdserve.engine.api.request import Computed, Event, Evicted, Finished, FinishReason, NewTokens
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import Computed, Event, Evicted, Finished, FinishReason, NewTokens
 
 
 def steps(engine: Engine, count: int = 2000) -> list[Event]:

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.engine.errors import ContextLengthExceeded
-from pdserve.engine.request import (
+from pdserve.engine.api.errors import ContextLengthExceeded
+from pdserve.engine.api.request import (
     ChoiceState,
     Computed,
     Evicted,
@@ -30,7 +30,7 @@ from pdserve.engine.request import (
     Step,
     prefix_ids,
 )
-from pdserve.engine.reservation import Reservation
+from pdserve.engine.scheduling.reservation import Reservation
 
 # Few distinct prompts, so that prefixes are shared.
 PROMPTS = st.builds(

@@ -8,8 +8,8 @@ import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from fake_decoder import FakeDecoder, fake_spec, reference
 
+from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.engine import Engine
-from pdserve.engine.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.thread import EngineThread
 
 WAIT_S = 10

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pdserve.engine.block_tables import BlockCopy
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 
 def cache(dtype: str = "float32") -> KvCache:

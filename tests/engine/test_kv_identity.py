@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.identity import configuration_digest, kv_identity
-from pdserve.engine.kv_identity import KvIdentity, Mixing, differences, refusal
+from pdserve.engine.kv.identity import KvIdentity, Mixing, differences, refusal
 from pdserve.engine.models.config import LayerConfig, ModelConfig, RopeConfig
+from pdserve.engine.models.identity import configuration_digest, kv_identity
 
 CARD = CardData(
     name="m",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.memory import free_host_bytes, pool_bytes
+from pdserve.engine.execution.memory import free_host_bytes, pool_bytes
 
 GIB = 1 << 30
 

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 from engine_kit import ask, fake_engine
 
-from pdserve.engine.pulse import SLACK, Pulse
-from pdserve.engine.stats import GROWTH, StepMeter
-from pdserve.services.host.stillness import FROZEN_S, MIN_LOOKS, Stillness
+from pdserve.engine.api.stats import GROWTH, StepMeter
+from pdserve.engine.liveness import SLACK, Pulse
+from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, Stillness
 
 
 def verdicts(pulse: Pulse, start: float, end: float, every_s: float) -> list[float]:

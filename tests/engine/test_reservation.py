@@ -4,9 +4,8 @@ import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import fake_spec, reference
 
-from pdserve.engine.engine import Engine
-from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.engine.request import (
+from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.engine.api.request import (
     ChoiceState,
     Finished,
     FinishReason,
@@ -14,7 +13,8 @@ from pdserve.engine.request import (
     Scheduled,
     prefix_ids,
 )
-from pdserve.engine.reservation import Reservation
+from pdserve.engine.engine import Engine
+from pdserve.engine.scheduling.reservation import Reservation
 
 WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
 

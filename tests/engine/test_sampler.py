@@ -9,11 +9,11 @@ from engine_kit import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.block_hash import cache_seed
-from pdserve.engine.limits import Limits
-from pdserve.engine.plan import Outcome, Row
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.execution.sampler import Sampler
+from pdserve.engine.kv.block_hash import cache_seed
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.plan import Outcome, Row
+from pdserve.engine.scheduling.request_state import Job, Sequence
 from pdserve.kernels.ops import select
 from pdserve.kernels.reference.candidates import candidates
 from pdserve.kernels.reference.noise import gumbel_noise
@@ -249,7 +249,7 @@ def test_prompt_scores_follow_the_prompt() -> None:
 
 
 def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.engine.sampler.SCORED_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr("pdserve.engine.execution.sampler.SCORED_BYTES", 3 * 4 * VOCAB)
     request = ask("a", range(10, 20), prompt_logprobs=1, max_tokens=5)
     job = Job(request, 1, 0.0, 5, b"")
     sequence = Sequence(job, list(range(10, 20)), (0,), b"")

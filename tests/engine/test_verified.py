@@ -14,15 +14,15 @@ from fake_decoder import FakeDecoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.block_hash import cache_seed, chain_hashes
+from pdserve.engine.api.errors import ContextLengthExceeded
 from pdserve.engine.engine import Engine
-from pdserve.engine.errors import ContextLengthExceeded
-from pdserve.engine.handoff.layout import Bitmap, Piece, cut
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
-from pdserve.engine.limits import Limits
-from pdserve.engine.reservation import Reservation
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.kernels.ops import select
 
 SIZE = 4

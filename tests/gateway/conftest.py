@@ -14,8 +14,8 @@ from pdserve.gateway.catalog import TextPool
 from pdserve.gateway.http.app import HttpLimits, create_app
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.limits import Limits
-from pdserve.gateway.metrics import GatewayMetrics
-from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
 
 BOUNDS = HttpLimits(

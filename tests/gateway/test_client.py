@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 from eventually import eventually
 
-from pdserve.gateway import client as client_module
-from pdserve.gateway.client import RouterClient
+from pdserve.gateway.router_client import client as client_module
+from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.host.errors import ServiceError

@@ -3,7 +3,7 @@
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.flight import Flight
+from pdserve.gateway.router_client.resumable_request import Flight
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
 

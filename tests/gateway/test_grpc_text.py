@@ -14,7 +14,7 @@ from pdserve.gateway.keys import ApiKeys
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
-from pdserve.services.host.delivery import Patience
+from pdserve.services.host.backpressure import Patience
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.cli.options import ENV_PREFIX, Option
+from pdserve.services.options.options import ENV_PREFIX, Option
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("cpu", "gpu")

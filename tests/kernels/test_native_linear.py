@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.source import RawTensor
-from pdserve.engine.quant.registry import NATIVE, formats, unpack
+from pdserve.engine.weights.registry import NATIVE, formats, unpack
 from pdserve.kernels import _native
 
 FLOATS = ("F32", "F16", "BF16")

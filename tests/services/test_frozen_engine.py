@@ -22,10 +22,10 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.channel import open_channel
-from pdserve.services.host.worker import CLOSE_S
-from pdserve.services.router.fleet import State, Worker
+from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.worker import CLOSE_S
 
 pytestmark = pytest.mark.anyio
 

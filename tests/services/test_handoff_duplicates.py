@@ -10,9 +10,10 @@ import pytest
 from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
 
-from pdserve.engine.transport import cuda_wires, shm, tcp
-from pdserve.engine.transport import link as link_module
+from pdserve.engine.handoff.connection import link as link_module
+from pdserve.engine.transport import shm, tcp
 from pdserve.engine.transport.base import SLOTS, Wire
+from pdserve.engine.transport.cuda_ipc.transport import wires
 from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]
@@ -20,7 +21,7 @@ Taken = Callable[[], None]
 WRITERS: dict[str, Any] = {
     "tcp": tcp.TcpWire,
     "shm": shm.ShmWriter,
-    "cuda_ipc": cuda_wires.CudaWriter,
+    "cuda_ipc": wires.CudaWriter,
 }
 
 
@@ -30,7 +31,7 @@ def test_every_transport_is_here() -> None:
 
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame for each block of each layer, so that slots are used again and again."""
-    monkeypatch.setattr("pdserve.engine.handoff.layout.SLOT_BYTES", 1)
+    monkeypatch.setattr("pdserve.engine.handoff.protocol.layout.SLOT_BYTES", 1)
 
 
 @contextmanager

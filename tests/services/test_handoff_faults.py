@@ -10,13 +10,13 @@ from engine_kit import fake_engine
 from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
-from pdserve.engine.handoff.doors import MAX_STRANGERS
-from pdserve.engine.handoff.frames import FrameHeader
-from pdserve.engine.handoff.keys import Domain, TagKey
+from pdserve.engine.api.request import Computed
+from pdserve.engine.handoff.connection.data_listeners import MAX_STRANGERS
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol.frames import FrameHeader
+from pdserve.engine.handoff.protocol.keys import Domain, TagKey
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.request import Computed
-from pdserve.engine.transport.link import Link
+from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
@@ -211,7 +211,7 @@ def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.Mon
 def test_a_silent_peer_ends_the_attempt(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.handoff.machine.SILENCE_S", 0.3)
+    monkeypatch.setattr("pdserve.engine.handoff.protocol.machine.SILENCE_S", 0.3)
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
     blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
     promise_anything(monkeypatch)

@@ -13,12 +13,12 @@ from engine_kit import fake_engine
 from fake_decoder import words
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.block_hash import cache_seed, chain_hashes
-from pdserve.engine.handoff import control, frames
-from pdserve.engine.handoff.layout import encode_spec
 from pdserve.engine.handoff.outgoing import Outgoing
+from pdserve.engine.handoff.protocol import frames, messages
+from pdserve.engine.handoff.protocol.layout import encode_spec
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.kv_identity import KvIdentity, Mixing
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv.identity import KvIdentity, Mixing
 from pdserve.engine.transport.base import Frame, Target
 from pdserve.engine.transport.registry import transports
 
@@ -204,10 +204,10 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
     transport: str, make_pair: MakePair, tmp_path: Path
 ) -> None:
     pair = make_pair(transport)
-    hello = control.Hello(
+    hello = messages.Hello(
         pair.prefill_boot, pair.decode_boot, OURS, transport, encode_spec(pair.prefill.kv.spec)
     )
-    record = bytearray(control.encode(hello))
+    record = bytearray(messages.encode(hello))
     record[2] = frames.WIRE_VERSION + 5  # after the magic
     address = pair.addresses[transport]
     if transport == "tcp":
@@ -220,13 +220,13 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         sock.settimeout(10)
         sock.sendall(bytes(record))
         answer = sock.recv(1000)
-    refusal = control.decode(answer)
+    refusal = messages.decode(answer)
     text = f"wire version {frames.WIRE_VERSION} here, {frames.WIRE_VERSION + 5} there"
-    assert refusal == control.Refused(text)
+    assert refusal == messages.Refused(text)
     as_the_other_reads_it = bytearray(answer)
     as_the_other_reads_it[2] += 1
     with pytest.raises(frames.OtherVersion, match=f"here, {frames.WIRE_VERSION + 1} there"):
-        control.decode(bytes(as_the_other_reads_it))
+        messages.decode(bytes(as_the_other_reads_it))
     asked = request(50)
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked), "its own version is still welcome"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
 from pdserve.engine.transport.base import Frame, FrameJob
-from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 CACHELESS: dict[str, Any] = {"prefix_cache": False}
@@ -77,11 +77,11 @@ def test_a_frame_is_asked_for_again(
 
 @pytest.mark.parametrize(
     "kind",
-    [control.Claim, control.Computed, control.Granted, control.Ack, control.Complete],
+    [messages.Claim, messages.Computed, messages.Granted, messages.Ack, messages.Complete],
     ids=lambda kind: kind.__name__,
 )
 def test_a_message_is_taken_for_what_it_was(
-    kind: type[control.Body], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    kind: type[messages.Body], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair("tcp", **CACHELESS)
     hand_over(pair, 50, 0)  # decode knows the peer
@@ -89,7 +89,7 @@ def test_a_message_is_taken_for_what_it_was(
     for seed in (1, 2, 3):
         hand_over(pair, 50, seed)
     assert not left
-    from_prefill = kind in (control.Claim, control.Computed)
+    from_prefill = kind in (messages.Claim, messages.Computed)
     side = pair.receiver if from_prefill else pair.sender
     assert side.counters["misnamed"] == 2
     assert not pair.lost
@@ -104,7 +104,7 @@ def test_the_end_of_an_attempt_is_heard(
     hand_over(pair, 8, 0)
     blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(10)
     asked = fresh(request(60))
-    left = change(monkeypatch, control.Abort.TYPE, [100])
+    left = change(monkeypatch, messages.Abort.TYPE, [100])
     attempt = pair.hand_off(asked)
     pair.wait(lambda: pair.at_decode(lambda r: len(r._claims) == 1))
     ended = pair.at_prefill if side == "prefill" else pair.at_decode

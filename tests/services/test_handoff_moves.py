@@ -8,10 +8,10 @@ import pytest
 from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.request import ChoiceState, NewTokens, Request, Step
-from pdserve.services.decode.departures import Departures
+from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.services.decode.migration.departures import Departures
 
 
 class Source:
@@ -137,7 +137,7 @@ def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) 
 def test_whatever_fails_it_goes_on_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.services.decode.departures.MOVE_S", 0.3)
+    monkeypatch.setattr("pdserve.services.decode.migration.departures.MOVE_S", 0.3)
     pair = make_pair()
     pair.prefill._runner._model = Slow(fake_spec())
     asked = request(40, max_tokens=60)

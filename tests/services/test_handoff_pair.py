@@ -10,8 +10,8 @@ from engine_kit import ask
 from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, request
 
-from pdserve.engine.handoff.machine import Action, Phase
-from pdserve.engine.request import ChoiceState, Computed, Request, Step
+from pdserve.engine.api.request import ChoiceState, Computed, Request, Step
+from pdserve.engine.handoff.protocol.machine import Action, Phase
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())

@@ -9,8 +9,8 @@ import pytest
 from engine_kit import ask, fake_engine
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.kv_identity import KvIdentity, Mixing
-from pdserve.engine.request import Computed, Request
+from pdserve.engine.api.request import Computed, Request
+from pdserve.engine.kv.identity import KvIdentity, Mixing
 
 BLOCK = 4
 BLOCK_BYTES = 128
@@ -165,7 +165,7 @@ def test_a_window_model_never_finds_a_prefix_that_it_could_not_go_on_from(
 def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.handoff.pace.SLOW_S", 0.3)
+    monkeypatch.setattr("pdserve.engine.handoff.slow_peer.SLOW_S", 0.3)
     asked = request(200)
     stop = Stop(pair, 96)
     attempt = pair.hand_off(asked)

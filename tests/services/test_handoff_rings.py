@@ -9,12 +9,13 @@ from fleet import wait_for
 from handoff_pair import Pair, local, request
 from rings import assert_conform
 
-from pdserve.engine.handoff import endpoint, machine
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.layout import Bitmap
-from pdserve.engine.handoff.machine import Action, Actions, Event, Filled, Granted, Handoff
-from pdserve.engine.handoff.ring import read_rings
-from pdserve.engine.request import Computed, Step
+from pdserve.engine.api.request import Computed, Step
+from pdserve.engine.handoff import endpoint
+from pdserve.engine.handoff.protocol import machine
+from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.handoff.protocol.machine import Action, Actions, Event, Filled, Granted, Handoff
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.ring import read_rings
 
 
 class Noted(Pair):

@@ -10,22 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.limits import Limits
-from pdserve.gateway.client import RouterClient
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host import worker as worker_module
 from pdserve.services.host.lifecycle import silent
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router import main as router_module
 from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker import worker as worker_module
 from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network

@@ -1,7 +1,8 @@
 """The data connection between prefill and decode without threads: the real Link over pipes.
 
-Records, credits and frames are those of engine/transport/link.py; only its two threads are replaced
-by callbacks. Connecting takes its time, but the introductions then happen at one instant.
+Records, credits and frames are those of engine/handoff/connection/link.py; only its two threads
+are replaced by callbacks. Connecting takes its time, but the introductions then happen at one
+instant.
 """
 
 import asyncio
@@ -10,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pdserve.engine.handoff.frames import FrameError
+from pdserve.engine.handoff.connection.dial import DIAL_S
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol.frames import FrameError
 from pdserve.engine.transport.base import Target, TransportRefused, WireClosed
-from pdserve.engine.transport.dial import DIAL_S
-from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.tcp import TcpWire
 from simulation.clock import Process, State
 from simulation.network import END, POLL_S, Connection, Network, Pipe
@@ -112,7 +113,7 @@ class SimWire(TcpWire):
 
 
 class SimLink(Link):
-    """engine/transport/link.py Link without threads."""
+    """engine/handoff/connection/link.py Link without threads."""
 
     def __init__(self, wire: Any, transport: str, handler: Any) -> None:
         super().__init__(wire, transport, handler)

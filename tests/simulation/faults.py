@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FRAME_BYTES
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.request import Request, SamplingParams
+from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
+from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import worker_pb2 as wire
 from simulation.clock import Process, State
 from simulation.cluster import Cluster
@@ -363,9 +363,9 @@ class Faults:
         else:
 
             def tamper(data: bytes) -> bytes:
-                hello = control.decode(data)
-                assert isinstance(hello, control.Hello)
-                return control.encode(replace(hello, identity=KvIdentity(b"of other weights")))
+                hello = messages.decode(data)
+                assert isinstance(hello, messages.Hello)
+                return messages.encode(replace(hello, identity=KvIdentity(b"of other weights")))
 
             self._network.tamper = tamper
 

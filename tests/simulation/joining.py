@@ -7,7 +7,7 @@ import grpc
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.host.join import (
+from pdserve.services.worker.membership import (
     HEARTBEAT_S,
     LOAD_INTERVAL_S,
     REJOIN_S,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.batch import Batch, Ints
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.kernels.streams import StreamSettings, TokenScores
 
 VOCAB = 64
@@ -61,7 +61,7 @@ def _token(digest: int, seed: int, choice: int, position: int) -> int:
 
 
 class Model:
-    """engine/runner.py Model."""
+    """engine/execution/runner.py Model."""
 
     def __init__(self, spec: KvSpec) -> None:
         self._spec = spec

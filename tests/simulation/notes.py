@@ -1,10 +1,10 @@
-"""What a process notes of its hand-offs, in memory: its ring (engine/handoff/ring.py), no file.
+"""What a process notes of its hand-offs, in memory: its ring, no file.
 
 A killed process has noted what it has; one that ends in order says so.
 """
 
-from pdserve.engine.handoff.ring import FIRST_WORDS
-from pdserve.engine.handoff.trace import Mark, Record, Recording
+from pdserve.engine.handoff.recorder.event_log import Mark, Record, Recording
+from pdserve.engine.handoff.recorder.ring import FIRST_WORDS
 from simulation.clock import World
 
 HOST = b"the simulation.."

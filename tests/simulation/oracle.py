@@ -4,13 +4,13 @@ Every request has one terminal answer, complete or a typed error, and a stream i
 run without faults gives. After the death of a router no prompt token is computed again. Every block
 is back, nothing is promised, reserved or remembered, each request is counted once, no service has
 logged an error, and what the processes have noted of their hand-offs is what the machine says
-(engine/handoff/conform.py).
+(engine/handoff/recorder/conform.py).
 """
 
 from collections import Counter
 from typing import Any
 
-from pdserve.engine.handoff.conform import check
+from pdserve.engine.handoff.recorder.conform import check
 from simulation.cluster import Cluster, Node, Reply
 from simulation.faults import MAY_FAIL, NOTHING_AGAIN, Faults
 from simulation.model import reference

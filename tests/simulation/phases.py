@@ -15,8 +15,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FRAME_BYTES, FRAME_TYPE, PREFIX_BYTES, FrameHeader, Prefix
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import (
+    FRAME_BYTES,
+    FRAME_TYPE,
+    PREFIX_BYTES,
+    FrameHeader,
+    Prefix,
+)
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos import worker_pb2 as wire
 from simulation.clock import Process
@@ -147,15 +153,15 @@ class PhaseWatch:
                 self.frames.append((self.request_of(attempt), data[at:end]))
                 self._step(attempt, "transferring", message)
             else:
-                self._on_control(message, control.decode(data[at:end]))
+                self._on_control(message, messages.decode(data[at:end]))
             at = end
 
     def _on_control(self, message: Message, record: Any) -> None:
-        if isinstance(record, control.Signed):
+        if isinstance(record, messages.Signed):
             attempt = self._tickets.get(record.ticket, b"")
-            if isinstance(record.body, control.Claim):
+            if isinstance(record.body, messages.Claim):
                 self._step(attempt, "claimed", message)
-            elif isinstance(record.body, control.Complete):
+            elif isinstance(record.body, messages.Complete):
                 self._step(attempt, "complete", message)
 
     def on_plan(self, process: Process, plan: Any) -> None:

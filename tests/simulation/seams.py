@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from pdserve.engine.handoff.machine import PROGRESS_S
+from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
@@ -237,27 +237,27 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     # The bound class methods find the network on the class: one simulation runs at a time.
     LoopSender.network = LoopLease.network = LoopHost.network = network
     replaced: dict[str, Any] = {
-        "pdserve.engine.handoff.layout.SLOT_BYTES": SLOT_BYTES,
-        "pdserve.engine.handoff.doors.Link": SimLink,
-        "pdserve.engine.transport.dial.Link": SimLink,
-        "pdserve.services.decode.part.EngineThread": LoopEngineThread,
-        "pdserve.services.decode.part.Receiver": LoopReceiver,
-        "pdserve.services.decode.part.Sender": LoopSender,
-        "pdserve.services.decode.part.make_transports": transports,
-        "pdserve.services.decode.part.open_ring": open_ring,
-        "pdserve.services.prefill.part.open_ring": open_ring,
+        "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
+        "pdserve.engine.handoff.connection.data_listeners.Link": SimLink,
+        "pdserve.engine.handoff.connection.dial.Link": SimLink,
+        "pdserve.services.decode.runtime.EngineThread": LoopEngineThread,
+        "pdserve.services.decode.runtime.Receiver": LoopReceiver,
+        "pdserve.services.decode.runtime.Sender": LoopSender,
+        "pdserve.services.decode.runtime.make_transports": transports,
+        "pdserve.services.decode.runtime.open_ring": open_ring,
+        "pdserve.services.prefill.runtime.open_ring": open_ring,
         "pdserve.services.router.main.open_ring": open_ring,
-        "pdserve.services.decode.part.shm_folder": lambda configured: "",
-        "pdserve.services.prefill.part.EngineThread": LoopEngineThread,
-        "pdserve.services.prefill.part.Sender": LoopSender,
-        "pdserve.services.prefill.part.make_transports": transports,
-        "pdserve.services.prefill.part.shm_folder": lambda configured: "",
-        "pdserve.services.host.join._Lease": LoopLease,
-        "pdserve.services.host.worker.Membership": LoopMembership,
+        "pdserve.services.decode.runtime.shm_folder": lambda configured: "",
+        "pdserve.services.prefill.runtime.EngineThread": LoopEngineThread,
+        "pdserve.services.prefill.runtime.Sender": LoopSender,
+        "pdserve.services.prefill.runtime.make_transports": transports,
+        "pdserve.services.prefill.runtime.shm_folder": lambda configured: "",
+        "pdserve.services.worker.membership._Lease": LoopLease,
+        "pdserve.services.worker.worker.Membership": LoopMembership,
         # A second signal: the process of the simulation ends, not this one.
         "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
-        "pdserve.services.host.worker.GrpcHost": LoopHost,
-        "pdserve.services.host.worker.threading": SimpleNamespace(Thread=LoadingThread),
+        "pdserve.services.worker.worker.GrpcHost": LoopHost,
+        "pdserve.services.worker.worker.threading": SimpleNamespace(Thread=LoadingThread),
         "pdserve.services.decode.main.build_engine": build,
         "pdserve.services.prefill.main.build_engine": build,
         "pdserve.services.router.main.RouterProcess": SeenRouter,
@@ -265,9 +265,9 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
             Random=lambda: Random(entropy.random())
         ),
         "pdserve.services.router.main.GrpcHost": LoopHost,
-        "pdserve.services.router.links.open_channel": channel,
-        "pdserve.gateway.client.open_channel": channel,
-        "pdserve.gateway.client.resolve": lambda name: [name],
+        "pdserve.services.router.fleet.worker_sessions.open_channel": channel,
+        "pdserve.gateway.router_client.client.open_channel": channel,
+        "pdserve.gateway.router_client.client.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

@@ -83,8 +83,8 @@ def test_whatever_strikes_a_move_no_token_is_lost_or_wrong(kind: str) -> None:
 
 
 def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.services.router.rebalance.WINDOW_S", 0.06)
-    monkeypatch.setattr("pdserve.services.router.rebalance.MIN_WINDOWS", 1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.06)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_WINDOWS", 1)
     done = preempted = 0
     for seed in range(20):
         rng = Random(seed)

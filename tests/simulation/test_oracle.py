@@ -8,17 +8,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from pdserve.engine.batch import Batch, GroupTable
-from pdserve.engine.block_tables import BlockTables
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.keys import TagKey
-from pdserve.engine.handoff.layout import Bitmap
-from pdserve.engine.kv_cache import KvCache
-from pdserve.gateway.flight import Flight
+from pdserve.engine.execution.batch import Batch, GroupTable
+from pdserve.engine.handoff.protocol.keys import TagKey
+from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.kv.block_tables import BlockTables
+from pdserve.engine.kv.cache import KvCache
+from pdserve.gateway.router_client.resumable_request import Flight
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.router.answer import Answer
+from pdserve.services.router.requests.progress import Answer
 from simulation.model import Model, spec
 from simulation.run import make, simulate
 from simulation.scenario import Scenario

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.services.host.stillness import FROZEN_S
+from pdserve.services.host.stall_detector import FROZEN_S
 from simulation.clock import Process
 from simulation.faults import cells
 from simulation.run import Run, make, simulate

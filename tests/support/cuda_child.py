@@ -27,12 +27,12 @@ from link_ends import (
     claim_record,
 )
 
-from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
-from pdserve.engine.kv_pages import Pages
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
+from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.base import Frame, FrameJob, Target, TransportOptions, Wire
-from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
+from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import Slot
-from pdserve.engine.transport.link import Link
 
 SIZE = SLOT_BYTES // 2
 

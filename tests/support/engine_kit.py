@@ -6,12 +6,12 @@ from typing import Any
 
 from fake_decoder import VOCAB, FakeDecoder, fake_spec
 
+from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
 from pdserve.engine.engine import Engine
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.kv_spec import KvSpec
-from pdserve.engine.limits import Limits
-from pdserve.engine.request import Event, NewTokens, Request, SamplingParams
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.scheduling.limits import Limits
 from pdserve.kernels.ops import select
 
 made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end

@@ -8,9 +8,9 @@ or a value an error; no weights, exact in any batch.
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, Ints, on
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.execution.batch import Batch, Ints, on
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 VOCAB = 64
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.kv_pages import Pages
+from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.device import HANDLE_BYTES, DeviceError, Slot
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import TAG_BYTES, expand_key

@@ -19,7 +19,7 @@ from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.spec import parse_config
-from pdserve.engine.quant.registry import unpack_into
+from pdserve.engine.weights.registry import unpack_into
 
 ROOM_BYTES = 256 << 20
 

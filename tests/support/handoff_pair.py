@@ -12,18 +12,18 @@ import pytest
 from engine_kit import ask, fake_engine, run, tokens
 from fake_device import FakeDevice
 
+from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.keys import Ticket
-from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.promise import Promises
+from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol.promises import Promises
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.ring import open_ring
+from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.handoff.trace import Trace
-from pdserve.engine.kv_identity import Mixing
-from pdserve.engine.request import Finished, NewTokens, Request, Step, prefix_ids
+from pdserve.engine.kv.identity import Mixing
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports

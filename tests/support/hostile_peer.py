@@ -16,10 +16,10 @@ from typing import Any
 
 from victim import BLOCK, NUM_TOKENS, Victim
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import PREFIX_BYTES, FrameHeader, Prefix
-from pdserve.engine.handoff.keys import Domain, Ticket, TicketKeys, derive_keys
-from pdserve.engine.handoff.layout import Piece, encode_spec, spec_digest
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES, FrameHeader, Prefix
+from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys, derive_keys
+from pdserve.engine.handoff.protocol.layout import Piece, encode_spec, spec_digest
 from pdserve.engine.transport.base import SLOTS, Wire, WireClosed
 
 GENUINE = range(7)  # the blocks that are really sent
@@ -44,7 +44,7 @@ class Peer:
         self.boot = boot
         self.wire: Wire = victim.transport.dial(victim.target, 5.0)
         self.wire.deadline = time.monotonic() + 3600
-        hello = control.Hello(
+        hello = messages.Hello(
             boot,
             victim.boot,
             victim.engine.kv_identity,
@@ -52,27 +52,27 @@ class Peer:
             encode_spec(victim.spec),
             victim.encrypted,
         )
-        self.wire.write(control.encode(hello))
-        assert isinstance(self.reply(), control.Welcome)
+        self.wire.write(messages.encode(hello))
+        assert isinstance(self.reply(), messages.Welcome)
 
-    def reply(self) -> control.Message | None:
+    def reply(self) -> messages.Message | None:
         """The next record; None: the connection is closed."""
         try:
             head = self.wire.take(PREFIX_BYTES)
             body = self.wire.take(Prefix.unpack(head).length)
         except WireClosed:
             return None
-        return control.decode(head + body)
+        return messages.decode(head + body)
 
     def claim(self) -> Held:
         ticket = self.victim.admit(self.boot)
         digest = spec_digest(self.victim.spec)
         held = Held(ticket, derive_keys(ticket, digest, self.victim.engine.kv_identity.digest))
-        claim = control.sign(
-            control.Claim(NUM_TOKENS, 0), ticket.id, next(held.sequence), held.keys.to_decode
+        claim = messages.sign(
+            messages.Claim(NUM_TOKENS, 0), ticket.id, next(held.sequence), held.keys.to_decode
         )
         self.wire.write(claim)
-        while not isinstance(getattr(self.reply(), "body", None), control.Granted):
+        while not isinstance(getattr(self.reply(), "body", None), messages.Granted):
             pass
         return held
 
@@ -109,7 +109,7 @@ class Peer:
             match self.reply():
                 case None:
                     return "closed"
-                case control.Credit():
+                case messages.Credit():
                     return "credit"
 
     def fill(self, held: Held) -> None:

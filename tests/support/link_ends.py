@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from fake_device import FakeDevice, pages_of
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import TAG_BYTES, FrameHeader
-from pdserve.engine.handoff.keys import TagKey
-from pdserve.engine.kv_identity import KvIdentity
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
+from pdserve.engine.handoff.protocol.keys import TagKey
+from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import (
     Frame,
     FrameJob,
@@ -23,14 +24,13 @@ from pdserve.engine.transport.base import (
     TransportOptions,
     Wire,
 )
-from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import transports
 
 SLOT_BYTES = 1 << 18
 BOOT = b"D" * 16
 TICKET = b"t" * 16
 COPY_KEY = bytes(range(32))  # of every payload on a device
-HELLO = control.Hello(b"P" * 16, BOOT, KvIdentity(b"identity"), "", b"spec")
+HELLO = messages.Hello(b"P" * 16, BOOT, KvIdentity(b"identity"), "", b"spec")
 
 
 def make_transport(name: str, folder: Path, device: FakeDevice | None = None) -> KvTransport:
@@ -64,7 +64,7 @@ class Recorder:
     def __init__(self, refuse: str = "", accept: bool = True) -> None:
         self.refuse = refuse
         self.accept = accept
-        self.messages: list[control.Message] = []
+        self.messages: list[messages.Message] = []
         self.payloads: list[tuple[int, bytes]] = []
         self.held: list[tuple[Link, FrameHeader]] = []
         self._free = threading.Event()
@@ -73,11 +73,11 @@ class Recorder:
         self.links: list[Link] = []
         self.changed = threading.Condition()
 
-    def introduced(self, link: Link, hello: control.Hello) -> str:
+    def introduced(self, link: Link, hello: messages.Hello) -> str:
         return self.refuse
 
-    def message(self, link: Link, message: control.Message) -> None:
-        if isinstance(message, control.Signed) and isinstance(message.body, control.Claim):
+    def message(self, link: Link, message: messages.Message) -> None:
+        if isinstance(message, messages.Signed) and isinstance(message.body, messages.Claim):
             link.trust()
         self._note(lambda: self.messages.append(message))
 
@@ -160,7 +160,7 @@ def _padded(size: int) -> int:
 
 
 def claim_record() -> bytes:
-    return control.sign(control.Claim(7, 0), TICKET, 1, TagKey(bytes(32)))
+    return messages.sign(messages.Claim(7, 0), TICKET, 1, TagKey(bytes(32)))
 
 
 def record_of(payload: bytes, sequence: int) -> bytes:

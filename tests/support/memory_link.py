@@ -4,15 +4,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.transport.base import SLOTS
 
 Frame = tuple[bytes, bytes]  # signed record, payload
 
 
 class MemoryLink:
-    """One end; stands for a Link (engine/transport/link.py). Ends are tied by `tie`."""
+    """One end; stands for a Link (engine/handoff/connection/link.py). Ends are tied by `tie`."""
 
     transport = "memory"
     direct = False
@@ -20,7 +20,7 @@ class MemoryLink:
     def __init__(self, handler: Any, peer: bytes, slot_bytes: int, clock: Callable[[], float]):
         self.handler = handler
         self.peer = peer
-        self.hello: control.Hello | None = None
+        self.hello: messages.Hello | None = None
         self.genuine = False
         self.reason = ""
         self.heard = clock()
@@ -72,9 +72,9 @@ class MemoryLink:
 
     # what its owner does
 
-    def hear(self) -> control.Message | None:
+    def hear(self) -> messages.Message | None:
         """The next record arrives; None: it has closed the connection."""
-        message = control.decode(self.inbox.popleft())
+        message = messages.decode(self.inbox.popleft())
         self.heard = self._clock()
         return message if self._safely(lambda: self.handler.message(self, message)) else None
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from engine_kit import fake_engine
 from memory_link import MemoryLink, tie
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.layout import slot_bytes
 from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.transport.base import Target, TransportRefused
@@ -67,7 +67,7 @@ class Worker:
         self.sender._dial_threads = self.dials  # type: ignore[assignment]
         self.sender._dialer = self  # type: ignore[assignment]
 
-    def dial(self, target: Target, hello: control.Hello) -> MemoryLink:
+    def dial(self, target: Target, hello: messages.Hello) -> MemoryLink:
         """Dialer.dial."""
         if self.refuses:
             self.num_refused += 1

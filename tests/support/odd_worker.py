@@ -17,8 +17,8 @@ from engine_kit import fake_engine
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import CARD, SECRET
 
-from pdserve.engine.config import EngineConfig
-from pdserve.engine.stats import StepMeter
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.stats import StepMeter
 from pdserve.services.decode import main as decode
 from pdserve.services.decode.settings import DecodeSettings
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pdserve.engine.batch import Batch, GroupTable, Ints
+from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.models.spec import parse_config

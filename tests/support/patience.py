@@ -1,8 +1,9 @@
 """A hand-off that no clock ends, for tests whose load or pauses must not end it."""
 
-from pdserve.engine.handoff import machine, pace
+from pdserve.engine.handoff import slow_peer
+from pdserve.engine.handoff.protocol import machine
 
-LIMITS = ((machine, "SILENCE_S"), (machine, "FROZEN_S"), (pace, "SLOW_S"))
+LIMITS = ((machine, "SILENCE_S"), (machine, "FROZEN_S"), (slow_peer, "SLOW_S"))
 
 
 class Patience:

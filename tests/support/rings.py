@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
     Event,
@@ -19,9 +18,17 @@ from pdserve.engine.handoff.machine import (
     Side,
     step,
 )
-from pdserve.engine.handoff.ring import SUFFIX, read_rings
-from pdserve.engine.handoff.timeline import event_name
-from pdserve.engine.handoff.trace import MAX_ARGUMENT, Log, Mark, Record, Recording, Trace
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import (
+    MAX_ARGUMENT,
+    Log,
+    Mark,
+    Record,
+    Recording,
+    Trace,
+)
+from pdserve.engine.handoff.recorder.ring import SUFFIX, read_rings
+from pdserve.engine.handoff.recorder.timeline import event_name
 
 HOST = b"one kernel's id."
 CELLS = 6

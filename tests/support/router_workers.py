@@ -19,9 +19,9 @@ from pdserve.protos.worker_pb2_grpc import (
     add_PrefillServicer_to_server,
 )
 from pdserve.services.host.fragments import IdsCollector
-from pdserve.services.host.join import Membership
 from pdserve.services.host.outbox import Outbox
 from pdserve.services.host.server import GrpcHost
+from pdserve.services.worker.membership import Membership
 
 SECRET = "cluster secret of the tests"
 

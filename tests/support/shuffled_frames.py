@@ -15,9 +15,9 @@ from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
 from patience import Patience
 
-from pdserve.engine.handoff.layout import Piece
-from pdserve.engine.handoff.machine import Action
 from pdserve.engine.handoff.outgoing import Outgoing
+from pdserve.engine.handoff.protocol.layout import Piece
+from pdserve.engine.handoff.protocol.machine import Action
 
 BLOCK = 4
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf_tokenizer import tokenizer_json
+from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.tokenizer import Tokenizer
 

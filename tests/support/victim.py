@@ -11,12 +11,12 @@ from typing import Any
 from engine_kit import ask, fake_engine
 from patience import Patience
 
-from pdserve.engine.handoff.frames import FrameHeader
-from pdserve.engine.handoff.keys import Ticket
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol.frames import FrameHeader
+from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import Payload, Target, TransportOptions
-from pdserve.engine.transport.link import Link
 from pdserve.engine.transport.registry import make_transports
 
 NUM_TOKENS = 60  # of every prompt; 15 blocks in each group

@@ -13,8 +13,8 @@ import pytest
 from engine_kit import ask, fake_engine, run, tokens
 from rings import assert_conform
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
@@ -24,9 +24,9 @@ from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.channel import open_channel
 from pdserve.services.host.fragments import send_ids
 from pdserve.services.host.lifecycle import silent
-from pdserve.services.host.worker import Role, Worker
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.worker.worker import Role, Worker
 
 SECRET = "s3cret"
 CARD = CardData(

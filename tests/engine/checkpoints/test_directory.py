@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
-from pdserve.engine.checkpoints.directory import DirectoryCheckpoint
+from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
+from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.load import open_checkpoint
-from pdserve.engine.checkpoints.safetensors_reader import SafetensorsReader
 from pdserve.engine.checkpoints.source import CheckpointError
 
 

@@ -8,14 +8,14 @@ import torch
 from tiny_models import ARCHITECTURES, write_tiny
 from write_gguf import write_gguf
 
-from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.gguf_reader import GgufReader
-from pdserve.engine.checkpoints.gguf_text import gguf_text_files
+from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf.reader import GgufReader
+from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.spec import parse_config
-from pdserve.engine.quant.registry import unpack
+from pdserve.engine.weights.registry import unpack
 
 # The format cannot state gemma's own attention scale.
 OWN: dict[str, dict[str, Any]] = {"gemma3": {"query_pre_attn_scalar": 20}}

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pdserve.engine.checkpoints.gguf_reader import GgufReader
+from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.source import CheckpointError
 
 STRING, ARRAY, U32, F32, BOOL = 8, 9, 4, 6, 7

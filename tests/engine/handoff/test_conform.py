@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import CELLS, Notes, Played, whole_handoff
 
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.protocol.machine import (
     Claimed,
     Ended,
     Event,
@@ -26,8 +25,9 @@ from pdserve.engine.handoff.machine import (
     Tick,
     step,
 )
-from pdserve.engine.handoff.timeline import merge
-from pdserve.engine.handoff.trace import Mark, Record, Recording, Trace
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import Mark, Record, Recording, Trace
+from pdserve.engine.handoff.recorder.timeline import merge
 
 ATTEMPT = bytes(range(16))
 

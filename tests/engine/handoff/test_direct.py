@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.handoff.direct import DirectFrames, Parcel
-from pdserve.engine.handoff.frames import FrameHeader
-from pdserve.engine.handoff.layout import Bitmap, Piece, cut
-from pdserve.engine.kv_pages import Pages
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.handoff.device_frames import DirectFrames, Parcel
+from pdserve.engine.handoff.protocol.frames import FrameHeader
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 SPEC = KvSpec(4, (LayerGroup((0, 1, 2), "full", 0, 1, 8, "bfloat16", 0, 1),))
 BLOCK = SPEC.groups[0].block_bytes(4)

@@ -5,10 +5,10 @@ from itertools import count
 import pytest
 from rings import Notes, play
 
-from pdserve.engine.handoff import seed
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.timeline import describe, merge
-from pdserve.engine.handoff.trace import Trace
+from pdserve.engine.handoff.recorder import scenario
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.timeline import describe, merge
 
 LEADER, OTHER = bytes(range(16)), bytes(range(100, 116))
 
@@ -80,8 +80,8 @@ def test_a_scenario_gives_it_the_prompt_of_its_leader() -> None:
     made = Processes()
     made.follows()
     timeline = merge(made.recordings())  # type: ignore[arg-type]
-    scenario = seed.scenario(timeline, timeline.attempts())
-    one, other = (ask["prompt"] for ask in scenario["asks"])
+    made_of = scenario.scenario(timeline, timeline.attempts())
+    one, other = (ask["prompt"] for ask in made_of["asks"])
     assert one == other
-    assert len(one) == 3 * seed.BLOCK
-    assert scenario["faults"] == []
+    assert len(one) == 3 * scenario.BLOCK
+    assert made_of["faults"] == []

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import (
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import (
     FRAME_BYTES,
     MAX_CONTROL_BYTES,
     PREFIX_BYTES,
@@ -17,17 +17,17 @@ from pdserve.engine.handoff.frames import (
     OtherVersion,
     Prefix,
 )
-from pdserve.engine.handoff.keys import Domain, Ticket, derive_keys
-from pdserve.engine.handoff.layout import decode_spec, encode_spec, spec_digest
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.kv_spec import KvSpec, LayerGroup, spec_difference
+from pdserve.engine.handoff.protocol.keys import Domain, Ticket, derive_keys
+from pdserve.engine.handoff.protocol.layout import decode_spec, encode_spec, spec_digest
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, spec_difference
 
 ID = st.binary(min_size=16, max_size=16)
 TEXT = st.text(max_size=60)
 IDENTITY = st.builds(KvIdentity, st.binary(max_size=32), TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)
 PLAIN = st.one_of(
     st.builds(
-        control.Hello,
+        messages.Hello,
         ID,
         ID,
         IDENTITY,
@@ -35,21 +35,21 @@ PLAIN = st.one_of(
         st.binary(max_size=4096),
         st.booleans(),
     ),
-    st.builds(control.Welcome, ID),
-    st.builds(control.Refused, TEXT),
-    st.builds(control.Gone, ID),
-    st.builds(control.Credit, st.integers(0, 65535)),
+    st.builds(messages.Welcome, ID),
+    st.builds(messages.Refused, TEXT),
+    st.builds(messages.Gone, ID),
+    st.builds(messages.Credit, st.integers(0, 65535)),
 )
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 BODY = st.one_of(
-    st.builds(control.Claim, U32, U32),
-    st.builds(control.Granted, st.lists(U32, max_size=8).map(tuple)),
-    st.builds(control.Computed, U32),
-    st.builds(control.Ack, st.lists(U64, max_size=100).map(tuple)),
-    st.builds(control.Nack, U64),
-    st.builds(control.Progress, U64, st.booleans()),
-    st.builds(control.Complete),
-    st.builds(control.Abort, TEXT),
+    st.builds(messages.Claim, U32, U32),
+    st.builds(messages.Granted, st.lists(U32, max_size=8).map(tuple)),
+    st.builds(messages.Computed, U32),
+    st.builds(messages.Ack, st.lists(U64, max_size=100).map(tuple)),
+    st.builds(messages.Nack, U64),
+    st.builds(messages.Progress, U64, st.booleans()),
+    st.builds(messages.Complete),
+    st.builds(messages.Abort, TEXT),
 )
 SPEC = KvSpec(
     32,
@@ -83,25 +83,25 @@ def header(**change: object) -> FrameHeader:
 
 
 @given(PLAIN)
-def test_plain_messages_round_trip(message: control.Plain) -> None:
-    assert control.decode(control.encode(message)) == message
+def test_plain_messages_round_trip(message: messages.Plain) -> None:
+    assert messages.decode(messages.encode(message)) == message
 
 
 @given(BODY, U64)
-def test_signed_messages_round_trip_and_any_flip_is_found(body: control.Body, seq: int) -> None:
-    record = control.sign(body, b"t" * 16, seq, KEYS.to_decode)
-    message = control.decode(record)
-    assert isinstance(message, control.Signed)
+def test_signed_messages_round_trip_and_any_flip_is_found(body: messages.Body, seq: int) -> None:
+    record = messages.sign(body, b"t" * 16, seq, KEYS.to_decode)
+    message = messages.decode(record)
+    assert isinstance(message, messages.Signed)
     assert (message.body, message.ticket, message.sequence) == (body, b"t" * 16, seq)
     assert message.genuine(KEYS.to_decode)
     assert not message.genuine(KEYS.to_prefill), "each direction has its own key"
     flipped = bytearray(record)
     flipped[PREFIX_BYTES + seq % (len(record) - PREFIX_BYTES)] ^= 1 << (seq % 8)
     try:
-        changed = control.decode(bytes(flipped))
+        changed = messages.decode(bytes(flipped))
     except FrameError:
         return
-    assert isinstance(changed, control.Signed)
+    assert isinstance(changed, messages.Signed)
     assert not changed.genuine(KEYS.to_decode)
 
 
@@ -110,7 +110,7 @@ def test_signed_messages_round_trip_and_any_flip_is_found(body: control.Body, se
 def test_decoders_raise_only_frame_error(data: bytes) -> None:
     kinds = [Prefix(kind, len(data)).pack() + data for kind in range(2, 25)]
     for candidate in (data, *kinds):
-        for decoder in (control.decode, FrameHeader.unpack, Prefix.unpack, decode_spec):
+        for decoder in (messages.decode, FrameHeader.unpack, Prefix.unpack, decode_spec):
             try:
                 decoder(candidate)
             except FrameError:
@@ -118,20 +118,20 @@ def test_decoders_raise_only_frame_error(data: bytes) -> None:
 
 
 HELLOS = st.builds(
-    control.Hello, ID, ID, IDENTITY, st.just("tcp"), st.just(encode_spec(SPEC)), st.booleans()
+    messages.Hello, ID, ID, IDENTITY, st.just("tcp"), st.just(encode_spec(SPEC)), st.booleans()
 )
 
 
 @given(HELLOS, st.integers(0, 2**16), st.integers(0, 255), st.booleans())
 def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
-    hello: control.Hello, at: int, value: int, cut: bool
+    hello: messages.Hello, at: int, value: int, cut: bool
 ) -> None:
-    body = control.encode(hello)[PREFIX_BYTES:]
+    body = messages.encode(hello)[PREFIX_BYTES:]
     at %= len(body)
     changed = body[:at] if cut else body[:at] + bytes([value]) + body[at + 1 :]
     try:
-        found = control.decode(Prefix(control.Hello.TYPE, len(changed)).pack() + changed)
-        assert isinstance(found, control.Hello)
+        found = messages.decode(Prefix(messages.Hello.TYPE, len(changed)).pack() + changed)
+        assert isinstance(found, messages.Hello)
         decode_spec(found.spec)
     except FrameError:
         event("frame error")
@@ -140,10 +140,10 @@ def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
 
 
 def test_another_wire_version_is_named() -> None:
-    record = bytearray(control.encode(control.Credit(1)))
+    record = bytearray(messages.encode(messages.Credit(1)))
     record[2] = 77
     with pytest.raises(OtherVersion, match=f"wire version {WIRE_VERSION} here, 77 there"):
-        control.decode(bytes(record))
+        messages.decode(bytes(record))
 
 
 def test_oversized_records_are_refused_by_their_prefix() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.protocol.machine import (
     FROZEN_S,
     SILENCE_S,
     Action,

@@ -9,15 +9,15 @@ import pytest
 from engine_kit import ask
 from memory_link import MemoryLink
 
-from pdserve.engine.handoff.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.keys import Domain
-from pdserve.engine.handoff.layout import Bitmap
-from pdserve.engine.handoff.machine import Claimed
 from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
+from pdserve.engine.handoff.protocol.keys import Domain
+from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.handoff.protocol.machine import Claimed
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 LAYERS, SIZE, BLOCKS = 6, 4, [3, 5, 9, 2]
 TOKENS = SIZE * len(BLOCKS)

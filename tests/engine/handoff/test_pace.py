@@ -3,7 +3,7 @@
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.pace import LOOK_S, SLOW_RATIO, SLOW_S, Pace, granted
+from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, Pace, granted
 
 STEP_S = 0.1
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.promise import Promises, promise_blocks
+from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 
 
 @pytest.mark.parametrize(("tokens", "choices", "blocks"), [(1, 1, 2), (32, 1, 2), (33, 4, 6)])

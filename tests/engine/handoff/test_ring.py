@@ -14,10 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import assert_conform, whole_handoff
 
-from pdserve.engine.handoff import ring as ring_file
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.machine import Action, Ended, Handoff, Side, step
-from pdserve.engine.handoff.ring import (
+from pdserve.engine.handoff.protocol.machine import Action, Ended, Handoff, Side, step
+from pdserve.engine.handoff.recorder import ring as ring_file
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import (
+    ACTIONS,
+    EVENTS,
+    PHASES,
+    RECORD_BYTES,
+    SIDES,
+    Mark,
+    Record,
+    Recording,
+    Trace,
+    pack,
+    unpack,
+)
+from pdserve.engine.handoff.recorder.ring import (
     HEADER_BYTES,
     KEPT,
     MORE,
@@ -30,19 +43,6 @@ from pdserve.engine.handoff.ring import (
     read_ring,
     read_rings,
     sweep,
-)
-from pdserve.engine.handoff.trace import (
-    ACTIONS,
-    EVENTS,
-    PHASES,
-    RECORD_BYTES,
-    SIDES,
-    Mark,
-    Record,
-    Recording,
-    Trace,
-    pack,
-    unpack,
 )
 
 BOOT = bytes(range(16))
@@ -194,8 +194,8 @@ def test_words(tmp_path: Path) -> None:
 KILLED = """
 import sys, threading
 from pathlib import Path
-from pdserve.engine.handoff.ring import Ring
-from pdserve.engine.handoff.trace import Mark
+from pdserve.engine.handoff.recorder.ring import Ring
+from pdserve.engine.handoff.recorder.event_log import Mark
 ring = Ring(Path(sys.argv[1]), "decode", bytes(16), 4096 + int(sys.argv[2]) * 32)
 def write(side):
     number = 0

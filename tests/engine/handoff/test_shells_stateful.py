@@ -19,12 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from memory_link import Frame, MemoryLink
 from memory_prefill import Worker
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import PREFIX_BYTES
+from pdserve.engine.api.request import Finished, NewTokens, Step, prefix_ids
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.machine import PROGRESS_S
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES
+from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.request import Finished, NewTokens, Step, prefix_ids
 
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
 BLOCKS, WINDOW, STEP_S = 16, 10, 0.001
@@ -123,7 +123,7 @@ class ShellsMachine(RuleBasedStateMachine):
             self.next_tick[side] = self.now + PROGRESS_S
             for attempt in side._live.values():
                 if attempt.state.linked:
-                    attempt.post(control.Progress(self.steps, True))
+                    attempt.post(messages.Progress(self.steps, True))
 
     def step_decode(self) -> bool:
         self.steps += 1

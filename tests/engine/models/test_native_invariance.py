@@ -13,8 +13,8 @@ from tiny_models import ARCHITECTURES, write_tiny
 from torch import Tensor
 from write_gguf import write_gguf
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.load import load_model
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.models.native import NativeDecoder
 
 SIZES: dict[str, Any] = {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paged_runner import PagedRunner, load_decoder, read_config, read_tensors
 from tiny_models import ARCHITECTURES, write_tiny
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.load import load_model
-from pdserve.engine.config import EngineConfig
 from pdserve.engine.models import spec as registry
 from pdserve.engine.models.build import tensor_shapes
 from pdserve.engine.models.config import UnsupportedModel
@@ -119,9 +119,11 @@ GEMMA2 = '''
 """Gemma 2: Gemma 3 without q/k norms, with soft caps, every second layer with a window."""
 
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.gemma3 import NORMS
-from pdserve.engine.models.hf import num_layers, plain_layers, sliding_window, soft_cap, standard
-from pdserve.engine.models.hf_fields import HfConfig, integer, positive
+from pdserve.engine.architectures.gemma3 import NORMS
+from pdserve.engine.checkpoints.hf.config import (
+    num_layers, plain_layers, sliding_window, soft_cap, standard,
+)
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pdserve.engine.layers.rope import RopeTable, inverse_frequencies
 from pdserve.engine.models.config import ROPE_KINDS, RopeConfig
+from pdserve.engine.models.layers.rope import RopeTable, inverse_frequencies
 
 LLAMA3 = RopeConfig(5e5, 64, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.engine.checkpoints.source import RawTensor
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.spec import parse_config
-from pdserve.engine.quant.registry import unpack
+from pdserve.engine.weights.registry import unpack
 from pdserve.kernels.ops import select
 
 # Rows of stored blocks are whole blocks of 32.

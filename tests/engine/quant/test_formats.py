@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.engine.checkpoints.source import RawTensor
-from pdserve.engine.quant.registry import NATIVE, formats, unpack, unpack_into
+from pdserve.engine.weights.registry import NATIVE, formats, unpack, unpack_into
 
 
 def dequantized_by_gguf() -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_transport, record_of
 
-from pdserve.engine.handoff import control
-from pdserve.engine.handoff.frames import MARK_BYTES, PREFIX_BYTES, Prefix
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix
 from pdserve.engine.transport.base import (
     SLOTS,
     Frame,
@@ -63,9 +63,9 @@ def test_control_runs_both_ways_and_ahead_of_frames(ends: Ends) -> None:
     assert ends.decode.wait(lambda: len(ends.decode.messages) == 1)
     (decode_link,) = ends.decode.links
     for i in range(100):
-        link.post(control.encode(control.Gone(bytes([i]) * 16)))
-        decode_link.post(control.encode(control.Gone(bytes([i]) * 16)))
-    expected = [control.Gone(bytes([i]) * 16) for i in range(100)]
+        link.post(messages.encode(messages.Gone(bytes([i]) * 16)))
+        decode_link.post(messages.encode(messages.Gone(bytes([i]) * 16)))
+    expected = [messages.Gone(bytes([i]) * 16) for i in range(100)]
     assert prefill.wait(lambda: len(prefill.messages) == 100)
     assert ends.decode.wait(lambda: len(ends.decode.messages) == 101)
     assert prefill.messages == expected
@@ -104,7 +104,7 @@ def test_credits_of_waiting_frames_share_writes(
     post = decode_link.post
 
     def seen(data: bytes) -> None:
-        if Prefix.unpack(data[:PREFIX_BYTES]).type == control.Credit.TYPE:
+        if Prefix.unpack(data[:PREFIX_BYTES]).type == messages.Credit.TYPE:
             given.append(len(data))
         post(data)
 
@@ -119,7 +119,7 @@ def test_credits_of_waiting_frames_share_writes(
     while link._slots.num_free < SLOTS:
         assert time.monotonic() < end, "a credit was kept"
         time.sleep(0.01)
-    credit = len(control.encode(control.Credit(0, bytes(MARK_BYTES))))
+    credit = len(messages.encode(messages.Credit(0, bytes(MARK_BYTES))))
     assert sum(given) == SLOTS * credit
     if link.direct:  # the engine thread gives them back as they are done with
         assert len(given) == SLOTS
@@ -202,7 +202,7 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
 def test_garbage_and_silence_cost_nothing(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.transport.link.INTRODUCTION_S", 0.2)
+    monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 0.2)
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"PK\x01\x02\xff\xff\xff\xff"):
         seen = len(ends.decode.reasons)  # before: the close may be faster than this thread
         with raw_socket(ends) as sock:

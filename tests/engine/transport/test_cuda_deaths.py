@@ -14,9 +14,9 @@ from cuda_child import SIZE, frame, payload
 from fake_device import FakeSignal, pages_of
 from link_ends import COPY_KEY, Ends, Recorder
 
-from pdserve.engine.handoff.frames import FrameHeader
+from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.transport.base import SLOTS, Payload
-from pdserve.engine.transport.link import Link
 
 CHILD = Path(__file__).parents[2] / "support/cuda_child.py"
 KILLS = 6  # of each side; benchmarks/handoff/cuda_check.py does 200 of each on a GPU

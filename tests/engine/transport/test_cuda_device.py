@@ -15,8 +15,8 @@ import torch
 from engine_kit import fake_engine
 from fake_decoder import fake_spec
 
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.transport import cuda_device
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.device import DeviceError
 
 
@@ -28,7 +28,7 @@ def cuda_pool(head_dim: int = 64) -> Any:
 
 
 def test_a_pool_in_host_memory_has_no_device() -> None:
-    assert cuda_device.opener(fake_engine().kv, encrypted=False) is None
+    assert device_cupy.opener(fake_engine().kv, encrypted=False) is None
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_why_a_device_does_not_open(
     pool: Any, encrypted: bool, reason: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not there
-    open_device = cuda_device.opener(pool, encrypted=encrypted)
+    open_device = device_cupy.opener(pool, encrypted=encrypted)
     assert open_device is not None
     with pytest.raises(DeviceError, match=text) as caught:
         open_device()
@@ -68,7 +68,7 @@ def test_cupy_has_every_function_that_is_called() -> None:
         pytest.skip("NO CUPY: the names that cuda_device.py calls were not looked up")
     from cupy.cuda import runtime
 
-    source = Path(cuda_device.__file__).read_text()
+    source = Path(device_cupy.__file__).read_text()
     names = set(re.findall(r"cuda\.(?!current|get_device|Event)([a-z]\w+)", source)) - {
         "runtime",
         "launch",

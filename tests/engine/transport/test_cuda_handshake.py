@@ -11,7 +11,7 @@ import pytest
 from fake_device import UUID, FakeDevice, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
-from pdserve.engine.transport import cuda_wires
+from pdserve.engine.handoff.connection.dial import Dialer, usable
 from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,
@@ -19,11 +19,11 @@ from pdserve.engine.transport.base import (
     TransportOptions,
     TransportRefused,
 )
-from pdserve.engine.transport.cuda_handshake import REASONS, Place
-from pdserve.engine.transport.cuda_ipc import CudaIpcTransport
-from pdserve.engine.transport.cuda_probe import MAX_PROBES
+from pdserve.engine.transport.cuda_ipc import wires
+from pdserve.engine.transport.cuda_ipc.handshake import REASONS, Place
+from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES
+from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import DeviceError, Slot
-from pdserve.engine.transport.dial import Dialer, usable
 from pdserve.engine.transport.registry import make_transports
 
 OTHER = b"fake GPU number 1"[:15] + b"1"
@@ -61,7 +61,7 @@ def refused(
     said = [r for r in caplog.records if reason in r.getMessage()]
     assert any("dial" in r.name for r in said), "prefill's log"
     if at_decode:
-        assert any("cuda_wires" in r.name for r in said), "decode's log"
+        assert any("cuda_ipc.wires" in r.name for r in said), "decode's log"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
     for transport in dial._transports:
@@ -97,14 +97,14 @@ def test_another_namespace(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    here = cuda_wires.here
+    here = wires.here
 
     def elsewhere(device: FakeDevice) -> Place:
         place = here(device)  # type: ignore[arg-type]
         return replace(place, **{name: (4, 4026539999)}) if device is prefill else place
 
     prefill = FakeDevice()
-    monkeypatch.setattr(cuda_wires, "here", elsewhere)
+    monkeypatch.setattr(wires, "here", elsewhere)
     text = f"{name[:3].upper()} namespace [0-9]+ here, 4026539999 there"
     refused(name, text, ends, tmp_path, prefill, caplog)
 
@@ -114,23 +114,23 @@ def test_a_process_that_is_not_visible(
 ) -> None:
     """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
 
-    class Outside(cuda_wires._Peer):
+    class Outside(wires._Peer):
         def __init__(self, sock: socket.socket) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(cuda_wires, "_Peer", Outside)
+    monkeypatch.setattr(wires, "_Peer", Outside)
     refused("pid_namespace", "process is not here", ends, tmp_path, FakeDevice(), caplog)
 
 
 def test_another_version(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, prefill = cuda_wires.here, FakeDevice()
+    here, prefill = wires.here, FakeDevice()
 
     def newer(device: FakeDevice) -> Place:
         return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cuda_wires, "here", newer)
+    monkeypatch.setattr(wires, "here", newer)
     refused("version", "handshake 1 here, 2 there", ends, tmp_path, prefill, caplog)
 
 
@@ -150,7 +150,7 @@ def test_the_4_kib_do_not_arrive(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer says that it has copied, and its event never ends."""
-    monkeypatch.setattr("pdserve.engine.transport.link.INTRODUCTION_S", 0.2)
+    monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 0.2)
 
     class Early(FakeDevice):
         def copy_out(self, *args: object) -> object:  # type: ignore[override]
@@ -203,7 +203,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     for _ in range(MAX_PROBES):
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(ends.listener.address)
-        sock.sendall(cuda_wires.here(FakeDevice()).pack())
+        sock.sendall(wires.here(FakeDevice()).pack())
         assert sock.recv(1), "its answer: it has a cell now"
         strangers.append(sock)
     dial = dialer(tmp_path, FakeDevice)
@@ -290,8 +290,8 @@ def test_every_reason_has_a_test() -> None:
     assert [
         reason for reason in REASONS if f'"{reason}"' not in own and f'"{reason}:' not in own
     ] == []
-    files = ("cuda_wires.py", "cuda_probe.py", "cuda_handshake.py")
-    text = "".join(Path(cuda_wires.__file__).with_name(name).read_text() for name in files)
+    files = ("wires.py", "probe.py", "handshake.py")
+    text = "".join(Path(wires.__file__).with_name(name).read_text() for name in files)
     said = set(re.findall(r'Refusal\(\s*"(\w+)"', text))
     assert len(said) > 5
     assert said <= {*REASONS}

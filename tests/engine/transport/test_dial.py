@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
+from pdserve.engine.handoff.connection.dial import Dialer
 from pdserve.engine.transport.base import Target, TransportOptions, TransportRefused
-from pdserve.engine.transport.dial import Dialer
 from pdserve.engine.transport.registry import make_transports, transports
 
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.engine.handoff.frames import FrameError
-from pdserve.engine.transport.slots import ReaderSlots, WriterSlots
+from pdserve.engine.handoff.connection.slots import ReaderSlots, WriterSlots
+from pdserve.engine.handoff.protocol.frames import FrameError
 
 COUNT = 4
 reached: Counter[str] = Counter()

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from pdserve.engine.transport.cuda_ipc.windows import Window, Windows
 from pdserve.engine.transport.device import DeviceError
-from pdserve.engine.transport.windows import Window, Windows
 
 
 class FakeWriter:

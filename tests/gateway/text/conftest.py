@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny_spm import spm_tokenizer
 
-from pdserve.engine.checkpoints.gguf_reader import GgufReader
-from pdserve.engine.checkpoints.gguf_tokenizer import tokenizer_json
+from pdserve.engine.checkpoints.gguf.reader import GgufReader
+from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pdserve.services.cli.chat import Conversation, talk
 from pdserve.services.cli.http_client import ApiClient, ApiError
 from pdserve.services.cli.main import main
-from pdserve.services.cli.settings import ChatSettings
+from pdserve.services.options.settings import ChatSettings
 
 
 class Server(ThreadingHTTPServer):

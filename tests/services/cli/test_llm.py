@@ -11,12 +11,12 @@ import pytest
 from tiny_models import write_tiny
 
 import pdserve
-from pdserve.engine.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.engine.request import SamplingParams
+from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.engine.api.request import SamplingParams
 from pdserve.gateway.text.errors import TextError
-from pdserve.services.cli.generation import GenerationError
-from pdserve.services.cli.llm import LLM
-from pdserve.services.cli.options import OptionError
+from pdserve.services.llm.generation import GenerationError
+from pdserve.services.llm.llm import LLM
+from pdserve.services.options.options import OptionError
 
 OPTIONS: dict[str, Any] = {"kv_tokens": 2048, "chunk_size": 64, "max_running": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names, load
 from pdserve.services.cli.main import main
-from pdserve.services.cli.options import options_of
+from pdserve.services.options.options import options_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.cli.options import OptionError, options_of
-from pdserve.services.cli.parser import Section, parse
-from pdserve.services.cli.show import MASK, render
-from pdserve.services.cli.sources import Settings, resolve
+from pdserve.services.options.options import OptionError, options_of
+from pdserve.services.options.parser import Section, parse
+from pdserve.services.options.show import MASK, render
+from pdserve.services.options.sources import Settings, resolve
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:

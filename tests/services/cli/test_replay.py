@@ -7,7 +7,7 @@ from rings import Played, play
 from simulation.run import simulate
 from simulation.scenario import Scenario
 
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.protocol.machine import (
     Claimed,
     Ended,
     Granted,
@@ -17,8 +17,8 @@ from pdserve.engine.handoff.machine import (
     Side,
     step,
 )
-from pdserve.engine.handoff.ring import Ring, open_ring
-from pdserve.engine.handoff.trace import MAX_ARGUMENT, Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, Mark, Trace
+from pdserve.engine.handoff.recorder.ring import Ring, open_ring
 from pdserve.services.cli.main import main
 
 FIRST, SECOND = bytes(range(16)), bytes(range(100, 116))

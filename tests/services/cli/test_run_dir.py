@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pdserve.services.cli.run_dir import PREFIX, run_dir
+from pdserve.services.local.run_folder import PREFIX, run_dir
 
 
 def test_it_is_private_and_removed(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_it_is_private_and_removed(tmp_path: Path) -> None:
 def test_the_folder_of_a_killed_owner_is_swept_and_a_living_one_kept(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal\n"
-        "from pdserve.services.cli.run_dir import run_dir\n"
+        "from pdserve.services.local.run_folder import run_dir\n"
         f"with run_dir(pathlib.Path({str(tmp_path)!r})):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.services.cli.child import Task
-from pdserve.services.cli.cores import Share
-from pdserve.services.cli.supervisor import Child, StartError, Supervisor, restart_delay
+from pdserve.services.local.child import Task
+from pdserve.services.local.cores import Share
+from pdserve.services.local.supervisor import Child, StartError, Supervisor, restart_delay
 
 Events = list[tuple[str, str, dict[str, Any]]]
 
@@ -132,8 +132,8 @@ def test_no_orphan_when_the_parent_is_killed() -> None:
     """The whole tree goes, though the parent could do nothing."""
     code = (
         "import os\n"
-        "from pdserve.services.cli.child import Task\n"
-        "from pdserve.services.cli.supervisor import Supervisor\n"
+        "from pdserve.services.local.child import Task\n"
+        "from pdserve.services.local.supervisor import Supervisor\n"
         "if __name__ == '__main__':\n"
         "    with Supervisor(lambda *_: None) as s:\n"
         "        c = s.start('x', lambda: Task('fake_service:stubborn', ()))\n"

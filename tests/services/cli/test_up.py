@@ -14,9 +14,9 @@ import pytest
 
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
-from pdserve.services.cli.run_dir import PREFIX, run_dir
-from pdserve.services.cli.supervisor import ECHO_S, Child, StartError, Supervisor
-from pdserve.services.cli.up import System
+from pdserve.services.local.run_folder import PREFIX, run_dir
+from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
+from pdserve.services.local.up import System
 
 FAKES = {
     "router": "fake_service:router",

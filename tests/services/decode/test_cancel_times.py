@@ -11,7 +11,7 @@ from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import Pair, SessionClient, prompt
 
-from pdserve.engine.request import Request, SamplingParams
+from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 

@@ -12,7 +12,7 @@ from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import SECRET, Pair, SessionClient, expected, prompt, start_worker
 
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.api.config import EngineConfig
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub

@@ -25,7 +25,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.part import REFUSED
+from pdserve.services.decode.runtime import REFUSED
 from pdserve.services.decode.served import Served
 from pdserve.services.host.channel import open_channel
 
@@ -316,9 +316,9 @@ def test_a_frozen_engine_is_not_serving(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("pdserve.services.host.stillness.FROZEN_S", 0.4)
-    monkeypatch.setattr("pdserve.services.host.worker.LOOK_S", 0.02)
-    monkeypatch.setattr("pdserve.services.host.worker.IDLE_LOAD_S", 0.1)
+    monkeypatch.setattr("pdserve.services.host.stall_detector.FROZEN_S", 0.4)
+    monkeypatch.setattr("pdserve.services.worker.worker.LOOK_S", 0.02)
+    monkeypatch.setattr("pdserve.services.worker.worker.IDLE_LOAD_S", 0.1)
     gate = Gate()
 
     async def health(pair: Pair) -> int:

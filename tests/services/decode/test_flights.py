@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.engine.block_hash import cache_seed, chain_hashes
-from pdserve.services.decode.flights import Common, Flights, Landing
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.services.decode.single_flight.promised_prefixes import Common, Flights, Landing
 
 BLOCK = 4
 

@@ -13,7 +13,7 @@ from worker_kit import Pair, SessionClient, expected, prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.flights import Flights
+from pdserve.services.decode.single_flight.promised_prefixes import Flights
 
 IDS = prompt(200)
 BLOCK, CHUNK = 4, 16

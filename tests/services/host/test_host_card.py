@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from worker_kit import CARD
 
-from pdserve.services.host.card import model_card
+from pdserve.services.worker.card import model_card
 
 
 class NoGroups:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.delivery import Patience, deliver
+from pdserve.services.host.backpressure import Patience, deliver
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio

@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
-from pdserve.services.host import join
-from pdserve.services.host.join import LOAD_INTERVAL_S, Membership, resolve
 from pdserve.services.host.server import GrpcHost
+from pdserve.services.worker import membership
+from pdserve.services.worker.membership import LOAD_INTERVAL_S, Membership, resolve
 
 pytestmark = pytest.mark.anyio
 
@@ -179,7 +179,7 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
 
 
 async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pdserve.services.host.join.SILENT_S", 0.3)
+    monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 0.3)
     (router,), member = await make()
     router.echoes = False
     member.start()
@@ -199,8 +199,8 @@ def test_resolve() -> None:
 
 
 async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(join, "REJOIN_S", 0.01)
-    caplog.set_level(logging.INFO, logger=join.__name__)
+    monkeypatch.setattr(membership, "REJOIN_S", 0.01)
+    caplog.set_level(logging.INFO, logger=membership.__name__)
     tries: list[str] = []
     tell = Membership.tell
     monkeypatch.setattr(

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router import adoption, dispatcher, flow
-from pdserve.services.router.adoption import MAX_TURNS
+from pdserve.services.router import dispatcher
+from pdserve.services.router.requests import adoption, request
+from pdserve.services.router.requests.adoption import MAX_TURNS
 
 pytestmark = pytest.mark.anyio
 
@@ -193,7 +194,7 @@ async def test_what_cannot_be_adopted_is_placed_anew(
     make_cluster: Any, expected: Any, monkeypatch: Any, why: str
 ) -> None:
     monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
-    monkeypatch.setattr(flow, "ANSWER_S", 0.3)
+    monkeypatch.setattr(request, "ANSWER_S", 0.3)
     cluster = await make_cluster()
     decode = await cluster.decode(hold_at=5)
     gateway = await cluster.gateway()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router.answer import Answer, LostTokens
+from pdserve.services.router.requests.progress import Answer, LostTokens
 
 TRUTH = list(range(100, 140))
 

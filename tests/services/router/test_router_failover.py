@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.router import links
+from pdserve.services.router.fleet import worker_sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -206,7 +206,7 @@ async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike(
 async def test_what_is_cancelled_while_its_session_is_down_is_cancelled_in_the_next(
     make_cluster: Any, wait_for: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(links, "RETRY_S", 0.5)
+    monkeypatch.setattr(worker_sessions, "RETRY_S", 0.5)
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3

@@ -5,9 +5,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.host.stillness import FROZEN_S
-from pdserve.services.router.fleet import SILENCE_S, SUSPECT_S, UNREPORTED_S, Fleet, State, Worker
-from pdserve.services.router.prefix_index import PrefixIndex
+from pdserve.services.host.stall_detector import FROZEN_S
+from pdserve.services.router.fleet.fleet import (
+    SILENCE_S,
+    SUSPECT_S,
+    UNREPORTED_S,
+    Fleet,
+    State,
+    Worker,
+)
+from pdserve.services.router.fleet.prefix_index import PrefixIndex
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:

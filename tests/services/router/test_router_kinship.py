@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.kv_identity import Mixing
+from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.router.answer import Answer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet import Fleet, Worker
-from pdserve.services.router.kinship import STRANDED_S
-from pdserve.services.router.policy import Rules
+from pdserve.services.router.fleet.compatibility import STRANDED_S
+from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.requests.progress import Answer
 
 SPEC = pb.KvSpec(
     block_size=16,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.migrations import SHARE, Migrations
+from pdserve.services.router.placement.recompute_budget import SHARE, Migrations
 
 
 @dataclass(eq=False)

@@ -9,11 +9,17 @@ from router_workers import FakeDecode
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.router.beginning import Beginning
-from pdserve.services.router.migrations import Migrations
-from pdserve.services.router.moves import MAX_FAILED
-from pdserve.services.router.rebalance import MIN_LEFT, Pressure, Running, drain_order, relief_order
-from pdserve.services.router.times import FirstToken
+from pdserve.services.router.placement.rebalance import (
+    MIN_LEFT,
+    Pressure,
+    Running,
+    drain_order,
+    relief_order,
+)
+from pdserve.services.router.placement.recompute_budget import Migrations
+from pdserve.services.router.requests.beginning import Beginning
+from pdserve.services.router.requests.migration import MAX_FAILED
+from pdserve.services.router.requests.times import FirstToken
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
@@ -128,7 +134,7 @@ async def test_a_move_that_fails_is_as_if_it_had_not_been(drained: Drained, how:
 async def test_a_source_that_does_not_answer_keeps_it(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.services.router.moves.MOVE_S", 0.2)
+    monkeypatch.setattr("pdserve.services.router.requests.migration.MOVE_S", 0.2)
     await drained.begin()
     drained.leaving.silent = True
     drained.drain()
@@ -180,7 +186,7 @@ async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has reached the target, so it does not miss anything."""
-    monkeypatch.setattr("pdserve.services.router.moves.WORD_S", 0.2)
+    monkeypatch.setattr("pdserve.services.router.requests.migration.WORD_S", 0.2)
     move = await drained.moving()
     await drained.leaving.kill()
     finished = await drained.gateway.end("r")
@@ -278,8 +284,8 @@ async def test_a_worker_that_preempts_gives_a_request_away(
 ) -> None:
     from pdserve.protos import fleet_pb2
 
-    monkeypatch.setattr("pdserve.services.router.rebalance.WINDOW_S", 0.1)
-    monkeypatch.setattr("pdserve.services.router.rebalance.MIN_LEFT", 1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_LEFT", 1)
     await drained.begin()
     for count in range(1, 200):
         drained.leaving.membership.report(fleet_pb2.Load(running=1, preemptions=count))

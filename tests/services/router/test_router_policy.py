@@ -6,8 +6,8 @@ from random import Random
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.services.router.policy import (
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.services.router.placement.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
     BUSIER_REQUESTS,

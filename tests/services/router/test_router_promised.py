@@ -6,15 +6,15 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.kv_identity import KvIdentity
-from pdserve.services.router.policy import (
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.services.router.placement.policy import (
     PromptFacts,
     Rules,
     WorkerFacts,
     awaited_tokens,
     decide,
 )
-from pdserve.services.router.promised import PromisedChains
+from pdserve.services.router.placement.promised_chains import PromisedChains
 
 RULES = Rules(threshold=512)
 PROMPT = PromptFacts(3999)

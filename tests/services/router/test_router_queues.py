@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pdserve.services.router.queues import Queues
+from pdserve.services.router.placement.queues import Queues
 
 
 @dataclass(eq=False)

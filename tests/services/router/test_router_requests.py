@@ -146,7 +146,7 @@ async def test_cancel_of_one_choice_goes_to_decode_by_attempt(make_cluster: Any)
 
 
 async def test_gateway_gone(make_cluster: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pdserve.services.router.flow.ORPHAN_S", 0.3)
+    monkeypatch.setattr("pdserve.services.router.requests.request.ORPHAN_S", 0.3)
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3

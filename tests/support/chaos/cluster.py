@@ -22,14 +22,14 @@ import psutil
 from fault_proxy import FaultProxy
 from fleet import SECRET, wait_for
 
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import fleet_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.cli.child import MAX_REPORT_BYTES, Task, child_main
-from pdserve.services.cli.cores import Share
-from pdserve.services.cli.up import ENTRIES
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.channel import bearer
+from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
+from pdserve.services.local.cores import Share
+from pdserve.services.local.up import ENTRIES
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
 

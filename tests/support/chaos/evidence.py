@@ -10,16 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.engine.handoff.conform import check
-from pdserve.engine.handoff.machine import Side
-from pdserve.engine.handoff.ring import (
+from pdserve.engine.handoff.protocol.machine import Side
+from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder.event_log import (
+    RECORD_BYTES,
+    ROUTE,
+    SIDES,
+    Mark,
+    Record,
+    unpack,
+)
+from pdserve.engine.handoff.recorder.ring import (
     HEADER_BYTES,
     POSITION_AT,
     SUFFIX,
     read_rings,
 )
-from pdserve.engine.handoff.timeline import Entry, event_name, merge
-from pdserve.engine.handoff.trace import RECORD_BYTES, ROUTE, SIDES, Mark, Record, unpack
+from pdserve.engine.handoff.recorder.timeline import Entry, event_name, merge
 
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 EARLY = 3  # frames; the prompts of the chaos runs have six or more

@@ -6,12 +6,13 @@ from typing import Any
 
 from handoff_model.config import A, Config
 from handoff_model.rules import Rules
-from pdserve.engine.block_tables import BlockCopy, BlockTables
-from pdserve.engine.handoff import lease, machine
-from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.lease import Lease
-from pdserve.engine.handoff.machine import Action, Ended, Handoff, Phase, Side
-from pdserve.engine.sequence import Sequence as Tokens
+from pdserve.engine.handoff.protocol import machine
+from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.handoff.protocol.machine import Action, Ended, Handoff, Phase, Side
+from pdserve.engine.kv.block_tables import BlockCopy, BlockTables
+from pdserve.engine.scheduling.request_state import Sequence as Tokens
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ batch, a second answer, a block or a promise given back twice.
 from handoff_model.memory import BLOCK_SIZE
 from handoff_model.rules import Violation
 from handoff_model.state import Stage, World
-from pdserve.engine.handoff.promise import promise_blocks
+from pdserve.engine.handoff.protocol.promises import promise_blocks
 
 
 def check_state(w: World) -> None:

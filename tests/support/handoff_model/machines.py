@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from handoff_model.rules import HandoffStep, LeaseStep
 from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.lease import PARK_S, Lease
-from pdserve.engine.handoff.machine import (
+from pdserve.engine.handoff.protocol.machine import (
     FROZEN_S,
     SILENCE_S,
     Action,

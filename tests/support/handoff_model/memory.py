@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar
 
 from handoff_model.config import Config
 from handoff_model.rules import Rules, Violation
-from pdserve.engine import reservation as reservations
-from pdserve.engine.block_hash import cache_seed, chain_hashes
-from pdserve.engine.block_pool import NULL_BLOCK, BlockPool
-from pdserve.engine.block_tables import BlockCopy
-from pdserve.engine.kv_spec import KvSpec, LayerGroup
-from pdserve.engine.request import Request, SamplingParams
-from pdserve.engine.reservation import Reservation
-from pdserve.engine.roster import Roster
-from pdserve.engine.sequence import Job
+from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockPool
+from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.scheduling import reservation as reservations
+from pdserve.engine.scheduling.job_table import Roster
+from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.reservation import Reservation
 
 BLOCK_SIZE = 2
 SPEC = KvSpec(BLOCK_SIZE, (LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1),))

@@ -6,7 +6,7 @@ from handoff_model.memory import Values
 from handoff_model.router import Move
 from handoff_model.rules import Violation
 from handoff_model.state import Attempt, End, World
-from pdserve.engine.handoff.machine import Action, Phase
+from pdserve.engine.handoff.protocol.machine import Action, Phase
 
 BLOCKS = 2  # of every prompt
 

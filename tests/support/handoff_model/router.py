@@ -1,4 +1,4 @@
-"""The router: services/router/flow.py as far as it orders the events of a hand-off.
+"""The router: services/router/requests/request.py as far as it orders the events of a hand-off.
 
 What it is told of attempts that it has closed it ignores. After a lost session it asks for its
 attempt again, or tries anew (another router would do either).
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from handoff_model.rules import Violation
 from handoff_model.state import Attempt, Req, Stage, World
-from pdserve.engine.handoff.promise import Promises, promise_blocks
+from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
 
@@ -119,7 +119,7 @@ def lose_prefill(w: World, a: int, why: str, read_late: bool) -> None:
 
 
 def hear_decode(w: World, a: int) -> str:
-    """services/router/words.py of_decode, Flow.worker_lost."""
+    """services/router/requests/worker_events.py of_decode, Flow.worker_lost."""
     attempt, req = w.attempt(a), w.request(w.model.request_of(a))
     word, attempt.from_decode = attempt.from_decode[0], attempt.from_decode[1:]
     match word:
@@ -170,7 +170,7 @@ def start_again(w: World, a: int) -> None:
 
 
 def hear_prefill(w: World, a: int) -> str:
-    """services/router/words.py of_prefill, Flow.worker_lost."""
+    """services/router/requests/worker_events.py of_prefill, Flow.worker_lost."""
     attempt, req = w.attempt(a), w.request(w.model.request_of(a))
     word, attempt.from_prefill = attempt.from_prefill[0], attempt.from_prefill[1:]
     match word:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.block_tables import BlockTables
-from pdserve.engine.handoff import lease, machine
-from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.lease import Lease
-from pdserve.engine.handoff.machine import Handoff
+from pdserve.engine.handoff.protocol import machine
+from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.handoff.protocol.machine import Handoff
+from pdserve.engine.kv.block_tables import BlockTables
 
 HandoffStep = Callable[[Handoff, machine.Event, float], tuple[Handoff, machine.Actions]]
 LeaseStep = Callable[[Lease, lease.Event, float], tuple[Lease, lease.Actions]]

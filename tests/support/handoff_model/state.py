@@ -14,7 +14,7 @@ from handoff_model.config import FAULTS, Config
 from handoff_model.machines import Handoffs, Leases
 from handoff_model.memory import SPEC, DecodeBlocks, Memories, PrefillBlocks, Values
 from handoff_model.rules import Rules
-from pdserve.engine.handoff.layout import Bitmap, Piece
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
 
 State = tuple[Any, ...]
 Message = Any  # a word, or a word and a number
@@ -24,7 +24,7 @@ _PLACE = {fault: place for place, fault in enumerate(FAULTS, 1)}
 
 
 class Stage(IntEnum):
-    """Of a request in the router (services/router/flow.py)."""
+    """Of a request in the router (services/router/requests/request.py)."""
 
     NEW = 0
     QUEUED = 1

@@ -3,8 +3,8 @@
 from handoff_model.memory import BLOCK_SIZE, SPEC
 from handoff_model.rules import Violation
 from handoff_model.state import World
-from pdserve.engine.handoff.frames import FrameHeader
-from pdserve.engine.handoff.layout import Bitmap
+from pdserve.engine.handoff.protocol.frames import FrameHeader
+from pdserve.engine.handoff.protocol.layout import Bitmap
 
 Frame = tuple[int, int]  # which block of the prompt, and what it says
 

@@ -1,0 +1,91 @@
+"""Gemma 3, text: norms before and after each part, q/k norms, five window layers to one global
+layer with a rope of its own (arXiv:2503.19786).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.checkpoints.hf.config import (
+    head_dim,
+    num_layers,
+    sliding_window,
+    soft_cap,
+    standard,
+    windowed,
+)
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
+from pdserve.engine.checkpoints.hf.rope import read_rope
+from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.spec import ModelSpec, register
+
+NORMS = NormPlacement(
+    attn_out="post_attention_layernorm",
+    ffn_in="pre_feedforward_layernorm",
+    ffn_out="post_feedforward_layernorm",
+)
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
+    hf = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
+    bias = bool(hf.get("attention_bias", False))
+    return standard(
+        hf,
+        layers=layers(hf),
+        norms=NORMS,
+        norm_offset=1.0,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        attn_scale=positive(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
+        logit_soft_cap=soft_cap(hf, "final_logit_softcapping"),
+        embed_scale=integer(hf, "hidden_size") ** 0.5,
+        tied_head=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
+    """Every sixth layer is global; only those have rope scaling."""
+    pattern = integer(hf, "sliding_window_pattern", integer(hf, "_sliding_window_pattern", 6))
+    has_window = windowed(hf, [bool((n + 1) % pattern) for n in range(num_layers(hf))])
+    size = head_dim(hf)
+    whole = LayerConfig(read_rope(hf, size, "full_attention", default_theta=1e6))
+    local = LayerConfig(
+        read_rope(hf, size, "sliding_attention", "rope_local_base_freq", scaled=False),
+        sliding_window(hf, 4096),
+    )
+    return tuple(local if has else whole for has in has_window)
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """What GGUF says in other words, or leaves to the reader (27B, by its 62 layers)."""
+    size = metadata.get("gemma3.attention.key_length", 256)
+    if metadata["gemma3.block_count"] == 62:
+        size = metadata["gemma3.embedding_length"] // metadata["gemma3.attention.head_count"]
+    config: dict[str, Any] = {
+        "query_pre_attn_scalar": size,
+        "rope_local_base_freq": metadata.get("gemma3.rope.freq_base_swa", 10_000.0),
+        "sliding_window": metadata.get("gemma3.attention.sliding_window"),
+    }
+    pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
+    if isinstance(pattern, Sequence):
+        config["layer_types"] = [f"{'sliding' if has else 'full'}_attention" for has in pattern]
+    else:
+        config["sliding_window_pattern"] = pattern
+    return config
+
+
+GGUF = GgufMapping(
+    "gemma3",
+    tensors={
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+        "blk.{n}.ffn_norm": "model.layers.{n}.pre_feedforward_layernorm",
+        "blk.{n}.post_ffw_norm": "model.layers.{n}.post_feedforward_layernorm",
+    },
+    config=gguf_config,
+    norm_offset=1.0,
+)
+
+register(ModelSpec(("Gemma3ForCausalLM",), parse, GGUF))

@@ -1,0 +1,15 @@
+"""Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.hf.config import standard
+from pdserve.engine.checkpoints.hf.fields import HfConfig
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    bias = bool(hf.get("attention_bias", False))
+    return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
+
+
+register(ModelSpec(("LlamaForCausalLM",), parse, GgufMapping("llama", permuted=True)))

@@ -1,0 +1,14 @@
+"""Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825)."""
+
+from pdserve.engine.checkpoints.hf.config import num_layers, plain_layers, sliding_window, standard
+from pdserve.engine.checkpoints.hf.fields import HfConfig
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    # Version 0.1 relies on the default of 4096; later ones write null for no window.
+    return standard(hf, layers=plain_layers(hf, [sliding_window(hf, 4096)] * num_layers(hf)))
+
+
+register(ModelSpec(("MistralForCausalLM",), parse))

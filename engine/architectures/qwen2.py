@@ -1,0 +1,32 @@
+"""Qwen 2 and 2.5: Llama with biases on q, k and v, and a window on the upper layers if asked."""
+
+from collections.abc import Sequence
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.hf.config import (
+    num_layers,
+    plain_layers,
+    sliding_window,
+    standard,
+    windowed,
+)
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def windows(hf: HfConfig) -> Sequence[int]:
+    """Per layer; only with `use_sliding_window`, by default from layer `max_window_layers` on."""
+    count = num_layers(hf)
+    if not hf.get("use_sliding_window", False):
+        return [0] * count
+    first = integer(hf, "max_window_layers", 28, minimum=0)
+    has_window = windowed(hf, [n >= first for n in range(count)])
+    return [sliding_window(hf, 4096) if has else 0 for has in has_window]
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    return standard(hf, qkv_bias=True, layers=plain_layers(hf, windows(hf)))
+
+
+register(ModelSpec(("Qwen2ForCausalLM",), parse, GgufMapping("qwen2")))

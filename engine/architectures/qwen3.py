@@ -1,0 +1,25 @@
+"""Qwen 3, dense: RMS norms over the heads of q and k, no biases by default (arXiv:2505.09388)."""
+
+from pdserve.engine.architectures.qwen2 import windows
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.hf.config import plain_layers, standard
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.spec import ModelSpec, register
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    bias = bool(hf.get("attention_bias", False))
+    size = integer(hf, "head_dim", 128)
+    return standard(
+        hf,
+        head_dim=size,
+        attn_scale=size**-0.5,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=plain_layers({**hf, "head_dim": size}, windows(hf)),
+    )
+
+
+register(ModelSpec(("Qwen3ForCausalLM",), parse, GgufMapping("qwen3")))

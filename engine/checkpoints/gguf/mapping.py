@@ -1,0 +1,55 @@
+"""How an architecture's GGUF names and values become Hugging Face's.
+
+Defaults hold for every architecture; what is special to one is a field of its own mapping. Data
+only: engine/models carries one per architecture, engine/checkpoints/gguf/checkpoint.py applies it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Metadata = Mapping[str, Any]  # GGUF key -> number, bool, str or list of them
+
+TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{n}.attn_norm": "model.layers.{n}.input_layernorm",
+    "blk.{n}.attn_q": "model.layers.{n}.self_attn.q_proj",
+    "blk.{n}.attn_k": "model.layers.{n}.self_attn.k_proj",
+    "blk.{n}.attn_v": "model.layers.{n}.self_attn.v_proj",
+    "blk.{n}.attn_output": "model.layers.{n}.self_attn.o_proj",
+    "blk.{n}.attn_q_norm": "model.layers.{n}.self_attn.q_norm",
+    "blk.{n}.attn_k_norm": "model.layers.{n}.self_attn.k_norm",
+    "blk.{n}.ffn_norm": "model.layers.{n}.post_attention_layernorm",
+    "blk.{n}.ffn_gate": "model.layers.{n}.mlp.gate_proj",
+    "blk.{n}.ffn_up": "model.layers.{n}.mlp.up_proj",
+    "blk.{n}.ffn_down": "model.layers.{n}.mlp.down_proj",
+}
+
+
+def no_config(metadata: Metadata) -> dict[str, Any]:
+    """An architecture whose config follows from the common keys."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufMapping:
+    """One `general.architecture`; names in `tensors` come without .weight or .bias."""
+
+    arch: str  # general.architecture
+    tensors: Mapping[str, str] = field(default_factory=dict)  # replaces or adds to TENSORS
+    config: Callable[[Metadata], dict[str, Any]] = (
+        no_config  # config.json entries beyond common ones
+    )
+    permuted: bool = False  # q and k rows are stored as (half, pair) interleaved for GGML's rope
+    norm_offset: float = 0.0  # what the file's norm weights have in addition to Hugging Face's
+
+    def hf_name(self, gguf_name: str) -> str | None:
+        """Hugging Face's name of a tensor, or None if this architecture has none such."""
+        stem, dot, leaf = gguf_name.rpartition(".")
+        parts = stem.split(".")
+        layer = parts[1] if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() else ""
+        key = f"blk.{{n}}.{parts[2]}" if layer else stem
+        target = self.tensors.get(key) or TENSORS.get(key)
+        return target.replace("{n}", layer) + dot + leaf if target else None

@@ -1,0 +1,91 @@
+"""What config.json says in the same words for most architectures.
+
+Whatever is malformed or unknown raises UnsupportedModel naming the field.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
+from pdserve.engine.checkpoints.hf.rope import read_rope
+from pdserve.engine.models.config import Activation, LayerConfig, ModelConfig, UnsupportedModel
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_MAX_LAYERS = 10_000
+
+
+def soft_cap(hf: HfConfig, key: str) -> float:
+    """hf[key] > 0, or 0 for none."""
+    return positive(hf, key) if hf.get(key) is not None else 0.0
+
+
+def activation(hf: HfConfig) -> Activation:
+    """The activation of the gate, under either of its two names."""
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"activation {name!r} is not supported; known: {known}")
+    return ACTIVATIONS[name]
+
+
+def head_dim(hf: HfConfig) -> int:
+    """The given head size, or hidden_size / num_attention_heads."""
+    return integer(hf, "head_dim", integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
+
+
+def num_layers(hf: HfConfig) -> int:
+    return integer(hf, "num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
+    """Per layer, whether it has a window: from `layer_types`, or else `default`."""
+    names = hf.get("layer_types")
+    if names is None:
+        return default
+    known = ("full_attention", "sliding_attention")
+    fits = isinstance(names, list | tuple) and len(names) == num_layers(hf)
+    if not fits or not all(name in known for name in names):
+        raise UnsupportedModel(f"config field layer_types={names!r}")
+    return [name == "sliding_attention" for name in names]
+
+
+def sliding_window(hf: HfConfig, default: int = 0) -> int:
+    """`sliding_window` in tokens; 0 if null; `default` if absent."""
+    return integer(hf, "sliding_window", 0, minimum=0) if "sliding_window" in hf else default
+
+
+def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...]:
+    """Layers that differ in nothing but the window."""
+    rope = read_rope(hf, head_dim(hf))
+    return tuple(LayerConfig(rope, window) for window in windows)
+
+
+def standard(hf: HfConfig, **own: Any) -> ModelConfig:
+    """The Llama-like reading of a config; `own` are the fields in which an architecture differs."""
+    heads = integer(hf, "num_attention_heads")
+    kv_heads = integer(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModel(f"{heads} heads are no multiple of {kv_heads} kv heads")
+    fields: dict[str, Any] = {
+        "architecture": str(hf["architectures"][0]),
+        "vocab_size": integer(hf, "vocab_size"),
+        "hidden_size": integer(hf, "hidden_size"),
+        "ffn_size": integer(hf, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim(hf),
+        "context_len": integer(hf, "max_position_embeddings"),
+        "norm_eps": positive(hf, "rms_norm_eps", 1e-6),
+        "activation": activation(hf),
+        "attn_scale": head_dim(hf) ** -0.5,
+        "tied_head": bool(hf.get("tie_word_embeddings", False)),
+    }
+    if "layers" not in own:
+        fields["layers"] = plain_layers(hf, [0] * num_layers(hf))
+    return ModelConfig(**(fields | own))

@@ -1,0 +1,98 @@
+"""Reading of rope settings from config.json, in the nested, the flat and the older form.
+
+Nested: `rope_parameters[layer_type]`; flat: `rope_parameters`; older: `rope_theta` with
+`rope_scaling`. What scaling we do not compute is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive, positives, table
+from pdserve.engine.models.config import ROPE_KINDS, RopeConfig, UnsupportedModel
+
+
+def read_rope(
+    hf: HfConfig,
+    head_dim: int,
+    layer_type: str = "",
+    theta_key: str = "rope_theta",
+    default_theta: float = 10_000.0,
+    scaled: bool = True,
+) -> RopeConfig:
+    """Rope of the layers of one type; in the older form `theta_key` names their theta, and
+    `rope_scaling` holds for them if `scaled`. Raises UnsupportedModel.
+    """
+    given = _settings(hf, layer_type, theta_key, scaled)
+    rotary_dim = int(head_dim * min(positive(given, "partial_rotary_factor", 1.0), 2.0))
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims")
+    theta = positive(given, "rope_theta", default_theta)
+    if theta <= 1:
+        raise UnsupportedModel(f"config field rope_theta={theta}: want more than 1")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        known = ", ".join(ROPE_KINDS)
+        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; known: {known}")
+    if kind == "default":
+        return RopeConfig(theta, rotary_dim)
+    if kind == "factors":
+        return RopeConfig(
+            theta, rotary_dim, kind, factors=positives(given, "factors", rotary_dim // 2)
+        )
+    factor = positive(given, "factor")
+    if kind == "linear":
+        return RopeConfig(theta, rotary_dim, kind, factor)
+    whole = integer(hf, "max_position_embeddings")
+    original_len = integer(given, "original_max_position_embeddings", whole)
+    if kind == "llama3":
+        low, high = positive(given, "low_freq_factor"), positive(given, "high_freq_factor")
+        if low >= high:
+            raise UnsupportedModel(f"rope low_freq_factor {low} is not below {high}")
+        return RopeConfig(
+            theta,
+            rotary_dim,
+            kind,
+            factor,
+            original_len,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    return RopeConfig(
+        theta,
+        rotary_dim,
+        kind,
+        factor,
+        original_len,
+        beta_fast=positive(given, "beta_fast", 32.0),
+        beta_slow=positive(given, "beta_slow", 1.0),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(given, factor),
+    )
+
+
+def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> dict[str, Any]:
+    """The settings of one layer type in the flat form, whichever form the config has."""
+    parameters = table(hf, "rope_parameters")
+    if parameters:
+        given = dict(table(parameters, layer_type) or parameters)
+    else:
+        given = dict(table(hf, "rope_scaling")) if scaled else {}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise UnsupportedModel(f"config field rope_parameters has no entry {layer_type!r}")
+    given.setdefault("rope_theta", hf.get(theta_key))
+    given.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return given
+
+
+def _yarn_attention_factor(given: HfConfig, factor: float) -> float:
+    """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return positive(given, "attention_factor")
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return magnitude(positive(given, "mscale")) / magnitude(positive(given, "mscale_all_dim"))
+    return magnitude(1.0)

@@ -1,0 +1,125 @@
+"""The safetensors container: a JSON header and where each tensor lies in one mapped file.
+
+The header is checked as the format demands: sizes match dtype and shape, and the tensors cover the
+bytes after it without gap or overlap. Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.checkpoints.mapped import MappedFile
+from pdserve.engine.checkpoints.source import CheckpointError, Layout, RawTensor
+from pdserve.engine.weights.registry import NATIVE
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+}
+
+
+class SafetensorsReader:
+    """One file, parsed; `file` stays mapped while anything refers to its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError if the file cannot be read or breaks the format."""
+        self.path = path
+        self.file = MappedFile(path)
+        if self.file.size < 8:
+            raise self._fail("too short for a header")
+        length = int.from_bytes(self.file.map[:8], "little")
+        if length > min(MAX_HEADER_BYTES, self.file.size - 8):
+            raise self._fail(f"header of {length} bytes; the file has {self.file.size}")
+        self._base = 8 + length
+        try:
+            header = json.loads(self.file.map[8 : self._base], object_pairs_hook=self._unique)
+        except (ValueError, RecursionError) as error:
+            raise self._fail(f"header is no JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self._fail("header is no JSON object")
+        header.pop("__metadata__", None)
+        # name -> (dtype, shape, first byte in the file)
+        self._tensors = self._checked(header)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def layout(self, name: str) -> Layout:
+        kind, shape, _ = self._tensors[name]
+        return Layout(kind, shape)
+
+    def tensor(self, name: str) -> RawTensor:
+        """A view of the file. Raises CheckpointError if its dtype is none of weights."""
+        kind, shape, start = self._tensors[name]
+        if kind not in NATIVE:
+            raise self._fail(f"tensor {name} is {kind}; supported: {', '.join(NATIVE)}")
+        return RawTensor(self.file.tensor(NATIVE[kind], shape, start), kind, shape)
+
+    def release(self, name: str) -> None:
+        """See Checkpoint.release."""
+        self.file.release(self._tensors[name][2], self.tensor(name).data.nbytes)
+
+    def _fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}")
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise self._fail("header has a key twice")
+        return found
+
+    def _checked(self, header: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        spans: list[tuple[int, int, str]] = []
+        for name, entry in header.items():
+            kind, shape, first, last = self._entry(name, entry)
+            spans.append((first, last, name))
+            found[name] = (kind, shape, self._base + first)
+        end = 0
+        for first, last, name in sorted(spans):
+            if first != end:
+                raise self._fail(f"tensor {name} begins at byte {first} of the data, not at {end}")
+            end = last
+        if end != self.file.size - self._base:
+            have = self.file.size - self._base
+            raise self._fail(f"tensors take {end} bytes, the file has {have}: cut short?")
+        return found
+
+    def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+        """(dtype, shape, first and last byte in the data)."""
+        if not isinstance(entry, dict):
+            raise self._fail(f"entry of tensor {name} is malformed")
+        kind: Any = entry.get("dtype")
+        shape: Any = entry.get("shape")
+        span: Any = entry.get("data_offsets")
+        if not isinstance(kind, str) or kind not in BITS:
+            raise self._fail(f"tensor {name} has unknown dtype {kind!r}")
+        if not _naturals(shape) or len(shape) > 8:
+            raise self._fail(f"tensor {name} has a malformed shape")
+        if not _naturals(span) or len(span) != 2:
+            raise self._fail(f"tensor {name} has malformed data_offsets")
+        first, last = span
+        needed = math.prod(shape) * BITS[kind] // 8
+        if last - first != needed:
+            raise self._fail(f"tensor {name} needs {needed} bytes and has {last - first}")
+        return kind, tuple(shape), first, last
+
+
+def _naturals(value: Any) -> bool:
+    """A list of integers from 0 that fit 63 bits."""
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 63 for i in value)

@@ -1,0 +1,113 @@
+"""Turns a plan into the flat batch and runs the model on it.
+
+Block tables live in arrays with one row per slot of the batch; a step adds only what has changed.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pdserve.engine.execution.batch import Batch, GroupTable, Ints
+from pdserve.engine.kv.block_tables import blocks_for
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.scheduling.plan import Plan, Row
+from pdserve.engine.scheduling.request_state import Sequence
+
+
+class Model(Protocol):
+    """What the engine needs of a decoder."""
+
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
+        """Final hidden states [len(batch.logit_tokens), hidden]; the KV is written."""
+
+    def logits(self, hidden: Any) -> Any:
+        """float32 [n, vocab] of n final hidden states, for the backend's sampling."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way: its plan and the hidden states that it will have."""
+
+    plan: Plan
+    hidden: Any  # [outputs, hidden] in the order of the rows; None without outputs
+
+
+class ModelRunner:
+    """Owns the slots' tables; the KvCache is the engine's."""
+
+    def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._block_size = kv.spec.block_size
+        width = blocks_for(context_len, self._block_size)
+        self._tables: list[Ints] = [
+            np.zeros((num_slots, width), dtype=np.int64) for _ in kv.spec.groups
+        ]
+
+    def launch(self, plan: Plan) -> Launched:
+        """Carries out the copies, then the forward pass; on CPU both are complete on return."""
+        self._kv.copy(plan.copies)
+        if not plan.rows:
+            return Launched(plan, None)
+        batch = self._batch(plan.rows, plan.num_decode_rows)
+        hidden = self._model.forward(batch, self._kv)
+        return Launched(plan, None if batch.kv_only else hidden)
+
+    def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch[Ints]:
+        starts, kv_lens, table_rows = [0], list[int](), list[int]()
+        ids, positions, outputs = list[int](), list[int](), list[int]()
+        slots: list[list[int]] = [[] for _ in self._tables]
+        at = 0  # of the row's first token in the flat batch
+        for sequence, start, end, _, first_output in rows:
+            self._sync(sequence)
+            table_rows.append(sequence.slot)
+            kv_lens.append(end)
+            ids += sequence.ids[start:end]
+            positions += range(start, end)
+            outputs += range(at + first_output - start, at + end - start)
+            for group, blocks in enumerate(sequence.block_tables):
+                slots[group] += _slots(blocks, start, end, self._block_size)
+            at += end - start
+            starts.append(at)
+        # One call of numpy for all: of a short step they are what the engine's own time goes to.
+        token_ids, position, *token_slots = np.array([ids, positions, *slots])
+        width = blocks_for(max(kv_lens), self._block_size)
+        groups = tuple(
+            GroupTable(table[table_rows, :width], some)
+            for table, some in zip(self._tables, token_slots, strict=True)
+        )
+        return Batch(
+            token_ids=token_ids,
+            positions=position,
+            starts=tuple(starts),
+            kv_lens=tuple(kv_lens),
+            num_decode_rows=num_decode_rows,
+            groups=groups,
+            logit_tokens=np.array(outputs, dtype=np.int64),
+            kv_only=not outputs,
+        )
+
+    def _sync(self, sequence: Sequence) -> None:
+        """Takes over what has changed in the sequence's tables since its last step."""
+        for group, start in enumerate(sequence.rewritten_from):
+            blocks = sequence.block_tables[group]
+            if start < len(blocks):
+                line = self._tables[group][sequence.slot]
+                line[start : len(blocks)] = blocks[start:]
+                if not start:
+                    line[len(blocks) :] = 0  # another sequence had the slot before
+                sequence.rewritten_from[group] = len(blocks)
+
+
+def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
+    """Where tokens start .. end - 1 of a sequence lie: block * size + offset."""
+    found: list[int] = []
+    while start < end:
+        block, offset = divmod(start, size)
+        count = min(end - start, size - offset)
+        first = blocks[block] * size + offset
+        found += range(first, first + count)
+        start += count
+    return found

@@ -1,0 +1,69 @@
+"""Where prefill processes connect to decode, and which of them are let in.
+
+A connection is a stranger until a message under a ticket has proven it; few are let in at a time,
+so whoever can reach the port cannot take threads and memory without end.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pdserve.engine.handoff.connection.dial import listen_all
+from pdserve.engine.handoff.connection.link import Link, LinkHandler
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.compatibility import Terms
+from pdserve.engine.transport.base import KvTransport, Listener, Wire
+
+MAX_STRANGERS = 16
+
+
+class Doors:
+    """The listeners of one decode process. `links` and `counters` are its endpoint's: each
+    connection is added to the one, `strangers_refused` to the other."""
+
+    def __init__(
+        self,
+        boot: bytes,
+        terms: Terms,
+        handler: LinkHandler,
+        links: dict[Link, None],
+        counters: Counter[str],
+    ) -> None:
+        self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
+        self._boot = boot
+        self._terms = terms
+        self._handler = handler
+        self._links = links
+        self._counters = counters
+        self._listeners: list[Listener] = []
+
+    def open(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
+        """Open the listeners: name -> address. A transport that was asked for by name
+        (`chosen`) must work; otherwise one that does not is left out. Raises TransportRefused,
+        OSError."""
+        opened = listen_all(transports, chosen, self._boot, self._accepted)
+        self.refusals.update(t.name for t in transports if t.name not in opened)
+        self._listeners += opened.values()
+        return {name: listener.address for name, listener in opened.items()}
+
+    def refusal(self, link: Link, hello: messages.Hello) -> str:
+        """Why a process that has introduced itself is turned away; empty: it is not."""
+        if hello.decode_boot != self._boot:
+            return "this is another decode process than the ticket's"
+        if link.direct and self._terms.encrypted:
+            return "encrypted payloads cannot stay on a device (--encrypt-kv)"
+        return self._terms.refusal(hello)
+
+    def close(self) -> None:
+        """No more connections."""
+        for listener in self._listeners:
+            listener.close()
+
+    def _accepted(self, transport: str, wire: Wire) -> None:
+        strangers = sum(link.open and not link.genuine for link in list(self._links))
+        if strangers >= MAX_STRANGERS:
+            self._counters["strangers_refused"] += 1
+            wire.close()
+            return
+        link = Link(wire, transport, self._handler)
+        self._links[link] = None
+        link.accept()

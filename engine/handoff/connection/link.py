@@ -1,0 +1,395 @@
+"""One connection between a prefill and a decode process: its two threads, records and credits.
+
+Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
+thread alone writes, but for records that are posted while it is idle and that the socket takes at
+once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
+until sent, then to decode until its Credit arrives, which goes out when nothing reads the payload
+any more: on a device when the copy from the slot is done, else when the handler has returned.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack
+from typing import Protocol
+
+from pdserve.engine.handoff.connection.slots import ReaderSlots, WriterSlots
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import (
+    FRAME_TYPE,
+    PREFIX_BYTES,
+    FrameError,
+    FrameHeader,
+    OtherVersion,
+    Prefix,
+    mark_of,
+)
+from pdserve.engine.transport.base import (
+    SLOTS,
+    FrameJob,
+    Payload,
+    TransportRefused,
+    Wire,
+    WireClosed,
+)
+
+log = logging.getLogger(__name__)
+
+INTRODUCTION_S = 5.0  # from accept to the first genuine message
+MAX_POSTED = 4096  # control records waiting for a peer that does not read
+
+
+class LinkHandler(Protocol):
+    """Called on the link's threads; must not block. A FrameError closes the link."""
+
+    def introduced(self, link: "Link", hello: messages.Hello) -> str:
+        """decode: why this peer is refused; empty: welcome."""
+
+    def message(self, link: "Link", message: messages.Message) -> None: ...
+
+    def frame(self, link: "Link", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+        """decode: may its payload be received? The header's tag is checked here. What is refused
+        is passed over; the connection goes on."""
+
+    def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
+        """decode: not yet verified: bytes that stay as they are until it returns, or a slot on the
+        device, which it is to `credit` when done with."""
+
+    def closed(self, link: "Link", reason: str) -> None:
+        """Once, whatever the cause."""
+
+
+class Link:
+    """Use `Link.dial` at prefill; `Link(...)`, then `accept()`, at decode."""
+
+    def __init__(self, wire: Wire, transport: str, handler: LinkHandler) -> None:
+        self.transport = transport
+        self.peer = b""  # boot id, once introduced
+        self.hello: messages.Hello | None = None  # decode: what the peer said of itself
+        self._wire = wire
+        self._handler = handler
+        self._wake = threading.Condition()
+        self._posted: deque[memoryview] = deque()
+        self._writing = True  # the writer thread has work, or has not begun
+        self._jobs: deque[FrameJob] = deque()
+        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
+        self._lent = ReaderSlots(SLOTS)  # decode's
+        self._credits: list[bytes] = []  # decode's reader thread: records to be posted
+        self.num_surplus = 0  # prefill: credits of doubled records, damaged, later than an answer
+        self._genuine = False
+        self._reason = ""
+        self._busy_s = 0.0  # moving payloads, since last taken
+        self._reader = threading.Thread(target=self._read_loop, name=f"kv-{transport}-read")
+        self._writer = threading.Thread(target=self._write_loop, name=f"kv-{transport}-write")
+
+    @classmethod
+    def dial(
+        cls,
+        wire: Wire,
+        transport: str,
+        handler: LinkHandler,
+        hello: messages.Hello,
+        timeout_s: float,
+    ) -> "Link":
+        """prefill: introduce ourselves on a new wire. Raises TransportRefused."""
+        link = cls(wire, transport, handler)
+        link.peer = hello.decode_boot
+        try:
+            wire.deadline = time.monotonic() + timeout_s
+            wire.write(messages.encode(hello))
+            match link._read_control(link._read_prefix()):
+                case messages.Welcome(proof) if proof == wire.proof():
+                    wire.trust()
+                case messages.Welcome():
+                    raise TransportRefused("decode does not see this window")
+                case messages.Refused(reason):
+                    raise TransportRefused(f"refused by decode: {reason}")
+                case _:
+                    raise TransportRefused("no welcome")
+        except (WireClosed, FrameError) as err:
+            wire.close()
+            raise TransportRefused(str(err)) from None
+        except TransportRefused:
+            wire.close()
+            raise
+        link._genuine = True
+        link._start()
+        return link
+
+    def accept(self) -> None:
+        """decode: hear the peer out on the reader thread; memory stays small until `trust`."""
+        self._wire.deadline = time.monotonic() + INTRODUCTION_S
+        self._start()
+
+    @property
+    def heard(self) -> float:
+        """When the last byte arrived (time.monotonic)."""
+        return self._wire.heard
+
+    @property
+    def open(self) -> bool:
+        return not self._reason
+
+    @property
+    def direct(self) -> bool:
+        """Payloads go from pool to pool on a device."""
+        return self._wire.direct
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest payload."""
+        return self._wire.slot_bytes
+
+    @property
+    def ended(self) -> bool:
+        """Its threads are over and its socket is closed."""
+        return not self.open and not self._reader.is_alive()
+
+    def take_busy_s(self) -> float:
+        """Seconds spent moving payloads since the last call."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    @property
+    def genuine(self) -> bool:
+        return self._genuine
+
+    def trust(self) -> None:
+        """decode: a tagged Claim has arrived; called by the handler on the reader thread."""
+        if not self._genuine:
+            self._genuine = True
+            self._wire.trust()
+            if window := self._wire.window():
+                self.post(messages.encode(messages.Window(window)))
+
+    def post(self, record: bytes) -> None:
+        """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
+        failed = ""
+        with self._wake:
+            self._posted.append(memoryview(record))
+            if len(self._posted) > MAX_POSTED:
+                failed = "the peer does not read"
+            elif not self._writing:
+                failed = self._write_now()
+            if self._posted:
+                self._wake.notify()
+        if failed:
+            self.end(failed)
+
+    def _write_now(self) -> str:
+        """Spare the idle writer thread a turn; with the lock. Returns why the wire is closed."""
+        if not self._reason:
+            try:
+                self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except WireClosed as err:
+                return str(err)
+        return ""
+
+    def push(self, *jobs: FrameJob) -> None:
+        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
+        with self._wake:
+            self._jobs.extend(jobs)
+            self._wake.notify()
+
+    def credit(self, header: FrameHeader) -> None:
+        """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
+        self.post(_credit(header.slot, self._lent.credit(header.slot)))
+
+    def landed(self, slot: int, mark: bytes) -> bool:
+        """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
+        says so, and an answer to the frame does, should that have come damaged. What an ended
+        attempt has sent gets no answer."""
+        with self._wake:
+            if not self._slots.expects(slot, mark):
+                return False
+            self._slots.credited(slot)
+            self._wake.notify()
+        return True
+
+    def close(self, reason: str = "closed here") -> None:
+        """End it and wait for its threads, unless called on one of them."""
+        self.end(reason)
+        if threading.current_thread() not in (self._reader, self._writer):
+            self._reader.join()
+
+    def end(self, reason: str) -> None:
+        """Wake both threads to end; never waits. The first reason counts."""
+        with self._wake:
+            if self._reason:
+                return
+            self._reason = reason
+            self._wake.notify_all()
+        self._wire.interrupt()
+        self._handler.closed(self, reason)
+
+    def _start(self) -> None:
+        self._writer.start()
+        self._reader.start()
+
+    # the reader thread
+
+    def _read_loop(self) -> None:
+        try:
+            if not self._genuine:
+                self._hear_out()
+            while True:
+                self._turn()
+        except (WireClosed, FrameError, TransportRefused) as err:
+            self.end(str(err))
+        except Exception:
+            log.exception("hand-off connection failed")
+            self.end("internal error")
+        finally:
+            self._writer.join()
+            self._wire.close()
+
+    def _hear_out(self) -> None:
+        self._wire.setup()
+        try:
+            hello = self._read_control(self._read_prefix())
+        except OtherVersion as err:  # its own reader finds our version in the answer, and says so
+            self._wire.write(messages.encode(messages.Refused(str(err))))
+            self._skip_rest()
+            raise
+        if not isinstance(hello, messages.Hello):
+            raise FrameError("no hello")
+        self.hello = hello
+        reason = self._handler.introduced(self, hello)
+        if not reason and hello.transport != self.transport:
+            reason = f"transport {hello.transport} on a {self.transport} listener"
+        try:
+            reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
+        except TransportRefused as err:
+            reply = messages.Refused(str(err))
+        self.peer = hello.prefill_boot
+        if isinstance(reply, messages.Refused):
+            self._wire.write(messages.encode(reply))  # the writer has nothing to send yet
+            raise TransportRefused(reply.reason)
+        self.post(messages.encode(reply))
+
+    def _skip_rest(self) -> None:
+        """Until the peer closes: closing before it would reset the connection, answer and all."""
+        with contextlib.suppress(WireClosed):
+            while True:
+                self._wire.take(1)
+
+    def _turn(self) -> None:
+        """A record, then the credits that need not wait for another."""
+        self._read_record()
+        if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
+            self.post(b"".join(self._credits))
+            self._credits.clear()
+
+    def _read_record(self) -> None:
+        prefix = self._read_prefix()
+        if prefix.type == FRAME_TYPE:
+            self._read_frame(prefix)
+            return
+        message = self._read_control(prefix)
+        if isinstance(message, messages.Credit):
+            self._credited(message)
+        elif isinstance(message, messages.Window):
+            self._opened(message.data)
+        else:
+            self._handler.message(self, message)
+
+    def _read_prefix(self) -> Prefix:
+        return Prefix.unpack(self._wire.take(PREFIX_BYTES))
+
+    def _read_control(self, prefix: Prefix) -> messages.Message:
+        return messages.decode(prefix.pack() + self._wire.take(prefix.length))
+
+    def _read_frame(self, prefix: Prefix) -> None:
+        if not self._genuine:
+            raise FrameError("a frame before a genuine claim")
+        record = prefix.pack() + self._wire.take(prefix.length)
+        header, covered, tag = FrameHeader.unpack(record)
+        if header.payload_bytes > self._wire.slot_bytes:
+            raise FrameError("payload larger than a slot")
+        mark, lent = mark_of(tag), self._lent.check(header.slot)
+        if not self._handler.frame(self, header, covered, tag):
+            self._wire.skip_payload(header.slot, header.payload_bytes)
+            if not lent:  # else it is here twice: the first one will be credited
+                self._give_back(header.slot, mark)
+            return
+        self._lent.lend(header.slot, mark)
+        start = time.monotonic()
+        payload = self._wire.payload(header.slot, header.payload_bytes)
+        self._handler.payload(self, header, payload)
+        self._busy_s += time.monotonic() - start
+        if not self._wire.direct:
+            self._give_back(header.slot, self._lent.credit(header.slot))
+
+    def _give_back(self, slot: int, mark: bytes) -> None:
+        """Several in one write if there is more to read: each wakes a thread of prefill's."""
+        self._credits.append(_credit(slot, mark))
+
+    def _opened(self, window: bytes) -> None:
+        """prefill: from now on there are slots."""
+        self._wire.open_window(window)
+        with self._wake:
+            self._slots.open(SLOTS)
+            self._wake.notify()
+
+    def _credited(self, credit: messages.Credit) -> None:
+        if not self.landed(credit.slot, credit.mark):
+            self.num_surplus += 1
+
+    # the writer thread
+
+    def _write_loop(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                self._write(work)
+        except WireClosed as err:
+            self.end(str(err))
+        except Exception:
+            log.exception("hand-off connection failed")
+            self.end("internal error")
+
+    def _next(self) -> bytes | tuple[int, FrameJob] | None:
+        with self._wake:
+            self._writing = False
+            while (work := self._ready()) is None and not self._reason:
+                self._wake.wait()
+            self._writing = True
+            return work
+
+    def _ready(self) -> bytes | tuple[int, FrameJob] | None:
+        """What to write now; None: nothing, or the link has ended."""
+        if self._reason:
+            return None
+        if self._posted:
+            records = b"".join(self._posted)
+            self._posted.clear()
+            return records
+        if self._jobs and self._slots.num_free:
+            return self._slots.take(), self._jobs.popleft()
+        return None
+
+    def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
+        if isinstance(work, bytes):
+            self._wire.write(work)
+        else:
+            self._write_frame(*work)
+
+    def _write_frame(self, slot: int, job: FrameJob) -> None:
+        with ExitStack() as held:
+            frame = held.enter_context(job(slot, self._wire.outlet(slot)))
+            with self._wake:
+                if frame is None:
+                    self._slots.put_back(slot)
+                    return
+                self._slots.sent(slot, mark_of(frame.record))
+            start = time.monotonic()
+            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self._busy_s += time.monotonic() - start
+
+
+def _credit(slot: int, mark: bytes) -> bytes:
+    return messages.encode(messages.Credit(slot, mark))

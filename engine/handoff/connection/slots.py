@@ -1,0 +1,82 @@
+"""Who owns each slot of a connection; pure.
+
+    free -- take --> filling -- sent --> in flight == frame ==> lent -- credit --> (Credit) --> free
+                        '-- put back --> free
+
+Prefill owns a slot until its frame is sent, then decode until it credits it, once; an answer to the
+frame tells the same, before or after it. A frame that is sent again takes a slot like any other, so
+never the one that decode still has. A credit says which frame it is for: of a record that the
+network has doubled, the second one's comes when the slot may have another frame.
+"""
+
+from collections import deque
+
+from pdserve.engine.handoff.protocol.frames import FrameError
+
+
+class WriterSlots:
+    """prefill's side. Not thread-safe: the link's lock guards it."""
+
+    def __init__(self, count: int) -> None:
+        self._free = deque(range(count))
+        self._filling: set[int] = set()
+        self._in_flight: dict[int, bytes] = {}  # the frame's mark
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def open(self, count: int) -> None:
+        """There are slots from now on. Raises FrameError if there were before."""
+        if self._free or self._filling or self._in_flight:
+            raise FrameError("a second window")
+        self._free.extend(range(count))
+
+    def take(self) -> int:
+        slot = self._free.popleft()
+        self._filling.add(slot)
+        return slot
+
+    def put_back(self, slot: int) -> None:
+        """Nothing was sent."""
+        self._filling.remove(slot)
+        self._free.appendleft(slot)
+
+    def sent(self, slot: int, mark: bytes = b"") -> None:
+        self._filling.remove(slot)
+        self._in_flight[slot] = mark
+
+    def expects(self, slot: int, mark: bytes) -> bool:
+        """The slot is in flight with that frame."""
+        return self._in_flight.get(slot) == mark
+
+    def credited(self, slot: int) -> None:
+        """Raises FrameError."""
+        if slot not in self._in_flight:
+            raise FrameError("credit for a slot that is not in flight")
+        del self._in_flight[slot]
+        self._free.append(slot)
+
+
+class ReaderSlots:
+    """decode's side; one thread lends, any thread credits."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lent: dict[int, bytes] = {}  # the frame's mark
+
+    def check(self, slot: int) -> bool:
+        """Whether the slot is lent. Raises FrameError if there is none."""
+        if slot >= self._count:
+            raise FrameError("slot out of range")
+        return slot in self._lent
+
+    def lend(self, slot: int, mark: bytes = b"") -> None:
+        """A frame in that slot has arrived. Raises FrameError."""
+        if self.check(slot):
+            raise FrameError("slot used without credit")
+        self._lent[slot] = mark
+
+    def credit(self, slot: int) -> bytes:
+        """The mark of the frame that was in it. Raises KeyError: it was credited before."""
+        return self._lent.pop(slot)

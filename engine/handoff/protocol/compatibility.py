@@ -1,0 +1,31 @@
+"""What decode and prefill must agree on before the first Claim, as decode compares it; pure."""
+
+from dataclasses import dataclass
+
+from pdserve.engine.handoff.protocol.layout import decode_spec
+from pdserve.engine.handoff.protocol.messages import Hello
+from pdserve.engine.kv.identity import KvIdentity, Mixing, refusal
+from pdserve.engine.kv.spec import KvSpec, spec_difference
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of one process."""
+
+    identity: KvIdentity
+    spec: KvSpec
+    mixing: Mixing
+    encrypted: bool
+
+    def refusal(self, hello: Hello) -> str:
+        """What differs and is not admitted, in words; empty if nothing does. Raises FrameError."""
+        if hello.encrypted != self.encrypted:
+            here, there = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
+            return f"KV encryption: {here} here, {there} there (--encrypt-kv)"
+        other = refusal(self.identity, hello.identity, self.mixing)
+        return other.text if other else spec_difference(self.spec, decode_spec(hello.spec))
+
+    def other_identity(self, hello: Hello) -> bytes:
+        """The digest of the peer's KV identity; empty if it is ours."""
+        other = hello.identity.digest
+        return other if other != self.identity.digest else b""

@@ -1,0 +1,186 @@
+"""How a prompt's blocks are cut into frames, and which of them have arrived; pure.
+
+Invariant: a frame is whole blocks of a run of layers of one group, and nothing before the block
+that the receiver asked for is ever named or written: those are shared prefix blocks.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import and_
+from typing import NamedTuple
+
+from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+
+SLOT_BYTES = 4 << 20  # of a frame's payload; more only if one block of one layer is larger
+_KINDS = ("full", "window", "latent", "state")
+_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_SPEC = struct.Struct("<IB")
+_GROUP = struct.Struct("<BIIIBIIBH")
+
+
+def encode_spec(spec: KvSpec) -> bytes:
+    """Canonical bytes of a KvSpec; their SHA-256 is its digest."""
+    out = _SPEC.pack(spec.block_size, len(spec.groups))
+    for g in spec.groups:
+        out += _GROUP.pack(
+            _KINDS.index(g.kind),
+            g.window,
+            g.num_kv_heads,
+            g.head_dim,
+            _DTYPES.index(g.dtype),
+            g.head_start,
+            g.head_end,
+            g.keys_by_dim,
+            len(g.layers),
+        )
+        out += struct.pack(f"<{len(g.layers)}H", *g.layers)
+    return out
+
+
+def decode_spec(data: bytes) -> KvSpec:
+    """The inverse of encode_spec. Raises FrameError."""
+    try:
+        block_size, count = _SPEC.unpack_from(data)
+        offset = _SPEC.size
+        groups = []
+        for _ in range(count):
+            fields = _GROUP.unpack_from(data, offset)
+            kind, window, heads, dim, dtype, h0, h1, by_dim, layers = fields
+            offset += _GROUP.size
+            numbers = struct.unpack_from(f"<{layers}H", data, offset)
+            offset += 2 * layers
+            names = _KINDS[kind], _DTYPES[dtype]
+            groups.append(
+                LayerGroup(numbers, names[0], window, heads, dim, names[1], h0, h1, bool(by_dim))  # type: ignore[arg-type]
+            )
+    except (struct.error, IndexError) as err:
+        raise FrameError(f"KV layout: {err}") from None
+    if offset != len(data):
+        raise FrameError("KV layout with trailing bytes")
+    return KvSpec(block_size, tuple(groups))
+
+
+def spec_digest(spec: KvSpec) -> bytes:
+    return hashlib.sha256(encode_spec(spec)).digest()
+
+
+def slot_bytes(spec: KvSpec) -> int:
+    return max(SLOT_BYTES, *(g.block_bytes(spec.block_size) for g in spec.groups))
+
+
+def first_needed_block(group: LayerGroup, block_size: int, num_tokens: int) -> int:
+    """The first block that the row at position num_tokens can see."""
+    if group.kind != "window":
+        return 0
+    return max(0, num_tokens - group.window + 1) // block_size
+
+
+class Piece(NamedTuple):
+    """The content of one frame."""
+
+    group: int
+    layers: range  # within the group
+    blocks: range  # logical: block i holds tokens [i * block_size, (i + 1) * block_size)
+
+    def overlaps(self, other: "Piece") -> bool:
+        """They have a block of a layer in common."""
+        return (
+            self.group == other.group
+            and max(self.layers.start, other.layers.start)
+            < min(self.layers.stop, other.layers.stop)
+            and max(self.blocks.start, other.blocks.start)
+            < min(self.blocks.stop, other.blocks.stop)
+        )
+
+
+def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
+    """Pieces of at most `limit` bytes that cover `blocks` of every layer of a group once."""
+    layer_group = spec.groups[group]
+    block_bytes = layer_group.block_bytes(spec.block_size)
+    num_layers = len(layer_group.layers)
+    per_layer = max(1, min(len(blocks), limit // block_bytes))
+    for start in range(blocks.start, blocks.stop, per_layer):
+        run = range(start, min(start + per_layer, blocks.stop))
+        layers = max(1, limit // (block_bytes * len(run)))
+        for layer in range(0, num_layers, layers):
+            yield Piece(group, range(layer, min(layer + layers, num_layers)), run)
+
+
+class Bitmap:
+    """Which (group, layer, block) cells of one prompt have been verified and written."""
+
+    def __init__(self, spec: KvSpec, num_tokens: int, first_blocks: Sequence[int]) -> None:
+        self._spec = spec
+        self._end = -(-num_tokens // spec.block_size)
+        self._first = tuple(min(first, self._end) for first in first_blocks)
+        self._have = [[0] * len(g.layers) for g in spec.groups]
+        self._missing = sum(
+            len(g.layers) * (self._end - first)
+            for g, first in zip(spec.groups, self._first, strict=True)
+        )
+
+    @property
+    def num_missing(self) -> int:
+        return self._missing
+
+    @property
+    def missing_blocks(self) -> float:
+        """What is missing in blocks of all layers."""
+        return self._missing / sum(len(g.layers) for g in self._spec.groups)
+
+    @property
+    def complete(self) -> bool:
+        return self._missing == 0
+
+    @property
+    def num_leading(self) -> int:
+        """Leading blocks that every layer of every group has, as far as they were asked for."""
+        lead = self._end
+        for layers, first in zip(self._have, self._first, strict=True):
+            have = (1 << first) - 1
+            have |= reduce(and_, layers)
+            lead = min(lead, (~have & (have + 1)).bit_length() - 1)  # the lowest bit that is 0
+        return lead
+
+    def piece(self, header: FrameHeader) -> Piece:
+        """What a frame with a good tag covers. Raises FrameError if it does not fit here."""
+        size = self._spec.block_size
+        if header.group >= len(self._spec.groups):
+            raise FrameError(f"no layer group {header.group}")
+        group = self._spec.groups[header.group]
+        if header.tokens.start % size or header.tokens.stop % size:
+            raise FrameError("token range is not whole blocks")
+        blocks = range(header.tokens.start // size, header.tokens.stop // size)
+        if blocks.start < self._first[header.group] or blocks.stop > self._end:
+            raise FrameError(f"blocks {blocks.start}-{blocks.stop} were not asked for")
+        if header.layers.stop > len(group.layers):
+            raise FrameError(f"group {header.group} has {len(group.layers)} layers")
+        if header.heads != range(group.head_start, group.head_end):
+            raise FrameError(f"heads {header.heads.start}-{header.heads.stop}")
+        expected = len(header.layers) * len(blocks) * group.block_bytes(size)
+        if header.payload_bytes != expected:
+            raise FrameError(f"payload of {header.payload_bytes} bytes, not {expected}")
+        return Piece(header.group, header.layers, blocks)
+
+    def has(self, piece: Piece) -> bool:
+        mask = self._mask(piece)
+        have = self._have[piece.group]
+        return all(have[layer] & mask == mask for layer in piece.layers)
+
+    def touches(self, piece: Piece) -> bool:
+        """Some of it is there."""
+        mask = self._mask(piece)
+        return any(self._have[piece.group][layer] & mask for layer in piece.layers)
+
+    def add(self, piece: Piece) -> None:
+        mask = self._mask(piece)
+        have = self._have[piece.group]
+        for layer in piece.layers:
+            self._missing -= (mask & ~have[layer]).bit_count()
+            have[layer] |= mask
+
+    def _mask(self, piece: Piece) -> int:
+        return ((1 << len(piece.blocks)) - 1) << piece.blocks.start

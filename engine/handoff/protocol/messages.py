@@ -1,0 +1,297 @@
+"""The control messages of a data connection, bounded; those about an attempt carry a tag.
+
+Hello (prefill) -> Welcome | Refused; then per attempt Claim -> Granted | Gone, and while it lasts
+Computed, Ack, Nack, Progress, Complete, Abort. Credit returns a slot. `decode` raises FrameError
+and nothing else; a message about an attempt is only a claim until `Signed.tag` has been checked.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pdserve.engine.handoff.protocol.frames import (
+    ID_BYTES,
+    MARK_BYTES,
+    MAX_CONTROL_BYTES,
+    PREFIX_BYTES,
+    TAG_BYTES,
+    FrameError,
+    Prefix,
+)
+from pdserve.engine.handoff.protocol.keys import Domain, TagKey
+from pdserve.engine.kv.identity import NAMES, KvIdentity
+
+MAX_SEQUENCES = 512  # of one Ack
+MAX_REASON_BYTES = 240
+PROOF_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """prefill -> decode, first. `spec` is the canonical KvSpec, so a difference can be named."""
+
+    TYPE: ClassVar[int] = 2
+    prefill_boot: bytes
+    decode_boot: bytes  # who it thinks it is talking to
+    identity: KvIdentity
+    transport: str
+    spec: bytes
+    encrypted: bool = False  # payloads are sealed, not only tagged
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """decode -> prefill. `proof` shows that decode sees what prefill put into the window."""
+
+    TYPE: ClassVar[int] = 3
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    TYPE: ClassVar[int] = 4
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """decode -> prefill: the attempt of this ticket is unknown or has ended."""
+
+    TYPE: ClassVar[int] = 5
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """decode -> prefill: decode is done with the frame of that mark, so its slot is free."""
+
+    TYPE: ClassVar[int] = 6
+    slot: int
+    mark: bytes = bytes(MARK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """decode -> prefill, once trusted: what a device transport needs to open the window."""
+
+    TYPE: ClassVar[int] = 7
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """prefill -> decode: the blocks of `num_tokens` tokens are held here; yours?"""
+
+    TYPE: ClassVar[int] = 16
+    num_tokens: int
+    age_ms: int  # since its first step began: what decode counts as prefill, not as queueing
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """decode -> prefill: per layer group, the first logical block to send."""
+
+    TYPE: ClassVar[int] = 17
+    first_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """prefill -> decode: the last chunk is computed; what follows is only transfer."""
+
+    TYPE: ClassVar[int] = 18
+    cached_tokens: int  # from prefill's own prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """decode -> prefill: these frames are verified and written."""
+
+    TYPE: ClassVar[int] = 19
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nack:
+    """decode -> prefill: the frame's payload did not match its tag."""
+
+    TYPE: ClassVar[int] = 20
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Both ways, every 100 ms from Claim to the last acknowledgement."""
+
+    TYPE: ClassVar[int] = 21
+    steps: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """decode -> prefill: every block is there and verified; an Ack of all that had none yet."""
+
+    TYPE: ClassVar[int] = 22
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Both ways: the attempt has ended here."""
+
+    TYPE: ClassVar[int] = 23
+    reason: str
+
+
+Plain = Hello | Welcome | Refused | Gone | Credit | Window
+Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A message about an attempt, its tag not yet checked."""
+
+    ticket: bytes
+    sequence: int
+    body: Body
+    covered: bytes
+    tag: bytes
+
+    def genuine(self, key: TagKey) -> bool:
+        return key.matches(Domain.CONTROL, self.sequence, self.covered, self.tag)
+
+
+Message = Plain | Signed
+
+_ENVELOPE = struct.Struct("<16sQ")
+
+
+def encode(message: Plain) -> bytes:
+    """A whole record of an untagged message."""
+    return _record(message.TYPE, _pack(message))
+
+
+def sign(body: Body, ticket: bytes, sequence: int, key: TagKey) -> bytes:
+    """A whole record of a message about an attempt."""
+    content = _ENVELOPE.pack(ticket, sequence) + _pack(body)
+    covered = _record(body.TYPE, content, TAG_BYTES)
+    return covered + key.tag(Domain.CONTROL, sequence, covered)
+
+
+def decode(record: bytes) -> Message:
+    """A whole record, prefix included. Raises FrameError."""
+    prefix = Prefix.unpack(record[:PREFIX_BYTES])
+    if len(record) != PREFIX_BYTES + prefix.length:
+        raise FrameError("record length")
+    body = record[PREFIX_BYTES:]
+    codec = _CODECS.get(prefix.type)
+    if codec is None:
+        raise FrameError(f"unknown record type {prefix.type}")
+    try:
+        if prefix.type < Claim.TYPE:
+            plain: Plain = codec.unpack(body)
+            return plain
+        if len(body) < _ENVELOPE.size + TAG_BYTES:
+            raise FrameError("short message")
+        ticket, sequence = _ENVELOPE.unpack_from(body)
+        content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
+        return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
+    except (struct.error, UnicodeDecodeError) as err:
+        raise FrameError(f"record of type {prefix.type}: {err}") from None
+
+
+def _record(kind: int, content: bytes, extra: int = 0) -> bytes:
+    length = len(content) + extra
+    if length > MAX_CONTROL_BYTES:
+        raise FrameError(f"message of {length} bytes")
+    return Prefix(kind, length).pack() + content
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+
+
+def _pack(message: Plain | Body) -> bytes:
+    return _CODECS[message.TYPE].pack(message)
+
+
+def _fixed(cls: Any, layout: str, *names: str) -> _Codec:
+    fields = struct.Struct("<" + layout)
+    return _Codec(
+        lambda m: fields.pack(*(getattr(m, name) for name in names)),
+        lambda data: cls(*fields.unpack(data)),
+    )
+
+
+def _text(cls: Any) -> _Codec:
+    def unpack(data: bytes) -> Any:
+        if len(data) > MAX_REASON_BYTES:
+            raise FrameError("reason too long")
+        return cls(data.decode())
+
+    return _Codec(
+        lambda m: m.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode(), unpack
+    )
+
+
+def _numbers(cls: Any, name: str, code: str, most: int) -> _Codec:
+    size = struct.calcsize("<" + code)
+
+    def unpack(data: bytes) -> Any:
+        count, rest = divmod(len(data), size)
+        if rest or count > most:
+            raise FrameError(f"{cls.__name__} with {len(data)} bytes")
+        return cls(struct.unpack(f"<{count}{code}", data))
+
+    return _Codec(
+        lambda m: struct.pack(f"<{len(getattr(m, name))}{code}", *getattr(m, name)), unpack
+    )
+
+
+_HELLO = struct.Struct("<16s16s8s?")
+_PART = struct.Struct("<H")  # length of one part of a KV identity
+
+
+def _pack_hello(hello: Hello) -> bytes:
+    boots = (hello.prefill_boot, hello.decode_boot)
+    fixed = _HELLO.pack(*boots, hello.transport.encode(), hello.encrypted)
+    parts = [v if isinstance(v, bytes) else v.encode() for v in hello.identity.parts().values()]
+    return fixed + b"".join(_PART.pack(len(part)) + part for part in parts) + hello.spec
+
+
+def _unpack_hello(data: bytes) -> Hello:
+    prefill_boot, decode_boot, transport, encrypted = _HELLO.unpack_from(data)
+    offset = _HELLO.size
+    parts: list[bytes] = []
+    for _ in NAMES:
+        (size,) = _PART.unpack_from(data, offset)
+        offset += _PART.size
+        parts.append(data[offset : offset + size])
+        offset += size
+    if offset > len(data):
+        raise FrameError("KV identity cut short")
+    digest, *texts = parts
+    identity = KvIdentity(digest, *(text.decode() for text in texts))
+    name = transport.rstrip(b"\0").decode()
+    return Hello(prefill_boot, decode_boot, identity, name, data[offset:], encrypted)
+
+
+_CODECS: dict[int, _Codec] = {
+    Hello.TYPE: _Codec(_pack_hello, _unpack_hello),
+    Welcome.TYPE: _fixed(Welcome, f"{PROOF_BYTES}s", "proof"),
+    Refused.TYPE: _text(Refused),
+    Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
+    Credit.TYPE: _fixed(Credit, f"H{MARK_BYTES}s", "slot", "mark"),
+    Window.TYPE: _Codec(lambda m: bytes(m.data), Window),
+    Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
+    Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
+    Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
+    Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),
+    Nack.TYPE: _fixed(Nack, "Q", "sequence"),
+    Progress.TYPE: _fixed(Progress, "Q?", "steps", "busy"),
+    Complete.TYPE: _fixed(Complete, ""),
+    Abort.TYPE: _text(Abort),
+}

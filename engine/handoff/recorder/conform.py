@@ -1,0 +1,188 @@
+"""Checks what processes have noted of their hand-offs against the machine that they run; pure.
+
+Each side of an attempt is replayed (life.py): phases and actions of every record must be those of
+machine.step. On top of that:
+
+- blocks are taken once, and given back or handed to the sequence once, when the machine says so;
+  no frame is sent or written outside of that; an orderly end leaves nothing alive
+- receive commits only when the new cells of its frames sum up to what it asked for
+- what one side learns from the other was noted there first: Picked before Claimed, Reserved before
+  Granted, receive's Filled before send's; a frame was sent before it is written, with no fewer
+  cells; one process each sends and receives an attempt
+- a router opens an attempt before decode has it, and closes it once
+- a follower (services/decode/single_flight) is handed no KV, its wait is over once, and nobody
+  waits at an orderly end
+
+What was overwritten, or never written because a process died, is no violation: rules that need it
+are left out for its attempt.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.handoff.protocol.machine import Side
+from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, Mark, Recording
+from pdserve.engine.handoff.recorder.replay import Life
+from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
+
+AROUND = 4  # records of the attempt that a violation shows before and after
+SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
+
+# The first is noted before the second.
+ORDER = (
+    ((SEND, "picked"), (RECEIVE, "claimed")),
+    ((RECEIVE, "reserved"), (SEND, "granted")),
+    ((RECEIVE, "filled"), (SEND, "filled")),
+    ((RECEIVE, "opened"), (SEND, "opened")),
+    ((ROUTE, "opened"), (RECEIVE, "opened")),
+    ((ROUTE, "opened"), (FOLLOW, "opened")),
+)
+BY_ENGINE = (Mark.OPENED, Mark.TAKEN, Mark.END)  # besides events: by the engine thread alone
+
+NO_BEGINNING = "nothing says that it was opened"
+
+Wrong = tuple[Entry, str]
+Sides = dict[str, dict[int, list[Entry]]]  # by side and recording
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A record that breaks a rule, with the attempt's records around it, in words."""
+
+    attempt: bytes
+    rule: str
+    entry: Entry
+    around: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join((f"attempt {self.attempt.hex()}: {self.rule}", *self.around))
+
+
+def check(recordings: Iterable[Recording]) -> list[Violation]:
+    """Everything that is wrong; empty: these processes did what the machine says."""
+    timeline = merge(recordings)
+    ends = [_end(recording) for recording in timeline.recordings]
+    found = []
+    for attempt, entries in timeline.attempts().items():
+        sides = _by_side(entries)
+        wrong = [*_alone(timeline, sides, ends), *_together(timeline, sides)]
+        for entry, rule in wrong:
+            found.append(Violation(attempt, rule, entry, _around(timeline, entries, entry)))
+    return found
+
+
+def _end(recording: Recording) -> tuple[int, bool]:
+    """The sequence of the last record of the engine thread; whether the process ended in order."""
+    for record in reversed(recording.records):
+        if record.event is not None or record.mark in BY_ENGINE:
+            return record.sequence, recording.records[-1].mark is Mark.END
+    return 0, False
+
+
+def _around(timeline: Timeline, entries: Sequence[Entry], entry: Entry) -> tuple[str, ...]:
+    at = entries.index(entry)
+    lines = []
+    for other in entries[max(0, at - AROUND) : at + AROUND + 1]:
+        recording, ms = timeline.of(other), (other.at_ns - entry.at_ns) / 1e6
+        lines.append(
+            f"{'>' if other is entry else ' '} {ms:+11.3f} ms {recording.name} "
+            f"{other.record.side}: {describe(recording, other.record)}"
+        )
+    return tuple(lines)
+
+
+def _by_side(entries: Sequence[Entry]) -> Sides:
+    found: Sides = {}
+    for entry in entries:
+        found.setdefault(entry.record.side, {}).setdefault(entry.source, []).append(entry)
+    return found
+
+
+def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -> Iterator[Wrong]:
+    """Each side in each process by itself."""
+    for side, sources in sides.items():
+        for source, entries in sources.items():
+            recording = timeline.recordings[source]
+            if side in (ROUTE, FOLLOW):
+                yield from _noted_twice(recording, entries)
+                if side == FOLLOW and ends[source][1] and entries[-1].record.mark is Mark.OPENED:
+                    yield entries[-1], "it waits at an orderly end"
+                continue
+            life = Life(recording, entries[0])
+            if not life.begins:
+                yield entries[0], NO_BEGINNING
+            for entry in entries:
+                for rule in life.take(entry):
+                    yield entry, rule
+            yield from life.end(*ends[source])
+
+
+def _noted_twice(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
+    """OPENED, then CLOSED, once each."""
+    if recording.damaged:
+        return
+    opened = closed = False
+    for number, entry in enumerate(entries):
+        if entry.record.mark is Mark.OPENED:
+            if opened or closed:
+                yield entry, "opened twice"
+            opened = True
+        elif entry.record.mark is Mark.CLOSED:
+            if closed:
+                yield entry, "closed twice"
+            elif not opened and not (recording.lost and number == 0):
+                yield entry, NO_BEGINNING
+            closed = True
+
+
+def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
+    """What the sides say about each other."""
+    for entries in sides.get(FOLLOW, {}).values():
+        if RECEIVE in sides:
+            yield entries[0], "it waits for the KV of another, and is handed its own"
+    for side in (SEND, RECEIVE):
+        processes = list(sides.get(side, {}).values())
+        if len(processes) > 1:
+            yield max(entries[0] for entries in processes), f"two processes {side} it"
+            return
+    for (cause_side, cause), (effect_side, effect) in ORDER:
+        told = _noted(timeline, sides, cause_side)
+        heard = _first(_noted(timeline, sides, effect_side) or (), effect)
+        if told is None or heard is None:
+            continue
+        source = _first(told, cause)
+        if source is None:
+            yield heard, f"{effect} on {effect_side}, never {cause} on {cause_side}"
+        elif timeline.one_host and source.at_ns > heard.at_ns:
+            yield heard, f"{effect} on {effect_side} before {cause} on {cause_side}"
+    yield from _frames(timeline, sides)
+
+
+def _noted(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
+    """The entries of a side whose process has noted it from the beginning; None: there are none."""
+    for entries in sides.get(side, {}).values():
+        if entries[0].record.mark is Mark.OPENED and not timeline.of(entries[0]).damaged:
+            return entries
+    return None
+
+
+def _first(entries: Sequence[Entry], event: str) -> Entry | None:
+    return next((e for e in entries if event_name(e.record) == event), None)
+
+
+def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
+    """A frame is written after it was sent."""
+    sent = _noted(timeline, sides, SEND)
+    written = _noted(timeline, sides, RECEIVE)
+    if sent is None or written is None:
+        return
+    frames = {e.record.detail: e for e in sent if e.record.mark is Mark.SENT}
+    for entry in written:
+        if entry.record.mark is Mark.WRITTEN:
+            frame = frames.get(entry.record.detail)
+            if frame is None:
+                yield entry, "a frame that was never sent"
+            elif entry.record.argument > frame.record.argument:
+                yield entry, "more cells than the frame had"
+            elif timeline.one_host and frame.at_ns > entry.at_ns:
+                yield entry, "written before it was sent"

@@ -1,0 +1,173 @@
+"""One side of an attempt in one process, replayed through the machine from its records; pure.
+
+Every `take` gives the rules that the record breaks, in words. A life that `begins` in the middle
+(older records are overwritten) or whose ring has holes is checked step by step only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from pdserve.engine.handoff.protocol import machine
+from pdserve.engine.handoff.protocol.machine import (
+    Action,
+    Actions,
+    Ended,
+    Event,
+    Handoff,
+    Phase,
+    Side,
+    Tick,
+)
+from pdserve.engine.handoff.recorder.event_log import (
+    MAX_ARGUMENT,
+    TOLD,
+    Mark,
+    Record,
+    Recording,
+    action_bits,
+)
+from pdserve.engine.handoff.recorder.timeline import Entry
+
+INF = float("inf")
+SLACK_S = 0.1  # between the reading of a clock and its record
+OWES = {Action.FREE_BLOCKS: Mark.FREED, Action.COMMIT: Mark.HANDED}
+
+
+class Life:
+    """The replay. Give it the entries of its side in order, the first one too."""
+
+    def __init__(self, recording: Recording, first: Entry) -> None:
+        record = first.record
+        self._recording = recording
+        self.whole = record.mark is Mark.OPENED and not recording.damaged
+        self.begins = self.whole or bool(recording.lost or recording.damaged)
+        self.state = Handoff(Side(record.side), INF, record.before)
+        self._last = first
+        self._before = self.state  # the step before, for UNDONE
+        self._opened: Entry | None = None
+        self._linked_ns = first.at_ns
+        self._has_blocks = False
+        self._owed: tuple[Mark, Entry] | None = None
+        self._wanted = 0  # cells
+        self._cells = 0
+
+    def take(self, entry: Entry) -> Iterator[str]:
+        """The next record; what is wrong with it."""
+        self._last = entry
+        record = entry.record
+        if record.event is not None:
+            yield from self._step(entry)
+        elif self.whole:
+            yield from self._mark(entry)
+
+    def end(self, engine_sequence: int, orderly: bool) -> Iterator[tuple[Entry, str]]:
+        """What is missing. `engine_sequence`: of the last record that the engine thread made;
+        `orderly`: the process has ended in order."""
+        if not self.whole:
+            return
+        if self._owed is not None and self._owed[1].record.sequence < engine_sequence:
+            yield self._owed[1], f"it owes {self._owed[0].name}"
+        if orderly and not self.state.final:
+            yield self._last, "it is alive at an orderly end"
+        if orderly and self._has_blocks:
+            yield self._last, "it has blocks at an orderly end"
+
+    def _step(self, entry: Entry) -> Iterator[str]:
+        record = entry.record
+        if record.before is not self.state.phase:
+            if self.whole:
+                yield f"it was {self.state.phase.value}, the record says {record.before.value}"
+            self.state = replace(self.state, phase=record.before)
+        state, event = self._input(record, entry.at_ns / 1e9)
+        after, actions = machine.step(state, event, entry.at_ns / 1e9)
+        if after.phase is not record.after:
+            yield f"the machine goes to {after.phase.value}"
+        if action_bits(actions) != record.argument:
+            yield f"the machine says: {', '.join(action.value for action in actions)}"
+        if isinstance(event, Ended | Tick) and after.phase is Phase.RELEASED:
+            yield from self._too_early(record, entry.at_ns)
+        if after.phase is Phase.CLAIMED and record.before is not Phase.CLAIMED:
+            self._linked_ns = entry.at_ns
+        self._before, self.state = self.state, replace(after, phase=record.after)
+        if self.whole:
+            yield from self._obliged(actions, entry)
+
+    def _input(self, record: Record, now: float) -> tuple[Handoff, Event]:
+        """The state and event as the process had them, as far as the step depends on them."""
+        reason = self._recording.word(record.detail)
+        state = replace(self.state, deadline=INF, heard=now, moved=now)
+        if record.event is Tick:
+            if reason == "deadline":
+                return replace(state, deadline=now), Tick()
+            if reason == "peer silent":
+                return replace(state, heard=-INF), Tick()
+            if reason == "peer frozen":
+                return replace(state, moved=-INF), Tick()
+            return state, Ended(reason)
+        assert record.event is not None
+        told = bool(record.detail & TOLD)
+        known = {"at": now, "reason": reason, "told": told}  # the rest decides nothing
+        event: Event = record.event(**{f.name: known.get(f.name, 0) for f in fields(record.event)})
+        return state, event
+
+    def _too_early(self, record: Record, at_ns: int) -> Iterator[str]:
+        """A tick may only find what time has brought."""
+        reason = self._recording.word(record.detail)
+        linked_s = (at_ns - self._linked_ns) / 1e9 + SLACK_S
+        if record.event is not Tick or not self.whole:
+            return
+        if reason == "peer silent" and linked_s < machine.SILENCE_S:
+            yield "nobody can have been silent for so long"
+        if reason == "peer frozen" and linked_s < machine.FROZEN_S:
+            yield "nobody can have been frozen for so long"
+        if reason == "deadline" and self._opened is not None:
+            left_ms = self._opened.record.argument
+            over = (at_ns - self._opened.at_ns) / 1e9 + SLACK_S >= left_ms / 1000
+            if left_ms == MAX_ARGUMENT or not over:
+                yield "its deadline is later"
+
+    def _obliged(self, actions: Actions, entry: Entry) -> Iterator[str]:
+        """What the machine has said that the shell must do with the blocks."""
+        owed = [OWES[action] for action in actions if action in OWES]
+        if owed and not self._has_blocks:
+            yield "it has no blocks"
+        if Action.COMMIT in actions and self._cells != self._wanted:
+            yield f"committed with {self._cells} of {self._wanted} cells"
+        if owed:
+            self._owed = (owed[0], entry)
+
+    def _mark(self, entry: Entry) -> Iterator[str]:
+        record, phase = entry.record, self.state.phase
+        match record.mark:
+            case Mark.OPENED:
+                if self._opened is not None:
+                    yield "opened twice"
+                self._opened = entry
+            case Mark.TAKEN:
+                if self._has_blocks:
+                    yield "blocks taken once more"
+                elif self.state.final:
+                    yield "blocks taken after the end"
+                self._has_blocks = True
+                self._wanted, self._cells = record.argument, 0
+            case Mark.FREED | Mark.HANDED:
+                if self._owed is None or self._owed[0] is not record.mark:
+                    yield "the machine has not said so"
+                self._has_blocks, self._owed = False, None
+            case Mark.UNDONE:
+                if self._owed is None or self._owed[0] is not Mark.HANDED:
+                    yield "nothing to undo"
+                self.state, self._owed = self._before, None
+            case Mark.SENT:
+                if not self._has_blocks:
+                    yield "a frame of blocks that it does not have"
+            case Mark.WRITTEN:
+                self._cells += record.argument
+                if not self._has_blocks or phase is not Phase.RECEIVING:
+                    yield "written into blocks that it does not have"
+                elif self._cells > self._wanted:
+                    yield f"{self._cells} cells, and it asked for {self._wanted}"
+            case Mark.LATE if phase is Phase.RECEIVING:
+                yield "a frame dropped as late, and it was waiting for it"
+            case _:
+                pass

@@ -1,0 +1,260 @@
+"""A ring of trace records in a memory-mapped file that survives SIGKILL (the record: trace.py).
+
+    0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, boot, host, role, check
+    112    position: the sequence of the newest record that is whole
+    128    words: 62 of 64 bytes, a length and UTF-8; a record's detail names a reason by its number
+    4096   capacity records; sequence s lies in slot s modulo capacity
+
+The kernel keeps what was written to the mapping when the process dies, so nothing is flushed. A
+record is written before the position is, in one copy of 32 bytes: what a kill tears is the record
+after the position, and its check tells. A lock on the file says that its writer is alive.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+from pdserve.engine.handoff.recorder.event_log import (
+    RECORD_BYTES,
+    VOCABULARY,
+    Mark,
+    Recording,
+    pack,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"PDSVRING"
+VERSION = 1
+SUFFIX = ".ring"
+HEADER_BYTES = 4096
+MAX_MB = 32
+KEPT = 32  # rings of dead processes in a folder, the newest
+ID_BYTES = 16
+POSITION_AT = 112
+WORDS_AT = 128
+WORD_BYTES = 64
+NUM_WORDS = (HEADER_BYTES - WORDS_AT) // WORD_BYTES
+MORE = "(a reason beyond the ring's words)"
+# The reasons that the machine itself gives come first, so that there is always room for them.
+FIRST_WORDS = ("", MORE, "deadline", "peer silent", "peer frozen")
+
+_HEADER = struct.Struct("<8sIIQQQ16s16s16s")
+_CHECK = struct.Struct("<I")
+_EMPTY = bytes(RECORD_BYTES)
+
+
+class RingError(Exception):
+    """A file is not a ring that can be read here; the message names it and says why."""
+
+
+class Ring:
+    """The writer. Any thread may append; one lock orders the records, so their times never fall.
+
+    Raises OSError if the file cannot be made or its bytes are not there to be had: a page that is
+    missing later would kill the process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        role: str,
+        boot: bytes,
+        num_bytes: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._capacity = max(1, (num_bytes - HEADER_BYTES) // RECORD_BYTES)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._words: dict[str, int] = {}
+        size = HEADER_BYTES + self._capacity * RECORD_BYTES
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.posix_fallocate(self._file, 0, size)
+            self._map = mmap.mmap(self._file, size)
+        except OSError:
+            os.close(self._file)
+            path.unlink()
+            raise
+        self._epoch = clock()
+        identity = (boot, host_boot(), role.encode()[:ID_BYTES])
+        head = _HEADER.pack(
+            MAGIC, VERSION, VOCABULARY, self._capacity, self._epoch, time.time_ns(), *identity
+        )
+        self._map[: len(head) + _CHECK.size] = head + _CHECK.pack(crc32(head))
+        # A cast view stores the eight bytes at once; struct would store them one by one.
+        self._view = memoryview(self._map)
+        self._position = self._view[POSITION_AT : POSITION_AT + 8].cast("Q")
+        for text in FIRST_WORDS:
+            self.word(text)
+
+    def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
+        with self._lock:
+            if self._map.closed:
+                return
+            sequence = self._sequence = self._sequence + 1
+            at = HEADER_BYTES + sequence % self._capacity * RECORD_BYTES
+            time_ns = self._clock() - self._epoch
+            self._map[at : at + RECORD_BYTES] = pack(
+                time_ns, kind, attempt, sequence, state, detail, argument
+            )
+            self._position[0] = sequence
+
+    def word(self, text: str) -> int:
+        number = self._words.get(text)
+        return self._add_word(text) if number is None else number
+
+    def _add_word(self, text: str) -> int:
+        with self._lock:
+            number = self._words.get(text, len(self._words))
+            if number >= NUM_WORDS or self._map.closed:
+                return FIRST_WORDS.index(MORE)
+            data = text.encode()[: WORD_BYTES - 1].decode(errors="ignore").encode()
+            at = WORDS_AT + number * WORD_BYTES
+            self._map[at : at + 1 + len(data)] = bytes([len(data)]) + data
+            self._words[text] = number
+            return number
+
+    def close(self) -> None:
+        """The process ends in order. What is appended later is dropped."""
+        self.append(Mark.END, b"", 0, 0, 0)
+        with self._lock:
+            if not self._map.closed:
+                self._position.release()
+                self._view.release()
+                self._map.close()
+                os.close(self._file)
+
+
+def host_boot() -> bytes:
+    """Names the running kernel, whose monotonic clock all its processes share; 16 bytes."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return bytes.fromhex(text.strip().replace("-", ""))[:ID_BYTES]
+    except (OSError, ValueError):
+        return bytes(ID_BYTES)
+
+
+def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
+    """The ring of a process in `folder` (made if it is not there), or none if there is no folder
+    or no size. Of dead processes the newest rings are kept. Raises OSError."""
+    if not folder or not megabytes:
+        return None
+    base = Path(folder)
+    base.mkdir(parents=True, exist_ok=True)
+    sweep(base)
+    path = base / f"{role}-{boot.hex()[:12]}{SUFFIX}"
+    ring = Ring(path, role, boot, megabytes << 20)
+    log.info("hand-offs are traced in %s", path)
+    return ring
+
+
+def sweep(folder: Path, kept: int = KEPT) -> None:
+    """Remove the oldest rings of this user whose writers have died."""
+    dead: list[tuple[float, Path]] = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = os.fstat(file)
+                if found.st_uid == os.getuid():
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    dead.append((found.st_mtime, path))
+            finally:
+                os.close(file)
+    for _, path in sorted(dead)[: max(0, len(dead) - kept)]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def read_ring(path: Path) -> Recording:
+    """What is in a ring, its writer alive or dead. Raises RingError."""
+    if path.exists() and not path.is_file():
+        raise RingError(f"{path}: not a file")
+    try:
+        with path.open("rb") as file:
+            data = file.read(HEADER_BYTES + (MAX_MB << 20))
+    except OSError as error:
+        raise RingError(f"{path}: {error.strerror}") from None
+    try:
+        return parse_ring(data)
+    except RingError as error:
+        raise RingError(f"{path}: {error}") from None
+
+
+def read_rings(paths: Iterable[Path]) -> list[Recording]:
+    """Several rings as they were at one moment, though their processes run: of this host's, what
+    is younger than the beginning is left out. So nothing is there whose cause is not. Raises
+    RingError."""
+    now, here = time.monotonic_ns(), host_boot()
+    found = []
+    for recording in map(read_ring, paths):
+        if recording.host == here:
+            until = now - recording.epoch_ns
+            recording = replace(
+                recording, records=[r for r in recording.records if r.time_ns <= until]
+            )
+        found.append(recording)
+    return found
+
+
+def parse_ring(data: bytes) -> Recording:
+    """The bytes of a ring; a missing end costs the records there. Raises RingError."""
+    if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+        raise RingError("no ring")
+    head = data[: _HEADER.size]
+    _, version, vocabulary, capacity, epoch, wall, boot, host, role = _HEADER.unpack(head)
+    if crc32(head) != _CHECK.unpack_from(data, _HEADER.size)[0]:
+        raise RingError("a damaged header")
+    if not capacity:
+        raise RingError("a ring of no records")
+    if version != VERSION or vocabulary != VOCABULARY:
+        raise RingError("written by another version of pdserve")
+    position = int.from_bytes(data[POSITION_AT : POSITION_AT + 8], "little")
+    found = []
+    for at in range(HEADER_BYTES, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+        slot = data[at : at + RECORD_BYTES]
+        record = None if slot == _EMPTY else unpack(slot)
+        if record is not None:
+            # The sequence in full: the one with these low bits that is nearest to the position.
+            gap = (record.sequence - position + (1 << 31)) % (1 << 32) - (1 << 31)
+            sequence = position + gap
+            if sequence > 0 and HEADER_BYTES + sequence % capacity * RECORD_BYTES == at:
+                found.append(record._replace(sequence=sequence))
+    found.sort(key=lambda record: record.sequence)
+    newest = found[-1].sequence if found else 0
+    records = [r for r in found if r.sequence > newest - capacity]
+    # The slot after the newest may be torn; it held the oldest.
+    whole = min(max(newest, position), capacity - 1)
+    return Recording(
+        role=role.rstrip(b"\0").decode("utf-8", "replace"),
+        boot=boot,
+        host=host,
+        epoch_ns=epoch,
+        wall_ns=wall,
+        words=_words(data),
+        records=records,
+        lost=max(0, newest - capacity),
+        damaged=max(0, whole - len(records)),
+    )
+
+
+def _words(data: bytes) -> tuple[str, ...]:
+    found = []
+    for number in range(NUM_WORDS):
+        at = WORDS_AT + number * WORD_BYTES
+        size = min(data[at], WORD_BYTES - 1)
+        found.append(data[at + 1 : at + 1 + size].decode("utf-8", "replace"))
+    return tuple(found)

@@ -1,0 +1,145 @@
+"""What a timeline says of a run, as a scenario of the cluster simulation; pure.
+
+The simulation (tests/simulation, whose form of a scenario is in docs/design.md) is another, smaller
+cluster with its own tokens, so this is not the run itself: as many requests at the same times,
+prompts of as many blocks, and for what ended an attempt the fault that looks alike, at the request
+and phase that it met. One fault for each kind and second: what dies takes several attempts along.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from pdserve.engine.handoff.protocol.machine import Phase, Side
+from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, TOLD, Mark
+from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
+
+BLOCK = 4  # tokens, in the simulation
+MAX_BLOCKS = 11  # of a prompt there
+MAX_PROCESSES = 2  # of a role there
+MAX_TOKENS = 10
+# Part of a reason -> fault; the first that fits. A peer that fell silent is looked up by the side.
+REASONS = (
+    ("cancelled", "client closes"),
+    ("deadline", "deadline"),
+    ("frame", "bit flip"),
+    ("prefill slow", "SIGSTOP prefill"),
+    ("session lost", "reset router-decode"),
+    ("decode stops", "SIGTERM decode"),
+    ("prefill stops", "SIGTERM prefill"),
+    ("reservation", "no blocks at decode"),
+    ("connection", "reset prefill-decode"),
+    ("cannot reach", "reset prefill-decode"),
+    ("died", "SIGKILL decode"),
+)
+FOLLOWS = (FOLLOW, Mark.OPENED)
+SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decode"}
+
+
+def scenario(timeline: Timeline, lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, Any]:
+    """The scenario of these attempts, ready to become JSON."""
+    requests = _requests(lives)
+    first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
+    owners = _owners(requests)
+    asks, faults, struck = [], [], set()
+    for name, tries in requests.items():
+        at_s = (tries[0][0].at_ns - first) / 1e9
+        asks.append(_ask(name, at_s, owners[name], requests[owners[name]]))
+        for entries in tries:
+            kind, at = _fault(timeline, entries)
+            if kind and (kind, at.at_ns // 10**9) not in struck:
+                struck.add((kind, at.at_ns // 10**9))
+                phase, index = _phase(entries, at, kind)
+                seed = crc32(entries[0].record.attempt)
+                fault = {"kind": kind, "phase": phase, "request": name, "index": index}
+                faults.append(fault | {"seed": seed})
+    return {
+        "seed": crc32(b"".join(lives)),
+        "asks": asks,
+        "faults": faults,
+        "gateways": 1,
+        "routers": _processes(timeline, "router"),
+        "prefills": _processes(timeline, "prefill"),
+        "decodes": _processes(timeline, "decode"),
+        "prefill_blocks": 48,
+        "decode_blocks": 64,
+        "window": 0,
+    }
+
+
+def _processes(timeline: Timeline, role: str) -> int:
+    found = sum(recording.role == role for recording in timeline.recordings)
+    return min(max(found, 1), MAX_PROCESSES)
+
+
+def _requests(lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
+    """Tries by request; an attempt that no router tells of is a request of its own."""
+    found: dict[str, list[Sequence[Entry]]] = {}
+    for attempt, entries in lives.items():
+        opened = [e for e in entries if e.record.side == ROUTE and e.record.mark is Mark.OPENED]
+        name = f"{opened[0].source}-{opened[0].record.argument}" if opened else attempt.hex()
+        found.setdefault(name, []).append(entries)
+    return found
+
+
+def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
+    """Whose prompt each request has: its own, or that of the request whose KV it waited for."""
+    names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
+    owners: dict[str, str] = {}
+    for name, tries in requests.items():
+        waits = [e for t in tries for e in t if (e.record.side, e.record.mark) == FOLLOWS]
+        leader = names.get(waits[0].record.argument.to_bytes(4), name) if waits else name
+        owners[name] = owners.get(leader, leader)
+    return owners
+
+
+def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+    """`tries`: of the owner of its prompt."""
+    taken = [e.record.detail for t in tries for e in t if e.record.mark is Mark.TAKEN]
+    length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
+    seed = crc32(owner.encode())
+    prompt = [(seed + 7 * i + i * i) % 63 + 1 for i in range(length)]
+    ask: dict[str, Any] = {"name": name, "at_s": round(at_s, 6), "prompt": prompt, "seed": seed}
+    return ask | {"max_tokens": MAX_TOKENS, "n": 1, "timeout_s": 120.0, "gateway": 0}
+
+
+def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
+    """What ended an attempt, and where in it; empty if nothing did."""
+    for entry in entries:
+        record = entry.record
+        released = record.event is not None and record.after is Phase.RELEASED
+        if record.side == FOLLOW or (not released and record.mark is not Mark.CLOSED):
+            continue  # a wait that is over is no fault
+        reason = timeline.of(entry).word(record.detail & ~TOLD)
+        if not reason or reason == "busy":
+            continue
+        killed = [role for role in ("prefill", "decode") if _died(timeline, entries, role, entry)]
+        if killed:
+            return f"SIGKILL {killed[0]}", entry
+        if reason in ("peer silent", "peer frozen"):
+            return SILENT[record.side], entry
+        return next((kind for part, kind in REASONS if part in reason), ""), entry
+    return "", entries[0]
+
+
+def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -> bool:
+    """A process of the attempt has noted nothing since, and did not end in order."""
+    for entry in entries:
+        recording = timeline.of(entry)
+        if recording.role == role and recording.records[-1].mark is not Mark.END:
+            last = max(e.at_ns for e in timeline.entries if e.source == entry.source)
+            if last <= end.at_ns and end.source != entry.source:
+                return True
+    return False
+
+
+def _phase(entries: Sequence[Entry], end: Entry, kind: str) -> tuple[str, int]:
+    """The simulation's name of where the attempt stood, and which frame or token it was."""
+    names = [event_name(e.record) for e in entries if e.at_ns <= end.at_ns]
+    sides = {(e.record.side, event_name(e.record)) for e in entries if e.at_ns <= end.at_ns}
+    frames = names.count("sent")
+    if kind == "bit flip" or (frames and "handed" not in names):
+        return "transferring", min(max(0, frames - 1), 2)
+    if "handed" in names or (Side.SEND.value, "opened") not in sides:
+        return "decoding", 1
+    return ("claimed", 0) if "picked" in names else ("queued", 0)

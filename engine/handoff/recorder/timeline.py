@@ -1,0 +1,111 @@
+"""Recordings of several processes as one timeline, and their records in words; pure.
+
+Processes on one host share a monotonic clock, so their records merge in the order in which they
+were made. With more than one host the time of day decides, and order between hosts means little.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdserve.engine.handoff.recorder.event_log import (
+    FOLLOW,
+    MAX_ARGUMENT,
+    ROUTE,
+    TOLD,
+    Mark,
+    Record,
+    Recording,
+)
+
+
+class Entry(NamedTuple):
+    """A record in its place among those of all processes."""
+
+    at_ns: int
+    source: int  # index of its recording
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Every record of some recordings, in order."""
+
+    recordings: tuple[Recording, ...]
+    entries: tuple[Entry, ...]
+    one_host: bool  # their clocks are one
+
+    def of(self, entry: Entry) -> Recording:
+        return self.recordings[entry.source]
+
+    def attempts(self) -> dict[bytes, list[Entry]]:
+        """Entries by the attempt's first eight bytes, in order of each attempt's beginning."""
+        found: dict[bytes, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.record.kind != Mark.END:
+                found.setdefault(entry.record.attempt, []).append(entry)
+        return found
+
+
+def merge(recordings: Iterable[Recording]) -> Timeline:
+    """One timeline of recordings whose records are in order."""
+    all_of = tuple(recordings)
+    one_host = len({recording.host for recording in all_of}) < 2
+    entries = [
+        Entry((r.epoch_ns if one_host else r.wall_ns) + record.time_ns, source, record)
+        for source, r in enumerate(all_of)
+        for record in r.records
+    ]
+    entries.sort(key=lambda entry: entry.at_ns)  # stable: each recording keeps its order
+    return Timeline(all_of, tuple(entries), one_host)
+
+
+def describe(recording: Recording, record: Record) -> str:
+    """A record in words, without its time and attempt."""
+    detail, argument = record.detail, record.argument
+    match record.mark:
+        case None:
+            return _step(recording, record)
+        case Mark.OPENED if record.side == ROUTE:
+            return f"opened: try {detail} of request {argument}"
+        case Mark.OPENED if record.side == FOLLOW:
+            return f"waits for {detail} blocks of attempt {argument:08x}"
+        case Mark.OPENED:
+            left = "no deadline" if argument == MAX_ARGUMENT else f"{argument / 1000:g} s left"
+            promised = f", {detail} blocks promised" if detail else ""
+            return f"opened: {left}{promised}"
+        case Mark.TAKEN:
+            return f"took {detail} blocks" + (f", {argument} cells to fill" if argument else "")
+        case Mark.FREED:
+            return "gave the blocks back"
+        case Mark.HANDED:
+            return "the blocks belong to the sequence"
+        case Mark.UNDONE:
+            return f"the commit failed: {record.after.value} again"
+        case Mark.SENT:
+            return f"frame {detail} sent: {argument} cells"
+        case Mark.WRITTEN:
+            return f"frame {detail} written: {argument} new cells"
+        case Mark.LATE:
+            return f"frame {detail} dropped: late"
+        case Mark.GONE:
+            return "answered Gone"
+        case Mark.CLOSED:
+            reason = recording.word(detail)
+            return f"closed: {reason}" if reason else "closed"
+        case _:
+            return "the process ended in order"
+
+
+def _step(recording: Recording, record: Record) -> str:
+    reason = recording.word(record.detail)
+    event = event_name(record)
+    why = f" ({reason}{', told' if record.detail & TOLD else ''})" if reason else ""
+    moved = record.before is not record.after
+    phases = f"{record.before.value} -> {record.after.value}" if moved else record.before.value
+    return f"{event}{why}: {phases}; {', '.join(a.value for a in record.actions)}"
+
+
+def event_name(record: Record) -> str:
+    """Of the events of the machine: "claimed", "tick", ...; of marks: "opened", ...; lower case."""
+    return (record.event.__name__ if record.event else Mark(record.kind).name).lower()

@@ -1,0 +1,213 @@
+"""Gives sequences their blocks in every layer group at once: all groups or none. Pure.
+
+Owns the pools and the block tables of all sequences. A block is written by one sequence only: one
+that is shared or in the prefix cache is copied before the first write (`BlockCopy`). Copies are
+carried out in order before anything else is written; the source is kept until then by whoever
+asked, since nothing is allocated to be written earlier.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from pdserve.engine.kv.block_hash import chain_hashes, next_hash
+from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockPool
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.scheduling.request_state import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a whole block of every layer of a group."""
+
+    group: int
+    source: int
+    target: int
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+class BlockTables:
+    """The block pools of an engine, one per layer group, each of `num_blocks` blocks."""
+
+    def __init__(self, spec: KvSpec, num_blocks: int, caching: bool = True) -> None:
+        self.block_size = spec.block_size
+        self.caching = caching
+        self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
+        self._has_windows = any(self.windows)
+        self.pools = [BlockPool(num_blocks) for _ in spec.groups]
+        self._all = (0,) * len(spec.groups)  # blocks from the first on, in every group
+
+    def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
+        """Chain hashes of the full blocks of `ids`; none without a cache."""
+        return chain_hashes(ids, self.block_size, seed_hash) if self.caching else []
+
+    def match(self, hashes: Seq[bytes], limit: int) -> int:
+        """Tokens, at most `limit`, whose KV the cache holds as far as the next token needs it.
+
+        Full groups need every block, window groups those that the next token still sees.
+        """
+        most = min(len(hashes), blocks_for(limit, self.block_size))
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if not window:
+                most = next((i for i in range(most) if pool.find(hashes[i]) is None), most)
+        for hit in range(most, 0, -1):
+            if all(
+                pool.find(hashes[i]) is not None
+                for pool, window in zip(self.pools, self.windows, strict=True)
+                if window
+                for i in range(self.first_seen(min(hit * self.block_size, limit), window), hit)
+            ):
+                return min(hit * self.block_size, limit)
+        return 0
+
+    def first_seen(self, position: int, window: int) -> int:
+        """The first block that a token at `position` or later attends to."""
+        return max(0, position - window + 1) // self.block_size if window else 0
+
+    def open(
+        self,
+        sequence: Sequence,
+        hashes: Seq[bytes],
+        num_cached: int,
+        spare: int = 0,
+        reserved: bool = False,
+    ) -> list[BlockCopy] | None:
+        """Blocks for all ids of a new sequence, its first `num_cached` tokens from the cache.
+
+        None, and nothing has changed, if a pool would be left with less than `spare` blocks.
+        A cached block that also holds later tokens is copied.
+        """
+        size = self.block_size
+        total = blocks_for(len(sequence.ids), size)
+        hit = blocks_for(num_cached, size)
+        copied = num_cached % size != 0
+        found: list[list[int]] = []
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            first = self.first_seen(num_cached, window)
+            blocks = [pool.find(h) for h in hashes[first:hit]]
+            shared = [b for b in blocks if b is not None]
+            assert len(shared) == hit - first, "not what match() found"
+            kept = sum(map(pool.is_cached, shared))
+            if total - hit + copied + kept + spare > pool.num_available:
+                return None
+            found.append(shared)
+        copies: list[BlockCopy] = []
+        for group, (pool, shared) in enumerate(zip(self.pools, found, strict=True)):
+            pool.share(shared, reserved)
+            fresh = pool.allocate(total - hit + copied, reserved)
+            if copied:
+                copies.append(BlockCopy(group, shared[-1], fresh[0]))
+                pool.release([shared.pop()], reserved)
+            first = hit - copied - len(shared)
+            sequence.block_tables.append([NULL_BLOCK] * first + shared + fresh)
+            sequence.rewritten_from.append(0)
+            sequence.num_trimmed.append(first)
+        sequence.num_computed = num_cached
+        sequence.num_published = num_cached // size
+        if sequence.num_published:
+            sequence.parent_hash = hashes[sequence.num_published - 1]
+        return copies
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Blocks for the first `num_tokens` tokens, the next one to be computed writable.
+
+        None, and nothing has changed, if a pool is short.
+        """
+        total = blocks_for(num_tokens, self.block_size)
+        at = sequence.num_computed // self.block_size
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            if len(table) < total or not pool.writable(table[at]):
+                break
+        else:
+            return []  # as nearly always
+        needs: list[tuple[int, bool]] = []
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            copied = at < len(table) and not pool.writable(table[at])
+            missing = max(0, total - len(table))
+            if missing + copied > pool.num_available:
+                return None
+            needs.append((missing, copied))
+        copies: list[BlockCopy] = []
+        for group, (missing, copied) in enumerate(needs):
+            if not missing and not copied:
+                continue
+            pool, table = self.pools[group], sequence.block_tables[group]
+            start = at if copied else len(table)
+            if copied:
+                (target,) = pool.allocate(1)
+                copies.append(BlockCopy(group, table[at], target))
+                pool.release([table[at]])
+                table[at] = target
+            table.extend(pool.allocate(missing))
+            sequence.rewritten_from[group] = min(sequence.rewritten_from[group], start)
+        return copies
+
+    def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
+        """A sequence that goes on from the same computed tokens, all blocks shared."""
+        other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
+        other.num_computed = sequence.num_computed
+        other.num_published = sequence.num_published
+        other.num_trimmed = list(sequence.num_trimmed)
+        other.rewritten_from = [0] * len(self.pools)
+        other.block_tables = [list(table) for table in sequence.block_tables]
+        for pool, table in zip(self.pools, other.block_tables, strict=True):
+            pool.share(b for b in table if b != NULL_BLOCK)
+        return other
+
+    def advance(self, sequence: Sequence, num_computed: int) -> None:
+        """KV up to `num_computed` is there: full blocks enter the cache, windows move on."""
+        sequence.num_computed = num_computed
+        if (sequence.num_published + 1) * self.block_size <= num_computed:
+            self.publish(sequence, num_computed, self._all)
+        if self._has_windows:
+            self._trim(sequence)
+
+    def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
+        """Full blocks of the first `num_tokens` tokens enter the cache, of group g from
+        `first_blocks[g]` on: nobody has filled earlier ones that are not in it already."""
+        size = self.block_size
+        while self.caching and (sequence.num_published + 1) * size <= num_tokens:
+            block = sequence.num_published
+            ids = sequence.ids[block * size : (block + 1) * size]
+            sequence.parent_hash = next_hash(sequence.parent_hash, ids)
+            for pool, table, first in zip(
+                self.pools, sequence.block_tables, first_blocks, strict=True
+            ):
+                if table[block] != NULL_BLOCK and block >= first:
+                    pool.register(table[block], sequence.parent_hash)
+            sequence.num_published += 1
+
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            pool.commit(b for b in table if b != NULL_BLOCK)
+        # First, since nobody has filled what the window had passed before the hand-off.
+        sequence.num_computed = num_computed
+        self._trim(sequence)
+        self.advance(sequence, num_computed)
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Gives back the blocks that the window has passed."""
+        for group, window in enumerate(self.windows):
+            first = self.first_seen(sequence.num_computed, window)
+            trimmed = sequence.num_trimmed[group]
+            if first > trimmed:
+                table = sequence.block_tables[group]
+                self.pools[group].release(table[trimmed:first])
+                table[trimmed:first] = [NULL_BLOCK] * (first - trimmed)
+                sequence.num_trimmed[group] = first
+                sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks out of the prefix cache."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            pool.forget(table)
+
+    def close(self, sequence: Sequence, reserved: bool = False) -> None:
+        """Gives all blocks back; the last one is the first to be evicted."""
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            pool.release([b for b in reversed(table) if b != NULL_BLOCK], reserved)
+        sequence.block_tables = []

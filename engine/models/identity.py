@@ -1,0 +1,70 @@
+"""Names what computed a KV cache, so that KV is never mixed across weights or numerics."""
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.kv.identity import KvIdentity
+
+KERNELS = "reference-2"  # the torch kernels; raise it with any change of their results
+
+
+def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
+    """Of the torch kernels: set and version, ISA class, compute dtype."""
+    isa = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    torch_version = torch.__version__.split("+")[0]
+    name = str(dtype).removeprefix("torch.")
+    return f"{KERNELS}+torch-{torch_version}/{device.type}/{isa.replace(' ', '-')}/{name}"
+
+
+def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
+    """Kernels (with version, ISA class, compute dtype), KV dtype, tensor-parallel size, expansion.
+
+    Within one, the same inputs give the same floats as far as the kernels promise it.
+    """
+    return f"{kernels}/{kv_dtype}/tp1/{weights}"
+
+
+def configuration_digest(config: Any) -> str:
+    """Hex digest of a ModelConfig's fields, but its context length: no key depends on that.
+
+    Floats count as float32, since that is how GGUF stores what a config.json writes in decimals.
+    """
+    content = asdict(config) | {"context_len": 0}
+    text = json.dumps(_as_float32(content), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_float32(value: Any) -> Any:
+    match value:
+        case float():
+            return struct.pack("<f", value).hex()
+        case dict():
+            return {key: _as_float32(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_as_float32(item) for item in value]
+        case _:
+            return value
+
+
+def kv_identity(card: CardData, kv_dtype: str, numerics: str) -> KvIdentity:
+    """Its digest is equal only if KV may be shared. An override that changes KV belongs here."""
+    parts = [card.weights_digest, card.quantization, card.config_digest, kv_dtype, numerics]
+    return KvIdentity(
+        digest=hashlib.sha256(json.dumps(["pdserve kv", *parts]).encode()).digest()[:16],
+        weights=card.weights_digest,
+        quantization=card.quantization,
+        configuration=card.config_digest,
+        tokenizer=hashlib.sha256(card.tokenizer_json).hexdigest(),
+        kv_dtype=kv_dtype,
+        numerics=numerics,
+    )

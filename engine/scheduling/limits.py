@@ -1,0 +1,130 @@
+"""What an engine takes: its bounds, and the check of a request against them. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.engine.api.request import FinishReason, Request, SamplingParams
+from pdserve.engine.kv.block_tables import blocks_for
+
+MAX_SEED = (1 << 64) - 1
+MAX_LOGPROBS = 20  # candidates of a token
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of an engine. A step has room for every running sequence and one whole chunk."""
+
+    vocab_size: int
+    context_len: int  # tokens, prompt and answer together
+    block_size: int
+    num_blocks: int  # per layer group
+    max_running: int  # rows of a batch
+    chunk_size: int  # tokens; chunks end at its multiples
+    step_tokens: int = 0  # 0: max_running + chunk_size
+    max_waiting: int = 256
+    eos_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.step_tokens:
+            object.__setattr__(self, "step_tokens", self.max_running + self.chunk_size)
+        if self.step_tokens < self.max_running + self.chunk_size:
+            raise ValueError(
+                f"step_tokens {self.step_tokens} is less than max_running {self.max_running} "
+                f"+ chunk_size {self.chunk_size}: a step must hold a row of each and one chunk"
+            )
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a choice."""
+        eos = frozenset() if params.ignore_eos else self.eos_ids
+        return eos.union(params.stop_token_ids)
+
+    def finish_of(
+        self, ids: list[int], params: SamplingParams, max_tokens: int
+    ) -> FinishReason | None:
+        """How a choice with these generated ids has ended, if it has."""
+        if ids and len(ids) > params.min_tokens:
+            last = ids[-1]
+            if last in params.stop_token_ids or (not params.ignore_eos and last in self.eos_ids):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(ids) >= max_tokens else None
+
+    def check(self, request: Request) -> int:
+        """The resolved max_tokens. Raises InvalidRequest or ContextLengthExceeded."""
+        check_params(request.params, self.vocab_size, self.max_running)
+        params, prompt_len = request.params, len(request.prompt_ids)
+        if not 0 <= request.seed <= MAX_SEED:
+            raise InvalidRequest("seed must be an unsigned 64-bit integer", "seed")
+        if not prompt_len:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if request.choices and len(request.choices) != params.n:
+            raise InvalidRequest(f"{len(request.choices)} choices for n = {params.n}", "n")
+        for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                raise InvalidRequest("a token id is outside the vocabulary", "prompt")
+        if request.prefill_only:
+            if params.prompt_logprobs is not None or request.choices:
+                raise InvalidRequest("a prefill alone has no choices and no logprobs", "prompt")
+            if prompt_len > self.context_len:
+                raise ContextLengthExceeded(self._too_long(prompt_len, 0), "prompt")
+            if blocks_for(prompt_len, self.block_size) > self.num_blocks:
+                raise ContextLengthExceeded("the prompt exceeds the KV pool", "prompt")
+            return 0
+        room = min(self.context_len - prompt_len, self._pool_room(prompt_len, params.n))
+        if params.max_tokens is None:
+            if room < 1:
+                raise ContextLengthExceeded(self._too_long(prompt_len, 1), "prompt")
+            max_tokens = room
+        else:
+            max_tokens = params.max_tokens
+            if max_tokens > room:
+                raise ContextLengthExceeded(self._too_long(prompt_len, max_tokens), "max_tokens")
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest("min_tokens is more than max_tokens", "min_tokens")
+        return max_tokens
+
+    def _pool_room(self, prompt_len: int, n: int) -> int:
+        """Tokens that each of n choices can generate if the request has the pool to itself.
+
+        Full prompt blocks are shared; of the last token of a choice no KV is kept.
+        """
+        shared = prompt_len // self.block_size
+        each = (self.num_blocks - shared) // n
+        return max(0, each * self.block_size - prompt_len % self.block_size + 1)
+
+    def _too_long(self, prompt_len: int, max_tokens: int) -> str:
+        return (
+            f"This model's maximum context length is {self.context_len} tokens, and its KV pool "
+            f"holds {self.num_blocks * self.block_size}. The request needs {prompt_len} for the "
+            f"prompt and {max_tokens} for each completion."
+        )
+
+
+def check_params(params: SamplingParams, vocab_size: int, max_running: int) -> None:
+    """Raises InvalidRequest with the field that is out of range."""
+
+    def need(ok: bool, param: str, rule: str) -> None:
+        if not ok:
+            raise InvalidRequest(f"{param} must be {rule}", param)
+
+    def bounded(value: float, low: float, high: float, param: str) -> None:
+        need(math.isfinite(value) and low <= value <= high, param, f"in [{low}, {high}]")
+
+    bounded(params.temperature, 0, 100, "temperature")
+    need(params.top_k >= 0, "top_k", "0 or more")
+    need(0 < params.top_p <= 1, "top_p", "in (0, 1]")
+    bounded(params.min_p, 0, 1, "min_p")
+    bounded(params.repetition_penalty, 0.01, 100, "repetition_penalty")
+    bounded(params.presence_penalty, -100, 100, "presence_penalty")
+    bounded(params.frequency_penalty, -100, 100, "frequency_penalty")
+    for token, bias in params.logit_bias.items():
+        need(0 <= token < vocab_size, "logit_bias", "of token ids of the vocabulary")
+        bounded(bias, -1e6, 1e6, "logit_bias")
+    for token in params.stop_token_ids:
+        need(0 <= token < vocab_size, "stop_token_ids", "token ids of the vocabulary")
+    need(params.min_tokens >= 0, "min_tokens", "0 or more")
+    need(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "1 or more")
+    most = min(MAX_LOGPROBS, vocab_size)
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        need(count is None or 0 <= count <= most, name, f"between 0 and {most}")
+    need(1 <= params.n <= max_running, "n", f"between 1 and {max_running}, the batch's size")

@@ -1,0 +1,60 @@
+"""What a step is to compute, and what was picked from its logits: plain data. Pure.
+
+What every row of every step makes anew is a named tuple: a frozen dataclass takes three times as
+long to make.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdserve.engine.api.request import Event, TokenLogprob
+from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.scheduling.request_state import Sequence
+
+
+class Row(NamedTuple):
+    """Tokens [start, end) of one sequence; logits are wanted from token `first_output` on."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    choices: tuple[int, ...]  # that sample from the last token's logits
+    first_output: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_outputs(self) -> int:
+        return self.end - self.first_output
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `copies` come before anything is computed; without rows it has events only."""
+
+    events: list[Event]
+    copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # those with one token first
+    num_decode_rows: int = 0  # rows with one token
+
+    @property
+    def num_tokens(self) -> int:
+        chunks = self.rows[self.num_decode_rows :]
+        return self.num_decode_rows + sum(row.num_tokens for row in chunks)
+
+
+class Pick(NamedTuple):
+    """The next token of one choice, or why there is none."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str = ""
+
+
+class Outcome(NamedTuple):
+    """What the sampler made of one row."""
+
+    picks: tuple[Pick, ...] = ()  # one per choice of the row
+    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, when asked for

@@ -1,0 +1,124 @@
+"""What the scheduler knows of a request under way. Pure.
+
+A `Job` is a request in any state; its `Sequence`s exist while it holds blocks. A prompt is one
+sequence until its last token has run; then each choice goes on as a sequence of its own.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any, Final
+
+from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, prefix_of
+
+
+class Sequence:
+    """A chain of token ids and the blocks of its KV, per layer group.
+
+    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size): 0 when the
+    window has passed it. Tables change only in kv/block_tables.py, which also owns the rest of
+    the bookkeeping: `rewritten_from[g]` is the first index that changed since a reader took note.
+    """
+
+    __slots__ = (
+        "block_tables",
+        "choices",
+        "ids",
+        "is_prefix",
+        "job",
+        "num_computed",
+        "num_published",
+        "num_trimmed",
+        "parent_hash",
+        "rewritten_from",
+        "slot",
+    )
+
+    def __init__(self, job: "Job", ids: list[int], choices: tuple[int, ...], parent_hash: bytes):
+        self.job: Final = job
+        self.ids = ids
+        self.choices = choices  # that sample from the row of ids[-1]
+        self.is_prefix = True  # the job's prefix is not computed to its end yet
+        self.num_computed = 0  # KV of ids[:num_computed] is in the blocks
+        self.slot = -1  # row of the runner's tables; -1: not in the batch
+        self.block_tables: list[list[int]] = []
+        self.rewritten_from: list[int] = []
+        self.num_trimmed: list[int] = []  # leading blocks given back, per group
+        self.num_published = 0  # leading full blocks offered to the prefix cache
+        self.parent_hash = parent_hash  # of the last of them
+
+    @property
+    def num_left(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.ids) - self.num_computed
+
+
+class Job:
+    """One request, from submit to its last event."""
+
+    def __init__(
+        self, request: Request, order: int, arrived_s: float, max_tokens: int, seed_hash: bytes
+    ) -> None:
+        self.request: Final = request
+        self.key: Final = request.key
+        self.prompt_len: Final = len(request.prompt_ids)
+        self.order: Final = order  # of arrival
+        self.arrived_s: Final = arrived_s
+        self.max_tokens: Final = max_tokens
+        self.seed_hash: Final = seed_hash  # parent of the first block's chain hash
+        states = request.choices
+        count = request.params.n
+        self.generated = [list(c.generated_ids) for c in states] or [[] for _ in range(count)]
+        self.finish: list[FinishReason | None] = [c.finish for c in states] or [None] * count
+        self.sequences: list[Sequence] = []
+        self.slots: list[int] = []  # given to the job, not to a sequence yet
+        self.hashes: list[bytes] | None = None  # chain hashes of the prefix, while it waits
+        self.cached_tokens = 0  # of the first admission
+        self.announced = False  # Scheduled was sent
+        # Log-probabilities of prompt tokens 1..; None when not asked for, or already sent.
+        resumed = any(self.generated) or any(self.finish)
+        wants_scores = request.params.prompt_logprobs is not None and not resumed
+        self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
+        self.streams: dict[int, Any] = {}  # what the sampler picks with, per choice
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Choices that still want tokens."""
+        return [c for c, finish in enumerate(self.finish) if finish is None]
+
+    @property
+    def num_places(self) -> int:
+        """Rows that it may have in one batch."""
+        return 1 if self.request.prefill_only else len(self.unfinished)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the prefix still to be computed, as far as is known before a cache look-up."""
+        if self.sequences:
+            return self.sequences[0].num_left
+        unfinished = self.unfinished
+        more = len(self.generated[unfinished[0]]) if len(unfinished) == 1 else 0
+        return self.prompt_len + more
+
+    def prefix(self) -> tuple[int, ...]:
+        """`prefix_ids` of the request as it stands now."""
+        if self.request.prefill_only:
+            return self.request.prompt_ids
+        return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
+
+    def trunk_choices(self) -> tuple[int, ...]:
+        """Choices that sample from the last row of the prefix; the others have ids beyond it."""
+        if self.request.prefill_only:
+            return ()
+        unfinished = self.unfinished
+        if len(unfinished) == 1:
+            return tuple(unfinished)
+        return tuple(c for c in unfinished if not self.generated[c])
+
+    def branch_ids(self, choice: int) -> list[int]:
+        """Prompt and generated ids of one choice."""
+        return [*self.request.prompt_ids, *self.generated[choice]]
+
+    def hit_limit(self, prefix: Seq[int]) -> int:
+        """Prefix tokens that may come from a cache: a row that samples has to run."""
+        if self.prompt_scores is not None:
+            return 0
+        return len(prefix) if self.request.prefill_only else len(prefix) - 1

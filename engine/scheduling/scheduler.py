@@ -1,0 +1,174 @@
+"""Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
+
+Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
+is computed together does not depend on the load. Prefill takes first whoever has been here longest
+for its length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long one,
+none starves, and of two alike the older comes first. When blocks run out, parked requests are given
+up, the longest parked first; then the youngest request is preempted: it loses its blocks, keeps its
+tokens and is computed again later.
+"""
+
+from pdserve.engine.api.request import Computed, Event, Evicted, Scheduled
+from pdserve.engine.scheduling.job_table import Roster
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.plan import Plan, Row
+from pdserve.engine.scheduling.request_state import Job, Sequence
+
+
+class Scheduler:
+    """Plans steps over the jobs of a roster; what a step did comes back through Progress."""
+
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self._roster = roster
+        self._limits = limits
+        self._short: Job | None = None  # the next job to admit lacks blocks
+        self._claim: int | None = None  # order of a reservation asked for in vain since the step
+
+    def comes_first(self, order: int) -> bool:
+        """Whether a queued job that lacks blocks arrived before a reservation of this order."""
+        return self._short is not None and self._short.order < order
+
+    def hold_up(self, order: int) -> None:
+        """A reservation waits: in the next step no job that arrived after it takes blocks."""
+        self._claim = order
+
+    def evict(self, events: list[Event]) -> bool:
+        """Gives up one parked request for its blocks; False: none has any."""
+        job = self._roster.evict()
+        if job is not None:
+            events.append(Evicted(job.key))
+        return job is not None
+
+    def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
+        """The next step with `events` to tell first, or None when there is nothing to do."""
+        plan = Plan(events)
+        in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
+        in_prefill = self._add_decode_rows(plan, in_step)
+        plan.num_decode_rows = len(plan.rows)
+        if in_prefill or self._roster.waiting:
+            self._add_chunks(now_s, in_prefill, plan, in_step)
+        else:
+            self._short = None
+        self._claim = None
+        return plan if plan.rows or plan.events else None
+
+    def _add_decode_rows(self, plan: Plan, in_step: set[int]) -> list[tuple[Job, Sequence]]:
+        """Returns the sequences that have more to compute than a row."""
+        in_prefill: list[tuple[Job, Sequence]] = []
+        for job in list(self._roster.running):
+            rows: list[Row] = []
+            for sequence in job.sequences:
+                left = sequence.num_left
+                if left == 1:
+                    rows.append(self._row(sequence))
+                elif left:
+                    in_prefill.append((job, sequence))
+            if rows and self._grow(job, rows, plan, in_step):
+                plan.rows += rows
+                in_step.add(job.order)
+        return in_prefill
+
+    def _add_chunks(
+        self,
+        now_s: float,
+        in_prefill: list[tuple[Job, Sequence]],
+        plan: Plan,
+        in_step: set[int],
+    ) -> None:
+        """Fills the budget, best score first; a job that cannot be admitted holds up later ones.
+
+        But not those that came with their blocks, if blocks are what it lacks: it waits for theirs.
+        """
+        budget = self._limits.step_tokens - len(plan.rows)
+        lacks_slots = False
+        short: Job | None = None
+        for job, sequence in self._queue(now_s, in_prefill):
+            if budget <= 0:
+                if short is None and self._short in self._roster.waiting.values():
+                    short = self._short  # its turn did not come
+                break
+            if sequence is None:
+                if lacks_slots or (not job.sequences and (short or self._held_up(job))):
+                    continue
+                if min(job.num_left, self._limits.chunk_size) > budget:
+                    continue
+                if job.num_places > self._roster.num_free_slots:
+                    lacks_slots = True
+                    continue
+                sequence = self._admit(job, plan)
+                if sequence is None:
+                    short = short or job
+                    continue
+            elif sequence not in job.sequences:
+                continue  # preempted in this step
+            if not sequence.num_left:
+                continue
+            row = self._row(sequence)
+            if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
+                plan.rows.append(row)
+                in_step.add(job.order)
+                budget -= row.num_tokens
+        self._short = short
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
+
+    def _held_up(self, job: Job) -> bool:
+        return self._claim is not None and job.order > self._claim
+
+    def _queue(
+        self, now_s: float, in_prefill: list[tuple[Job, Sequence]]
+    ) -> list[tuple[Job, Sequence | None]]:
+        """Sequences in prefill, and waiting jobs with None, the next to compute first."""
+        queue: list[tuple[float, int, int, Job, Sequence | None]] = []
+
+        def add(job: Job, size: int, left: int, sequence: Sequence | None) -> None:
+            ratio = (now_s - job.arrived_s) / max(1, size)
+            queue.append((-ratio, left, job.order, job, sequence))
+
+        for job, sequence in in_prefill:
+            if sequence in job.sequences:  # else its job was preempted
+                size = len(sequence.ids) - job.cached_tokens
+                add(job, size, sequence.num_left, sequence)
+        for job in self._roster.waiting.values():
+            add(job, job.num_left, job.num_left, None)
+        queue.sort(key=lambda entry: entry[:3])
+        return [(job, sequence) for _, _, _, job, sequence in queue]
+
+    def _admit(self, job: Job, plan: Plan) -> Sequence | None:
+        while (copies := self._roster.admit(job)) is None:
+            if not self.evict(plan.events):
+                return None
+        plan.copies += copies
+        sequence = job.sequences[0]  # the others of a job that was parked run from the next step
+        if not job.announced:
+            job.announced = True
+            plan.events.append(Scheduled(job.key, job.cached_tokens))
+        if not sequence.num_left:  # a prefill_only request, all of it from the cache
+            plan.events.append(Computed(job.key, sequence.num_computed, True))
+            self._roster.hold(job)
+        return sequence
+
+    def _grow(self, job: Job, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
+        """Blocks for the rows of a job, if need be those of the youngest; False: not this step."""
+        for row in rows:
+            while (copies := self._roster.tables.extend(row.sequence, row.end)) is None:
+                if self.evict(plan.events):
+                    continue
+                victim = self._roster.victim(in_step)
+                if victim is None:
+                    return False
+                self._roster.preempt(victim)
+                if victim is job:
+                    return False
+            plan.copies += copies
+        return True
+
+    def _row(self, sequence: Sequence) -> Row:
+        """What the sequence computes next: up to the next chunk border, or all that is left."""
+        start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
+        end = min(total, (start // chunk + 1) * chunk)
+        choices = sequence.choices if end == total else ()
+        first_output = end - 1 if choices else end
+        if sequence.is_prefix and sequence.job.prompt_scores is not None:
+            first_output = start
+        return Row(sequence, start, end, choices, first_output)

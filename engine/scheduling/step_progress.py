@@ -1,0 +1,149 @@
+"""What a finished step means for its jobs: tokens appended, choices branched and ended. Pure.
+
+A prefix is shared until its last token has run; then every choice goes on as a sequence of its
+own that refers to the same blocks.
+"""
+
+from collections.abc import Sequence as Seq
+
+from pdserve.engine.api.request import (
+    Computed,
+    Event,
+    Finished,
+    FinishReason,
+    NewTokens,
+    PromptScored,
+    RequestFailed,
+)
+from pdserve.engine.scheduling.job_table import Roster
+from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
+from pdserve.engine.scheduling.request_state import Job, Sequence
+
+
+class Progress:
+    """Applies outcomes to the jobs of a roster; every method returns the events to tell."""
+
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self._roster = roster
+        self._limits = limits
+        self.generated_tokens = 0
+
+    def start(self, job: Job) -> list[Event]:
+        """Ends the choices that had ended before this start."""
+        events: list[Event] = []
+        if job.request.prefill_only:
+            return events
+        for choice in job.unfinished:
+            ids = job.generated[choice]
+            reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
+            if reason is not None:
+                events += self._finish(job, choice, reason)
+                self._drop(job, choice)
+        if not job.unfinished:
+            events += self._end(job)
+        return events
+
+    def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
+        """What the rows of a computed step have brought."""
+        events: list[Event] = []
+        for row, outcome in zip(plan.rows, outcomes, strict=True):
+            if row.sequence in row.sequence.job.sequences:
+                self._apply_row(row, outcome, events)
+        return events
+
+    def abort(self, job: Job, choices: Seq[int]) -> list[Event]:
+        """Ends single choices, or with none named the whole job."""
+        events: list[Event] = []
+        for choice in choices or job.unfinished:
+            if job.finish[choice] is None and not job.request.prefill_only:
+                events += self._finish(job, choice, FinishReason.ABORTED)
+                self._drop(job, choice)
+        if job.request.prefill_only:
+            self._roster.end(job)
+        elif not job.unfinished:
+            events += self._end(job)
+        return events
+
+    def fail(self, job: Job, message: str) -> list[Event]:
+        """Gives the whole job up."""
+        self._roster.end(job)
+        return [RequestFailed(job.key, message)]
+
+    def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
+        sequence = row.sequence
+        job = sequence.job
+        self._roster.tables.advance(sequence, row.end)
+        if job.prompt_scores is not None:
+            job.prompt_scores += outcome.scores
+        if sequence.is_prefix:
+            events.append(Computed(job.key, row.end, row.end == len(sequence.ids)))
+        if row.end < len(sequence.ids):
+            return
+        if sequence.is_prefix:
+            if job.request.prefill_only:
+                self._roster.hold(job)
+                return
+            if job.prompt_scores is not None:
+                events.append(PromptScored(job.key, tuple(job.prompt_scores)))
+                job.prompt_scores = None
+            self._branch(job, sequence)
+        for pick in outcome.picks:
+            if pick.error:
+                # Its KV may be what is wrong: whoever shares it must not fail as well.
+                for each in job.sequences:
+                    self._roster.tables.forget(each)
+                events += self.fail(job, pick.error)
+                return
+        ended = False
+        for choice, pick in zip(row.choices, outcome.picks, strict=True):
+            if job.finish[choice] is None:
+                event = self._append(job, choice, pick)
+                ended |= event.finish is not None
+                events.append(event)
+        if ended and not job.unfinished:
+            events += self._end(job)
+
+    def _branch(self, job: Job, prefix: Sequence) -> None:
+        """One sequence per unfinished choice; the first takes the prefix's own."""
+        prefix.is_prefix = False
+        first, *others = job.unfinished
+        for choice in others:
+            branch = self._roster.tables.fork(prefix, job.branch_ids(choice), (choice,))
+            branch.is_prefix = False
+            branch.slot = job.slots.pop()
+            job.sequences.append(branch)
+        prefix.ids = job.branch_ids(first)
+        prefix.choices = (first,)
+
+    def _append(self, job: Job, choice: int, pick: Pick) -> NewTokens:
+        ids = job.generated[choice]
+        ids.append(pick.token)
+        self.generated_tokens += 1
+        for sequence in job.sequences:
+            if sequence.choices == (choice,):
+                break
+        sequence.ids.append(pick.token)
+        reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
+        if reason is not None:
+            job.finish[choice] = reason
+            self._roster.end_sequence(sequence)
+        logprobs = () if pick.logprob is None else (pick.logprob,)
+        return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
+
+    def _finish(self, job: Job, choice: int, reason: FinishReason) -> list[Event]:
+        job.finish[choice] = reason
+        return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
+
+    def _drop(self, job: Job, choice: int) -> None:
+        """A choice of a job ended from outside gives its sequence or its place back."""
+        for sequence in list(job.sequences):
+            if sequence.is_prefix:
+                sequence.choices = tuple(c for c in sequence.choices if c != choice)
+                self._roster.return_slot(job)
+            elif sequence.choices == (choice,):
+                self._roster.end_sequence(sequence)
+
+    def _end(self, job: Job) -> list[Event]:
+        self._roster.end(job)
+        return [Finished(job.key, job.cached_tokens)]

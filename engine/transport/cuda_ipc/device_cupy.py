@@ -1,0 +1,275 @@
+"""A CUDA device for cuda_ipc, by CuPy: see device.py for what each method promises.
+
+A thin shell: no protocol is decided here. CuPy is the optional extra `cuda` and is imported only
+when a pool lies on a CUDA device; the kernel is compiled then (NVRTC; CuPy caches it on disk).
+"""
+
+import ctypes
+import threading
+import uuid as uuids
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.transport.device import Device, DeviceError, Slot
+from pdserve.kernels.copy_hash import TILE_BYTES, UNIT_BYTES, expand_key
+from pdserve.kernels.cuda.launch import INTACT, SHARE_BYTES, SHARES_AT, CopyHash
+
+_LOCAL, _INTERPROCESS = 2, 2 | 4  # cudaEventDisableTiming, and cudaEventInterprocess
+_NOT_READY = 600  # cudaErrorNotReady
+_VERDICT_BYTES = 16
+
+
+def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
+    """What opens the device that a pool lies on; None: it lies in host memory."""
+    where = kv.data[0].device
+    if where.type != "cuda":
+        return None
+
+    def open_device() -> Device:
+        if encrypted:
+            raise DeviceError("payloads cannot be sealed on a device (--encrypt-kv)", "encrypted")
+        for group in kv.spec.groups:
+            size = group.block_bytes(kv.spec.block_size)
+            if size % UNIT_BYTES:
+                raise DeviceError(f"blocks of {size} bytes, not a multiple of {UNIT_BYTES}")
+        return CudaDevice(where.index if where.index is not None else torch.cuda.current_device())
+
+    return open_device
+
+
+class CudaDevice:
+    """Copies out of a pool run on a stream of the device's own, copies in on the caller's."""
+
+    def __init__(self, index: int) -> None:
+        """Raises DeviceError without CuPy, a driver or the device."""
+        try:
+            import cupy
+        except ImportError as err:
+            raise DeviceError(f"CuPy is not installed (the extra `cuda`): {err}") from None
+        self._cuda: Any = cupy.cuda.runtime
+        self._index = index
+        self._lock = threading.Lock()
+        self._spare: list[_Scratch] = []
+        with self.active():
+            self.uuid = _uuid(index)
+            self.name = torch.cuda.get_device_name(index)
+            self._kernel = CopyHash(cupy, index)
+            self._stream = int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
+
+    @contextmanager
+    def active(self) -> Iterator[Any]:
+        """The CUDA runtime, on this device in this thread; what it raises is a DeviceError."""
+        try:
+            self._cuda.setDevice(self._index)
+            yield self._cuda
+        except DeviceError:
+            raise
+        except Exception as err:  # CuPy has several kinds, without a base of their own
+            raise DeviceError(f"{type(err).__name__}: {err}") from err
+
+    def unreachable(self, uuid: bytes) -> tuple[str, str] | None:
+        if uuid == self.uuid:
+            return None
+        with self.active() as cuda:
+            for other in range(cuda.getDeviceCount()):
+                if _uuid(other) == uuid:
+                    if cuda.deviceCanAccessPeer(self._index, other):
+                        return None
+                    return "no_peer_access", f"GPU {self._index} cannot access GPU {other}"
+        return "other_gpu", f"GPU {uuids.UUID(bytes=uuid)} is not visible here"
+
+    def allocate(self, size: int) -> "_Memory":
+        with self.active() as cuda:
+            address = int(cuda.malloc(size))
+            cuda.memset(address, 0, size)
+        return _Memory(self, address, size, "free")
+
+    def open_memory(self, handle: bytes, size: int) -> "_Memory":
+        with self.active() as cuda:
+            return _Memory(self, int(cuda.ipcOpenMemHandle(handle)), size, "ipcCloseMemHandle")
+
+    def make_signal(self) -> "_Event":
+        with self.active() as cuda:
+            return _Event(self, int(cuda.eventCreateWithFlags(_INTERPROCESS)))
+
+    def open_signal(self, handle: bytes) -> "_Event":
+        with self.active() as cuda:
+            return _Event(self, int(cuda.ipcOpenEventHandle(handle)))
+
+    def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
+        assert isinstance(slot.signal, _Event)
+        with self.active() as cuda:
+            if pages.ready is not None:
+                cuda.streamWaitEvent(self._stream, pages.ready.cuda_event)
+            copy = self._launch(pages, slot, key, self._stream, to_slot=True)
+            cuda.eventRecord(slot.signal.number, self._stream)
+        return copy
+
+    def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
+        with self.active():
+            stream = int(torch.cuda.current_stream(self._index).cuda_stream)
+            return self._launch(pages, slot, key, stream, to_slot=False)
+
+    def release(self, slot: Slot) -> None:
+        scratch, slot.scratch = slot.scratch, None
+        if scratch is not None:
+            with self._lock:
+                self._spare.append(scratch)
+
+    def put(self, address: int, data: bytes) -> None:
+        source = np.frombuffer(data, np.uint8)
+        with self.active() as cuda:
+            cuda.memcpy(address, source.ctypes.data, len(data), cuda.memcpyHostToDevice)
+
+    def get(self, address: int, size: int) -> bytes:
+        target = np.empty(size, np.uint8)
+        with self.active() as cuda:
+            cuda.memcpy(target.ctypes.data, address, size, cuda.memcpyDeviceToHost)
+        return target.tobytes()
+
+    def _launch(
+        self, pages: Pages, slot: Slot, key: bytes, stream: int, *, to_slot: bool
+    ) -> "_Copy":
+        plan = expand_key(key).tobytes() + np.array(pages.blocks, np.int32).tobytes()
+        tiles = -(-pages.num_bytes // TILE_BYTES)
+        scratch = self._scratch(slot, len(plan), SHARES_AT + tiles * SHARE_BYTES)
+        upload = scratch.host + _VERDICT_BYTES
+        ctypes.memmove(upload, plan, len(plan))
+        scratch.verdict.value = 0
+        cuda = self._cuda
+        cuda.memcpyAsync(scratch.plan, upload, len(plan), cuda.memcpyHostToDevice, stream)
+        self._kernel.launch(
+            pages=pages,
+            slot=slot.address,
+            tag=slot.address + slot.capacity,
+            plan=scratch.plan,
+            shares=scratch.shares,
+            verdict=scratch.host,
+            to_slot=to_slot,
+            stream=stream,
+        )
+        cuda.eventRecord(scratch.event.number, stream)
+        scratch.copy = _Copy(scratch)
+        return scratch.copy
+
+    def _scratch(self, slot: Slot, plan_bytes: int, shares_bytes: int) -> "_Scratch":
+        """The slot's, its copy before being done; another one where it is too small."""
+        found: _Scratch | None = slot.scratch
+        if found is not None and not found.fits(plan_bytes, shares_bytes):
+            self.release(slot)
+            found = None
+        if found is None:
+            with self._lock:
+                fitting = [s for s in self._spare if s.fits(plan_bytes, shares_bytes)]
+                if fitting:
+                    found = fitting[0]
+                    self._spare.remove(found)
+        if found is None:
+            found = self._make_scratch(2 * plan_bytes, 2 * shares_bytes)
+        slot.scratch = found
+        if found.copy is not None:
+            found.copy.wait()
+        return found
+
+    def _make_scratch(self, plan_bytes: int, shares_bytes: int) -> "_Scratch":
+        with self.active() as cuda:
+            plan, shares = int(cuda.malloc(plan_bytes)), int(cuda.malloc(shares_bytes))
+            cuda.memset(shares, 0, shares_bytes)  # the count of ended tiles begins at 0
+            flags = cuda.hostAllocMapped | cuda.hostAllocPortable
+            host = int(cuda.hostAlloc(_VERDICT_BYTES + plan_bytes, flags))
+            event = _Event(self, int(cuda.eventCreateWithFlags(_LOCAL)))
+        verdict = ctypes.c_uint32.from_address(host)
+        return _Scratch(plan, plan_bytes, shares, shares_bytes, host, verdict, event)
+
+
+@dataclass(slots=True)
+class _Memory:
+    device: CudaDevice
+    address: int
+    size: int
+    free: str  # the runtime's function
+
+    def handle(self) -> bytes:
+        with self.device.active() as cuda:
+            return bytes(cuda.ipcGetMemHandle(self.address))
+
+    def close(self) -> None:
+        with self.device.active() as cuda:
+            getattr(cuda, self.free)(self.address)
+
+
+@dataclass(slots=True)
+class _Event:
+    device: CudaDevice
+    number: int  # cudaEvent_t
+
+    def handle(self) -> bytes:
+        with self.device.active() as cuda:
+            return bytes(cuda.ipcGetEventHandle(self.number))
+
+    def done(self) -> bool:
+        with self.device.active() as cuda:
+            status = int(cuda.eventQuery(self.number))
+        if status not in (0, _NOT_READY):
+            raise DeviceError(f"CUDA error {status}")
+        return status == 0
+
+    def wait(self) -> None:
+        with self.device.active() as cuda:
+            cuda.eventSynchronize(self.number)
+
+    def close(self) -> None:
+        with self.device.active() as cuda:
+            cuda.eventDestroy(self.number)
+
+
+@dataclass(eq=False, slots=True)
+class _Scratch:
+    """What one launch at a time uses; lives as long as the process, in one slot after another."""
+
+    plan: int  # device: lanes and block numbers
+    plan_bytes: int
+    shares: int  # device: sums of tiles
+    shares_bytes: int
+    host: int  # pinned: the verdict, then the plan before it is uploaded
+    verdict: ctypes.c_uint32
+    event: _Event  # recorded behind the newest launch
+    copy: "_Copy | None" = None  # of the newest launch
+
+    def fits(self, plan_bytes: int, shares_bytes: int) -> bool:
+        return plan_bytes <= self.plan_bytes and shares_bytes <= self.shares_bytes
+
+
+class _Copy:
+    """Reads its verdict when it is seen to be done, which is before its scratch is used again."""
+
+    def __init__(self, scratch: _Scratch) -> None:
+        self._scratch: _Scratch | None = scratch
+        self.intact = False
+
+    def done(self) -> bool:
+        scratch = self._scratch
+        if scratch is not None and scratch.event.done():
+            self._end(scratch)
+        return self._scratch is None
+
+    def wait(self) -> None:
+        scratch = self._scratch
+        if scratch is not None:
+            scratch.event.wait()
+            self._end(scratch)
+
+    def _end(self, scratch: _Scratch) -> None:
+        self.intact = scratch.verdict.value == INTACT
+        self._scratch = None
+
+
+def _uuid(index: int) -> bytes:
+    return uuids.UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes

@@ -1,0 +1,105 @@
+"""Decode's 4 KiB cells, into which a peer proves that its copies arrive before it gets a window.
+
+A stranger costs a cell and two tiny copies, whatever it does: cells are allocated once, lent for
+one handshake each, and a key is used for one handshake only.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, Offer, Refusal
+from pdserve.engine.transport.device import TAIL_BYTES, Device, DeviceError, Memory, Slot
+from pdserve.kernels.copy_hash import KEY_BYTES
+
+MAX_PROBES = 16  # handshakes at once
+SPIN_S = 0.0002  # between two looks at the peer's copy
+_CELL_BYTES = 2 * PROBE_BYTES + TAIL_BYTES  # what prefill writes, its tag, decode's copy of it
+
+
+def probe_pages(address: int) -> Pages:
+    """4 KiB as one block."""
+    return Pages(address, PROBE_BYTES, PROBE_BYTES, range(1), (0,))
+
+
+@dataclass(slots=True)
+class Cell:
+    """Where one handshake takes place."""
+
+    memory: Memory
+    offset: int
+    slot: Slot
+    key: bytes
+
+    @property
+    def copy_address(self) -> int:
+        return self.slot.address + PROBE_BYTES + TAIL_BYTES
+
+    def offer(self) -> Offer:
+        return Offer(
+            self.memory.handle(), self.memory.size, self.offset, self.slot.signal.handle(), self.key
+        )
+
+    def verify(self, device: Device, end: float) -> Refusal:
+        """Wait for the peer's copy until `end` (time.monotonic), and take it."""
+        try:
+            while not self.slot.signal.done():
+                if time.monotonic() > end:
+                    return Refusal("copy_timeout", "prefill's copy did not end in time")
+                time.sleep(SPIN_S)
+            copy = device.copy_in(probe_pages(self.copy_address), self.slot, self.key)
+            copy.wait()
+        except DeviceError as err:
+            return Refusal("no_device", str(err))
+        if not copy.intact:
+            return Refusal("copy_check", f"{PROBE_BYTES} bytes did not arrive as they were sent")
+        return Refusal()
+
+
+class Probes:
+    """All cells of a process. Raises DeviceError."""
+
+    def __init__(self, device: Device) -> None:
+        self._memory = device.allocate(MAX_PROBES * _CELL_BYTES)
+        self._lock = threading.Lock()
+        self._closed = False
+        offsets = range(0, MAX_PROBES * _CELL_BYTES, _CELL_BYTES)
+        self._slots = [
+            (at, Slot(self._memory.address + at, PROBE_BYTES, device.make_signal()))
+            for at in offsets
+        ]
+        self._free = list(self._slots)
+
+    @contextmanager
+    def lend(self) -> Iterator[Cell | None]:
+        """A cell with a fresh key; None: all are lent."""
+        with self._lock:
+            lent = self._free.pop() if self._free and not self._closed else None
+        try:
+            yield (
+                None if lent is None else Cell(self._memory, *lent, secrets.token_bytes(KEY_BYTES))
+            )
+        finally:
+            if lent is not None:
+                with self._lock:
+                    self._free.append(lent)
+                    self._release_if_over()
+
+    def close(self) -> None:
+        """Free them, or leave that to the last handshake."""
+        with self._lock:
+            self._closed = True
+            self._release_if_over()
+
+    def _release_if_over(self) -> None:
+        if not self._closed or len(self._free) < len(self._slots) or not self._slots:
+            return
+        for _, slot in self._slots:
+            slot.signal.close()
+        self._memory.close()
+        self._slots.clear()
+        self._free.clear()

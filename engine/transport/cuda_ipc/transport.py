@@ -1,0 +1,133 @@
+"""KV from pool to pool on one GPU, through a window of decode's device memory (CUDA IPC).
+
+Prefill's kernel copies blocks into a slot of the window and leaves a keyed hash of what it copied
+behind them; the frame's record follows on the socket once the slot's event has been recorded.
+Decode looks at the event (its stream never waits for another process), copies the slot into its
+own blocks with a kernel that hashes what it copies, and takes the frame only if the tags agree.
+So a writer that is frozen or dies can spoil the window, and nothing else. What is said before the
+first record is in cuda_handshake.py; who may write into which window in windows.py.
+
+Payloads never pass the host, so GPUs and processes must see each other: one host, one PID and one
+IPC namespace, one GPU or two with peer access.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from pdserve.engine.transport.base import (
+    SLOTS,
+    KvTransport,
+    Listener,
+    Target,
+    TransportOptions,
+    TransportRefused,
+    Wire,
+    WireClosed,
+)
+from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES
+from pdserve.engine.transport.cuda_ipc.probe import Probes
+from pdserve.engine.transport.cuda_ipc.windows import Window, Windows
+from pdserve.engine.transport.cuda_ipc.wires import CudaReader, CudaWriter, slot_stride
+from pdserve.engine.transport.device import Device, DeviceError, Memory, Slot
+from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_path
+
+
+class CudaIpcTransport(KvTransport):
+    """Both ends see one directory of unix sockets, each other, and decode's device."""
+
+    name = "cuda_ipc"
+    preference = 5
+    direct = True
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self._lock = threading.Lock()
+        self._device: Device | None = None
+        self._sources: list[Memory] = []  # of prefill's 4 KiB, when no handshake uses them
+
+    @classmethod
+    def applies(cls, options: TransportOptions) -> bool:
+        return options.device is not None
+
+    def check(self) -> None:
+        self._opened()
+
+    def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
+        path = socket_path(self.options.shm_dir, boot, ".cuda.sock")
+        device, size = self._opened(), self.options.device_slot_bytes
+        windows = Windows(lambda: make_window(device, size))
+        try:
+            windows.prepare()
+            probes = Probes(device)
+        except DeviceError as err:
+            windows.close()
+            raise TransportRefused(f"window_memory: {err}", "window_memory") from None
+
+        def cleanup() -> None:
+            windows.close()
+            probes.close()
+
+        def accepted(peer: socket.socket) -> None:
+            accept(CudaReader(peer, size, device, windows, probes))
+
+        try:
+            return listen_unix(path, accepted, cleanup)
+        except TransportRefused:
+            cleanup()
+            raise
+
+    def dial(self, target: Target, timeout_s: float) -> Wire:
+        path = socket_path(self.options.shm_dir, target.boot, ".cuda.sock")
+        end = time.monotonic() + timeout_s
+        device = self._opened()
+        wire = CudaWriter(dial_unix(path, timeout_s), self.options.device_slot_bytes, device)
+        wire.deadline = end
+        try:
+            source = self._source(device)
+            try:
+                wire.introduce(source)
+            finally:
+                with self._lock:
+                    self._sources.append(source)
+        except TransportRefused:
+            wire.close()
+            raise
+        except (WireClosed, ValueError) as err:
+            wire.close()
+            raise TransportRefused(f"no handshake: {err}") from None
+        except DeviceError as err:
+            wire.close()
+            raise TransportRefused(f"no_device: {err}", "no_device") from None
+        return wire
+
+    def close(self) -> None:
+        with self._lock:
+            sources, self._sources = self._sources, []
+        for source in sources:
+            source.close()
+
+    def _opened(self) -> Device:
+        if self.options.device is None:
+            raise TransportRefused("no_device: the KV pool is not on a CUDA device", "no_device")
+        with self._lock:
+            if self._device is None:
+                try:
+                    self._device = self.options.device()
+                except DeviceError as err:
+                    raise TransportRefused(f"{err.reason}: {err}", err.reason) from None
+            return self._device
+
+    def _source(self, device: Device) -> Memory:
+        with self._lock:
+            if self._sources:
+                return self._sources.pop()
+        return device.allocate(PROBE_BYTES)
+
+
+def make_window(device: Device, slot_bytes: int) -> Window:
+    """SLOTS slots side by side, each with room for its tag. Raises DeviceError."""
+    memory = device.allocate(SLOTS * slot_stride(slot_bytes))
+    addresses = range(memory.address, memory.address + memory.size, slot_stride(slot_bytes))
+    return Window(memory, [Slot(at, slot_bytes, device.make_signal()) for at in addresses])

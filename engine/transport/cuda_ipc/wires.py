@@ -1,0 +1,286 @@
+"""The two ends of a cuda_ipc connection: see cuda_ipc.py.
+
+Ownership: decode's end borrows a window from Windows when its peer is trusted and gives it back
+when it is closed; prefill's end has it mapped as long as a copy of its own runs.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.transport.base import (
+    SLOTS,
+    Outlet,
+    Payload,
+    TransportRefused,
+    WindowReader,
+    WindowWriter,
+    Wire,
+    WireClosed,
+)
+from pdserve.engine.transport.cuda_ipc.handshake import (
+    ANSWER_BYTES,
+    OFFER_BYTES,
+    PLACE_BYTES,
+    PROBE_BYTES,
+    Offer,
+    Place,
+    Refusal,
+    namespace_refusal,
+)
+from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Cell, Probes, probe_pages
+from pdserve.engine.transport.cuda_ipc.windows import Window, Windows, handles_bytes
+from pdserve.engine.transport.device import (
+    ALIGN_BYTES,
+    HANDLE_BYTES,
+    TAIL_BYTES,
+    Copy,
+    Device,
+    DeviceError,
+    Memory,
+    Slot,
+)
+
+log = logging.getLogger(__name__)
+
+PROOF_BYTES = 16
+_PEERCRED = struct.Struct("3i")
+
+
+@dataclass(slots=True)
+class _Spot:
+    """A slot, for a pool to copy into (Outlet) or out of (Inlet)."""
+
+    device: Device
+    slot: Slot
+
+    def copy_out(self, pages: Pages, key: bytes) -> Copy:
+        self._check(pages)
+        self.slot.newest = self.device.copy_out(pages, self.slot, key)
+        return self.slot.newest
+
+    def ready(self) -> bool:
+        return self.slot.signal.done()
+
+    def copy_in(self, pages: Pages, key: bytes) -> Copy:
+        self._check(pages)
+        return self.device.copy_in(pages, self.slot, key)
+
+    def _check(self, pages: Pages) -> None:
+        if pages.num_bytes > self.slot.capacity:
+            raise DeviceError(f"{pages.num_bytes} bytes for a slot of {self.slot.capacity}")
+
+
+class _Peer:
+    """The process at the other end of a unix socket; a reused pid is never taken for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Raises OSError if it is not in this PID namespace."""
+        data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        self.pid = int(_PEERCRED.unpack(data)[0])
+        self._fd = os.pidfd_open(self.pid)
+
+    def exited(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class CudaWriter(WindowWriter):
+    """prefill's end: opens decode's window."""
+
+    direct = True
+
+    def __init__(self, sock: socket.socket, slot_bytes: int, device: Device) -> None:
+        super().__init__(sock, slot_bytes)
+        self._device = device
+        self._memory: Memory | None = None
+        self._slots: list[Slot] = []
+        self._proof = b""
+
+    def introduce(self, source: Memory) -> None:
+        """The handshake, with PROBE_BYTES of this process. Raises TransportRefused, WireClosed,
+        ValueError."""
+        self.write(here(self._device).pack())
+        _heed(_answer(self))
+        theirs = Place.unpack(self.take(PLACE_BYTES))
+        offer = Offer.unpack(self.take(OFFER_BYTES))
+        far = self._device.unreachable(theirs.uuid)
+        refusal = Refusal(*far) if far else self._probe(offer, source)
+        self.write(refusal.pack())
+        _heed(refusal)
+        _heed(_answer(self))
+
+    def proof(self) -> bytes:
+        return self._proof
+
+    @property
+    def writable(self) -> bool:
+        return bool(self._slots)
+
+    def open_window(self, data: bytes) -> None:
+        if self._slots or len(data) != handles_bytes(SLOTS):
+            raise TransportRefused("an unexpected window")
+        handles = [data[at : at + HANDLE_BYTES] for at in range(0, len(data), HANDLE_BYTES)]
+        try:
+            self._memory = self._device.open_memory(
+                handles[0], SLOTS * slot_stride(self.slot_bytes)
+            )
+            for at, handle in enumerate(handles[1:]):
+                address = self._memory.address + at * slot_stride(self.slot_bytes)
+                signal = self._device.open_signal(handle)
+                self._slots.append(Slot(address, self.slot_bytes, signal))
+        except DeviceError as err:
+            raise TransportRefused(f"open_failed: {err}", "open_failed") from None
+
+    def outlet(self, slot: int) -> Outlet:
+        return _Spot(self._device, self._slots[slot])
+
+    def send_frame(
+        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+    ) -> None:
+        taken()  # what copies from the pool is known to the attempt
+        self.write(record)
+
+    def close(self) -> None:
+        super().close()
+        for slot in self._slots:
+            if slot.newest is not None:
+                with contextlib.suppress(DeviceError):
+                    slot.newest.wait()  # the window is mapped as long as a copy runs
+            self._device.release(slot)
+            slot.signal.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _probe(self, offer: Offer, source: Memory) -> Refusal:
+        """Copy random bytes into decode's cell."""
+        data = secrets.token_bytes(PROBE_BYTES)
+        self._proof = data[:PROOF_BYTES]
+        try:
+            with contextlib.ExitStack() as opened:
+                memory = self._device.open_memory(offer.memory, offer.memory_bytes)
+                opened.callback(memory.close)
+                signal = self._device.open_signal(offer.signal)
+                opened.callback(signal.close)
+                self._device.put(source.address, data)
+                slot = Slot(memory.address + offer.offset, PROBE_BYTES, signal)
+                opened.callback(self._device.release, slot)
+                self._device.copy_out(probe_pages(source.address), slot, offer.key).wait()
+        except DeviceError as err:
+            return Refusal("open_failed", str(err))
+        return Refusal()
+
+
+class CudaReader(WindowReader):
+    """decode's end: lends a window to its peer once that is trusted."""
+
+    direct = True
+
+    def __init__(
+        self, sock: socket.socket, slot_bytes: int, device: Device, windows: Windows, probes: Probes
+    ) -> None:
+        super().__init__(sock, slot_bytes)
+        self._device = device
+        self._windows = windows
+        self._probes = probes
+        self._peer: _Peer | None = None
+        self._window: Window | None = None
+        self._proof = b""
+
+    def setup(self) -> None:
+        try:
+            theirs = Place.unpack(self.take(PLACE_BYTES))
+            ours = here(self._device)
+            refusal = namespace_refusal(ours, theirs)
+            with self._probes.lend() as cell:
+                if not refusal.reason:
+                    refusal = self._prepare(cell)
+                self._say(refusal)
+                assert cell is not None  # else refused as busy
+                self.write(ours.pack(), cell.offer().pack())
+                _heed(_answer(self))
+                end = self.deadline or time.monotonic() + 1.0
+                refusal = cell.verify(self._device, end)
+                if not refusal.reason:
+                    self._proof = self._device.get(cell.copy_address, PROOF_BYTES)
+                self._say(refusal)
+        except (ValueError, DeviceError) as err:
+            raise WireClosed(f"no handshake: {err}") from None
+        except TransportRefused as err:
+            log.info("transport cuda_ipc refused by prefill: %s", err)
+            raise WireClosed(f"refused by prefill: {err}") from None
+
+    def proof(self) -> bytes:
+        return self._proof
+
+    def window(self) -> bytes:
+        assert self._peer is not None  # setup() has passed
+        try:
+            self._window = self._windows.take(self._peer)
+            return self._window.handles()
+        except DeviceError as err:
+            raise TransportRefused(f"window_memory: {err}", "window_memory") from None
+
+    def payload(self, slot: int, size: int) -> Payload:
+        if self._window is None:
+            raise WireClosed("a frame before the window")
+        return _Spot(self._device, self._window.slots[slot])
+
+    def close(self) -> None:
+        super().close()
+        if self._window is not None and self._peer is not None:
+            self._windows.give_back(self._window, self._peer)
+        elif self._peer is not None:
+            self._peer.close()
+
+    def _prepare(self, cell: Cell | None) -> Refusal:
+        """Refused now, while prefill can still choose another transport, rather than later."""
+        if cell is None:
+            return Refusal("busy", f"{MAX_PROBES} handshakes at once")
+        try:
+            self._peer = _Peer(self.sock)
+            self._windows.prepare()
+        except OSError as err:
+            return Refusal("pid_namespace", f"prefill's process is not here: {err.strerror}")
+        except DeviceError as err:
+            return Refusal("window_memory", str(err))
+        return Refusal()
+
+    def _say(self, refusal: Refusal) -> None:
+        """Raises WireClosed if it is one."""
+        self.write(refusal.pack())
+        if refusal.reason:
+            log.info("transport cuda_ipc refused: %s: %s", refusal.reason, refusal.text)
+            raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
+
+
+def here(device: Device) -> Place:
+    """This process."""
+    pid, ipc = (os.stat(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
+    return Place(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))
+
+
+def slot_stride(slot_bytes: int) -> int:
+    """From a slot of a window to the next: the payload, then its tag."""
+    return -(-slot_bytes // ALIGN_BYTES) * ALIGN_BYTES + TAIL_BYTES
+
+
+def _answer(wire: Wire) -> Refusal:
+    return Refusal.unpack(wire.take(ANSWER_BYTES))
+
+
+def _heed(refusal: Refusal) -> None:
+    if refusal.reason:
+        raise TransportRefused(f"{refusal.reason}: {refusal.text}", refusal.reason)

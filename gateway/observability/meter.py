@@ -1,0 +1,124 @@
+"""Follows one request for metrics and for its line in the log.
+
+Invariant: `close` is called once and counts the request once, whatever became of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
+from pdserve.protos.router_pb2 import Placed
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger("pdserve.gateway.request")
+
+
+class Meter:
+    """Times in seconds of the clock that is handed in; the ids go to the log."""
+
+    def __init__(
+        self, metrics: GatewayMetrics, request: str, client_id: str, clock: Callable[[], float]
+    ) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._client_id = client_id
+        self._clock = clock
+        self.arrived = clock()
+        self._model = ""
+        self._prompt_tokens = 0
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+        self._counted = 0
+        self._cached = 0
+        self._finishes: list[str] = []
+        self._phases = Phases()
+        self._where: list[str] = []
+        self._decode = ""
+
+    def begin(self, model: str, prompt_tokens: int) -> None:
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+
+    def placed(self, placed: Placed) -> None:
+        self._decode = placed.placement.decode_address
+
+    def tokens(self, choice: int, count: int) -> None:
+        """New tokens of one choice have come."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+            self._metrics.ttft.labels(self._model).observe(now - self.arrived)
+        if choice in self._last and count:
+            step = (now - self._last[choice]) / count
+            histogram = self._metrics.itl.labels(self._model)
+            for _ in range(count):
+                histogram.observe(step)
+        self._last[choice] = now
+
+    def ended(self, finish: str) -> None:
+        self._finishes.append(finish)
+
+    def finished(self, event: Finished, counts: Sequence[int]) -> None:
+        """One of its prompts is done; `counts` are the returned tokens of its choices."""
+        self._counted += sum(counts)
+        self._cached += event.cached_tokens
+        self._where.append(event.transport or "remote" if event.remote else "local")
+        for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
+            slowest = max(getattr(self._phases, name), getattr(event.phases, name))
+            setattr(self._phases, name, slowest)
+
+    def close(self, error: BaseException | None) -> None:
+        """The request is over, in order or by an error."""
+        now = self._clock()
+        if error is None:
+            self._count(now - self.arrived)
+            outcome = ",".join(self._finishes)
+        else:
+            code = _code(error)
+            self._metrics.failures.labels(code).inc()
+            outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
+        total = f"total={now - self.arrived:.3f}s"
+        if self._client_id:
+            total += f" client_id={self._client_id}"
+        if error is not None and not self._decode:
+            line = f"never placed: finish={outcome} {total}"
+        else:
+            line = f"{self._story()} finish={outcome} {self._path()} {total}"
+        log.info("%s", line, extra={"request": self._request})
+
+    def _story(self) -> str:
+        """What was asked and answered, in tokens."""
+        return (
+            f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
+            f"{self._counted} out,"
+        )
+
+    def _path(self) -> str:
+        """Where the request went, and how long each phase of it took."""
+        first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
+        phases = self._phases
+        return (
+            f"prefill_at={','.join(self._where) or '-'} decode={self._decode or '-'} "
+            f"queue={phases.queue_s:.3f}s prefill={phases.prefill_s:.3f}s "
+            f"transfer={phases.transfer_s:.3f}s first_token={phases.first_token_s:.3f}s "
+            f"ttft={first}"
+        )
+
+    def _count(self, total_s: float) -> None:
+        m = self._metrics
+        m.e2e.labels(self._model).observe(total_s)
+        m.queue.labels(self._model).observe(self._phases.queue_s)
+        m.prefill.labels(self._model).observe(self._phases.prefill_s)
+        m.prompt_tokens.labels(self._model).inc(self._prompt_tokens)
+        m.generation_tokens.labels(self._model).inc(self._counted)
+        for finish in self._finishes:
+            m.success.labels(self._model, finish).inc()
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, ServiceError):
+        return ErrorCode.Name(error.code)
+    left = isinstance(error, asyncio.CancelledError | GeneratorExit)  # the client did
+    return "CANCELLED" if left else "INTERNAL"

@@ -1,0 +1,97 @@
+"""/v1/chat/completions: a conversation in, whole messages or chunks of them out."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pdserve.gateway.choice import Candidate, Delta, ScoredToken
+from pdserve.gateway.completion import Usage
+from pdserve.gateway.openai.schema import ChatBody
+from pdserve.gateway.openai.usage import usage_object
+from pdserve.gateway.service import ChatAsk, Service
+
+
+class Chat:
+    """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
+
+    def __init__(self, service: Service, body: ChatBody, request_id: str, client_id: str) -> None:
+        """Raises ServiceError for fields that contradict each other."""
+        self._service = service
+        self._body = body
+        self._client_id = client_id
+        self._ask = ChatAsk(
+            body.model,
+            [message.as_template() for message in body.messages],
+            body.wishes(),
+            (body.cache_salt or "").encode(),
+        )
+        self._id = f"chatcmpl-{request_id}"
+        self._created = int(time.time())
+
+    async def whole(self) -> dict[str, Any]:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
+            answers, usage = await self._service.completions.collect(job)
+            choices = [
+                {
+                    "index": answer.index,
+                    "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                    "logprobs": self._logprobs(answer.tokens),
+                    "finish_reason": answer.finish,
+                }
+                for answer in answers
+            ]
+            head = self._head("chat.completion", job.model.card.name)
+            return {**head, "choices": choices, "usage": usage_object(usage)}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """A chunk with the role when a choice begins, its text, its finish; then the usage."""
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
+            head = self._head("chat.completion.chunk", job.model.card.name)
+            if self._body.include_usage:
+                head["usage"] = None
+            begun: set[int] = set()
+            async with aclosing(self._service.completions.stream(job)) as items:
+                async for item in items:
+                    if isinstance(item, Usage):
+                        if self._body.include_usage:
+                            yield {**head, "choices": [], "usage": usage_object(item)}
+                        continue
+                    if item.choice not in begun:
+                        begun.add(item.choice)
+                        opening = {"role": "assistant", "content": "", "refusal": None}
+                        yield {**head, "choices": [self._choice(item.choice, opening)]}
+                    if item.text or item.tokens:
+                        yield {**head, "choices": [self._text(item)]}
+                    if item.finish is not None:
+                        yield {**head, "choices": [self._choice(item.choice, {}, item.finish)]}
+
+    def _head(self, kind: str, model: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": model}
+
+    def _choice(
+        self, index: int, delta: dict[str, Any], finish: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+    def _text(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta.choice, {"content": delta.text})
+        choice["logprobs"] = self._logprobs(delta.tokens)
+        return choice
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = [
+            {**_candidate(token.token), "top_logprobs": [_candidate(top) for top in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "token": candidate.text,
+        "logprob": candidate.logprob,
+        "bytes": list(candidate.raw),
+    }

@@ -1,0 +1,87 @@
+"""/v1/completions: texts or token ids in, their continuations out."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pdserve.gateway.choice import ScoredToken
+from pdserve.gateway.completion import Usage
+from pdserve.gateway.openai.schema import CompletionBody
+from pdserve.gateway.openai.usage import usage_object
+from pdserve.gateway.service import CompleteAsk, Service
+
+
+class Completion:
+    """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
+
+    def __init__(
+        self, service: Service, body: CompletionBody, request_id: str, client_id: str
+    ) -> None:
+        """Raises ServiceError for fields that contradict each other."""
+        self._service = service
+        self._body = body
+        self._client_id = client_id
+        self._ask = CompleteAsk(
+            body.model,
+            body.prompt,
+            body.wishes(),
+            echo=bool(body.echo),
+            echo_only=body.echo_only,
+            add_special_tokens=body.add_special_tokens is not False,
+            cache_salt=(body.cache_salt or "").encode(),
+        )
+        self._id = f"cmpl-{request_id}"
+        self._created = int(time.time())
+
+    async def whole(self) -> dict[str, Any]:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
+            answers, usage = await self._service.completions.collect(job)
+            choices = [
+                self._choice(answer.index, answer.text, answer.tokens, answer.finish)
+                for answer in answers
+            ]
+            head = self._head(job.model.card.name)
+            return {**head, "choices": choices, "usage": usage_object(usage)}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with self._service.job(self._ask, self._id, self._client_id) as job:
+            head = self._head(job.model.card.name)
+            if self._body.include_usage:
+                head["usage"] = None
+            async with aclosing(self._service.completions.stream(job)) as items:
+                async for item in items:
+                    if not isinstance(item, Usage):
+                        choice = self._choice(item.choice, item.text, item.tokens, item.finish)
+                        yield {**head, "choices": [choice]}
+                    elif self._body.include_usage:
+                        yield {**head, "choices": [], "usage": usage_object(item)}
+
+    def _head(self, model: str) -> dict[str, Any]:
+        return {
+            "id": self._id, "object": "text_completion", "created": self._created, "model": model,
+        }  # fmt: skip
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[ScoredToken], finish: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if self._body.logprobs is None else _logprobs(tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    tops: list[dict[str, float | None] | None] = []
+    for token in tokens:
+        if token.token.logprob is None:
+            tops.append(None)
+            continue
+        top: dict[str, float | None] = {}
+        for candidate in (*token.top, token.token):
+            top.setdefault(candidate.text, candidate.logprob)
+        tops.append(top)
+    return {
+        "tokens": [token.token.text for token in tokens],
+        "token_logprobs": [token.token.logprob for token in tokens],
+        "top_logprobs": tops,
+        "text_offset": [token.offset for token in tokens],
+    }

@@ -1,0 +1,246 @@
+"""`pdserve.LLM`: the engine and the text layer in this process, without servers.
+
+The LLM owns its engine thread; `close` (or the end of a `with` block, or of the main thread) ends
+it. Methods may be called from several threads; their requests share the batch.
+"""
+
+import itertools
+import json
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import Event, Request, RequestFailed, SamplingParams, Step
+from pdserve.engine.build import build_engine
+from pdserve.engine.thread import EngineThread
+from pdserve.gateway.text.card import TextCard
+from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.services.llm.generation import Generation, Result, TextDelta
+from pdserve.services.options.options import options_of
+
+EXIT_POLL_S = 0.5  # so late an unclosed LLM notices that the main thread has ended
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model to generate with.
+
+    >>> with LLM() as llm:
+    ...     print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+    """
+
+    def __init__(self, model: str = "", *, threads: int = 0, **options: Any) -> None:
+        """`model` as for `pdserve up --model`; `options` are the fields of EngineConfig
+        (`weights="bf16"`, `kv_tokens=8192`, ...); `threads` 0 leaves torch's setting alone.
+
+        Raises TypeError for an unknown option, OptionError for a bad value, CheckpointError.
+        """
+        config = EngineConfig(model=model, **options)
+        for option in options_of(EngineConfig):
+            option.accept(getattr(config, option.field), "LLM")
+        if threads:
+            torch.set_num_threads(threads)
+        engine, self.card = build_engine(config)
+        text_card = TextCard(
+            self.card.vocab_size, self.card.eos_ids, self.card.bos_id, self.card.adds_bos
+        )
+        self.tokenizer = Tokenizer(self.card.tokenizer_json, text_card)
+        self._template = ChatTemplate(self.card.chat_template, self.tokenizer)
+        self.defaults = self._default_params()
+        self._most = config.max_waiting
+        self._keys = itertools.count()
+        self._inboxes: dict[str, queue.SimpleQueue[Event]] = {}
+        self._closed = threading.Event()
+        self._thread = EngineThread(engine, self._on_step)
+        self._thread.start()
+        # Python waits for the engine thread before it ends; nobody may have called close.
+        threading.Thread(target=self._close_at_exit, daemon=True, name="llm-exit").start()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> list[Result]:
+        """Continue each prompt (a text, or token ids); results are in order.
+
+        `params` None takes the model's defaults (`self.defaults`); a `seed` makes sampling
+        repeatable. Raises TextError, InvalidRequest, ContextLengthExceeded, GenerationError.
+        """
+        under_way: deque[_UnderWay] = deque()
+        results: list[Result] = []
+        try:
+            for prompt in _as_list(prompts):
+                if len(under_way) == self._most:
+                    results.append(under_way.popleft().result())
+                under_way.append(self._begin(self._encode(prompt), params, stop, seed, True))
+            while under_way:
+                results.append(under_way.popleft().result())
+            return results
+        finally:
+            for other in under_way:  # something was raised: nobody waits for the others
+                other.close()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Result:
+        """The answer to a conversation of {"role", "content"} messages. Raises as `generate`."""
+        return self._begin(self._render(messages), params, stop, seed, False).result()
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Iterator[TextDelta]:
+        """The text of a prompt's continuation, or of the answer to messages, as it comes.
+
+        Closing the iterator aborts the request. Raises as `generate`, at the first step.
+        """
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        with closing(self._begin(ids, params, stop, seed, not is_chat)) as under_way:
+            yield from under_way.deltas()
+
+    def close(self) -> None:
+        """End the engine; what still runs is given up. May be called again."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.close()
+            for key, inbox in list(self._inboxes.items()):
+                inbox.put(RequestFailed(key, "the LLM was closed"))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _close_at_exit(self) -> None:
+        while not self._closed.wait(EXIT_POLL_S):
+            if not threading.main_thread().is_alive():
+                self.close()
+
+    def _default_params(self) -> SamplingParams:
+        found = GenerationDefaults.from_json(json.dumps(self.card.generation_config))
+        known = {
+            name: value
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            if (value := getattr(found, name)) is not None
+        }
+        return replace(SamplingParams(), **known)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=True)
+        return list(prompt)
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        return self.tokenizer.encode_rendered(self._template.render(messages))
+
+    def _begin(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        stop: Sequence[str],
+        seed: int | None,
+        continues: bool,
+    ) -> "_UnderWay":
+        """Submit at once. Raises what the engine refuses."""
+        if self._closed.is_set():
+            raise RuntimeError("this LLM is closed")
+        chosen = params or self.defaults
+        key = f"llm-{next(self._keys)}"
+        request = Request(
+            key=key,
+            prompt_ids=tuple(ids),
+            params=chosen,
+            seed=secrets.randbits(63) if seed is None else seed,
+        )
+        generation = Generation(
+            ids, chosen.n, self.tokenizer, tuple(stop), chosen.min_tokens, continues=continues
+        )
+        inbox = self._inboxes[key] = queue.SimpleQueue()
+        try:
+            self._thread.post(lambda engine: engine.submit(request)).result()
+        except BaseException:
+            del self._inboxes[key]
+            raise
+        return _UnderWay(generation, inbox, lambda choices: self._abort(key, choices))
+
+    def _abort(self, key: str, choices: Sequence[int]) -> None:
+        """End choices of a request, or forget all of it if none is named."""
+        if not choices:
+            self._inboxes.pop(key, None)
+        self._thread.post(lambda engine: engine.abort(key, choices))
+
+    def _on_step(self, step: Step) -> None:
+        for event in step.events:
+            if inbox := self._inboxes.get(event.key):
+                inbox.put(event)
+
+
+class _UnderWay:
+    """A submitted request; `close` aborts what has not ended."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        inbox: "queue.SimpleQueue[Event]",
+        abort: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._generation = generation
+        self._inbox = inbox
+        self._abort = abort
+
+    def deltas(self) -> Iterator[TextDelta]:
+        """New texts until the request has ended. Raises GenerationError."""
+        generation = self._generation
+        while not generation.done:
+            delta = generation.take(self._inbox.get())
+            if stopped := generation.take_stopped():
+                self._abort(stopped)
+            if delta is not None and (delta.text or delta.finish_reason):
+                yield delta
+
+    def result(self) -> Result:
+        with closing(self):
+            for _ in self.deltas():
+                pass
+        return self._generation.result()
+
+    def close(self) -> None:
+        self._abort(())
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one: a text, or a list whose items are token ids."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""The first code of a process that `pdserve up` spawns.
+
+It runs before torch is imported: cores and thread counts are fixed by then, and the process dies
+with its parent. Its status travels to the parent as JSON over a pipe.
+"""
+
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pdserve.services.cli.commands import load
+from pdserve.services.local.cores import Share
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+MAX_REPORT_BYTES = 64 << 10  # that the parent takes
+MAX_MESSAGE = 4000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a child runs: "module:function" gives the exit code of `(*args, report=...)`."""
+
+    entry: str
+    args: tuple[Any, ...]
+    share: Share | None = None
+
+
+def child_main(task: Task, parent: int, pipe: Connection) -> None:
+    """The target of a spawned process; never returns."""
+    # A terminal's Ctrl-C is for the parent, which stops its children in order.
+    os.setpgid(0, 0)
+    die_with(parent)
+    show_as(multiprocessing.current_process().name)
+    if task.share:
+        take(task.share)
+    report = reporter(pipe)
+    try:
+        code = load(task.entry)(*task.args, report=report)
+    except Exception as error:
+        public = type(error).__module__.startswith("pdserve.") or isinstance(error, OSError)
+        if not public:
+            log.exception("unexpected failure")
+        text = str(error) if public and str(error) else f"{type(error).__name__}: {error}"
+        report("failed", {"message": text[:MAX_MESSAGE]})
+        code = 1
+    sys.exit(code)
+
+
+def die_with(parent: int) -> None:
+    """No orphan is left even if the parent is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def show_as(name: str) -> None:
+    """What ps and top call this process, cut by the kernel to 15 bytes: "decode 0"."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def take(share: Share) -> None:
+    """Confine this process to its share; call it before torch or numpy is imported."""
+    if share.cores:
+        os.sched_setaffinity(0, share.cores)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(share.threads)
+    # Threads that spin while they wait would take the cores from gateway and router.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["KMP_BLOCKTIME"] = "0"
+
+
+def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
+    """A Report that any thread may call; it is silent once the parent has gone."""
+    lock = threading.Lock()
+
+    def report(event: str, figures: dict[str, Any]) -> None:
+        data = json.dumps([event, figures], default=str).encode()
+        with lock:
+            try:
+                pipe.send_bytes(data)
+            except OSError:
+                log.debug("nobody reads %s", event)
+
+    return report

@@ -1,0 +1,68 @@
+"""Which cores each worker of a machine computes on. Pure but for `machine_cores`.
+
+Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
+as there is one for each; gateway and router, which mostly wait, share all of them.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.services.options.options import OptionError
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's part: compute threads, and the cores it is pinned to (empty: not pinned)."""
+
+    threads: int
+    cores: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.cores:
+            return f"{self.threads} thread{'s' * (self.threads > 1)}, not pinned"
+        first, last = self.cores[0], self.cores[-1]
+        if len(self.cores) > 1 and last - first == len(self.cores) - 1:
+            return f"cores {first}-{last}"
+        return f"core{'s' * (len(self.cores) > 1)} {','.join(map(str, self.cores))}"
+
+
+def machine_cores() -> tuple[tuple[int, ...], int]:
+    """The cores this process may run on, and how many of them its cgroup's quota is worth."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    try:
+        quota, period = QUOTA.read_text().split()
+        worth = len(cores) if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        worth = len(cores)
+    return cores, min(len(cores), worth)
+
+
+def allot(cores: Sequence[int], worth: int, workers: int, threads: int = 0) -> list[Share]:
+    """A share for each worker; `threads` each, or 0 to deal out all there are.
+
+    Under a quota (`worth` below the number of cores) nothing is pinned: neighbours with the same
+    quota would all choose the same cores. Raises OptionError if `threads` asks for more than there
+    is; one thread each is always granted.
+    """
+    if threads > 1 and threads * workers > worth:
+        raise OptionError(
+            f"--threads {threads}: {workers} worker{'s' * (workers > 1)} need "
+            f"{threads * workers} cores, {worth} may be used"
+        )
+    if threads:
+        counts = [threads] * workers
+    elif workers <= worth:
+        counts = [worth // workers + (n < worth % workers) for n in range(workers)]
+    else:
+        counts = [1] * workers
+    if worth < len(cores) or sum(counts) > worth:
+        return [Share(count) for count in counts]
+    starts = [sum(counts[:n]) for n in range(workers)]
+    return [
+        Share(count, tuple(cores[start : start + count]))
+        for start, count in zip(starts, counts, strict=True)
+    ]

@@ -1,0 +1,210 @@
+"""Keeps a set of child processes alive, and ends them in order.
+
+One thread, no polling: it sleeps until a child reports, a child dies, a restart is due or a signal
+arrives. Every child it started is gone when `stop` returns.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any
+
+from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SOON_S = 10.0  # a child that dies again within this time is restarted with a delay
+MAX_DELAY_S = 30.0
+ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, its group
+
+
+class StartError(Exception):
+    """A child ended before it was ever ready."""
+
+
+def restart_delay(deaths_in_a_row: int) -> float:
+    """Seconds until a restart; the count includes this death."""
+    return 0.0 if deaths_in_a_row <= 1 else min(MAX_DELAY_S, 2.0 ** (deaths_in_a_row - 2))
+
+
+@dataclass(slots=True)
+class Child:
+    """A process and how it has fared. `make` gives its task anew at each start."""
+
+    name: str
+    make: Callable[[], Task]
+    process: SpawnProcess | None = None
+    pipe: Connection | None = None
+    started_at: float = 0.0
+    ready: bool = False
+    was_ready: bool = False
+    deaths_in_a_row: int = 0
+    restarts: int = 0
+    restart_at: float | None = None
+    failure: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+# Called with the child, an event of its Report or "died" or "restart", and the event's figures.
+OnEvent = Callable[[Child, str, dict[str, Any]], None]
+
+
+class Supervisor:
+    """Use it as a context manager on the main thread: it owns the signals meanwhile."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+        self._context = multiprocessing.get_context("spawn")
+        self.children: list[Child] = []
+        self.signals: list[int] = []
+        self._signalled_at = -ECHO_S
+
+    def __enter__(self) -> "Supervisor":
+        self._wake, self._waker = socket.socketpair()
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._wake.close()
+        self._waker.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._signalled_at >= ECHO_S:
+            self.signals.append(number)
+            self._signalled_at = now
+
+    def start(self, name: str, make: Callable[[], Task]) -> Child:
+        """Start a child and keep it alive from now on."""
+        child = Child(name, make)
+        self.children.append(child)
+        self._spawn(child)
+        return child
+
+    def _spawn(self, child: Child) -> None:
+        mine, theirs = self._context.Pipe(duplex=False)
+        child.process = self._context.Process(
+            target=child_main, args=(child.make(), os.getpid(), theirs), name=child.name
+        )
+        child.process.start()
+        theirs.close()
+        child.pipe, child.started_at = mine, time.monotonic()
+        child.ready, child.failure, child.restart_at = False, "", None
+
+    def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Watch and restart until `done()` or a signal; False if neither came in time.
+
+        Raises StartError when a child ends before it was ever ready.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done() and not self.signals:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return False
+            self._turn(deadline)
+            self._restart_due()
+        return True
+
+    def _turn(self, deadline: float | None) -> None:
+        """Sleep until something happens, then take note of it."""
+        due = [c.restart_at for c in self.children if c.restart_at is not None]
+        until = min([*due, *([] if deadline is None else [deadline])], default=None)
+        sources: list[Any] = [self._wake]
+        sources += [c.pipe for c in self.children if c.pipe]
+        sources += [c.process.sentinel for c in self.children if c.process]
+        ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
+        if self._wake in ready:
+            self._wake.recv(4096)
+        for child in self.children:
+            if child.pipe in ready:
+                self._read(child)
+            if child.process and child.process.sentinel in ready:
+                self._bury(child)
+
+    def _read(self, child: Child) -> None:
+        """Take the reports that are there; the pipe ends with the child."""
+        while child.pipe:
+            try:
+                if not child.pipe.poll():
+                    return
+                event, figures = json.loads(child.pipe.recv_bytes(MAX_REPORT_BYTES))
+            except (EOFError, OSError, ValueError):
+                child.pipe.close()
+                child.pipe = None
+                return
+            if event == "ready":
+                child.ready = child.was_ready = True
+            elif event == "failed":
+                child.failure = str(figures.get("message", ""))
+            child.figures.update(figures)
+            self._on_event(child, event, figures)
+
+    def _bury(self, child: Child) -> None:
+        assert child.process is not None
+        self._read(child)  # its last words
+        child.process.join()
+        code = child.process.exitcode
+        child.process.close()
+        child.process, child.ready = None, False
+        if child.pipe:
+            child.pipe.close()
+            child.pipe = None
+        lived_s = time.monotonic() - child.started_at
+        child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
+        child.restart_at = time.monotonic() + restart_delay(child.deaths_in_a_row)
+        self._on_event(child, "died", {"code": code, "lived_s": lived_s})
+
+    def _restart_due(self) -> None:
+        for child in self.children:
+            if child.restart_at is None or self.signals:
+                continue
+            if not child.was_ready:
+                raise StartError(f"{child.name} could not start: {child.failure or 'see above'}")
+            if child.restart_at <= time.monotonic():
+                child.restarts += 1
+                self._on_event(child, "restart", {})
+                self._spawn(child)
+
+    def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
+        """SIGTERM each stage in turn and wait for it; kill what is left after `bound_s` seconds.
+
+        A further signal kills at once. Returns whether all ended by themselves.
+        """
+        deadline = time.monotonic() + bound_s
+        before = len(self.signals)
+        for stage in stages:
+            for child in stage:
+                if child.process:
+                    child.process.terminate()
+            while any(child.process for child in stage):
+                if len(self.signals) > before or time.monotonic() >= deadline:
+                    return not self.kill()
+                self._turn(deadline)
+                for child in self.children:
+                    child.restart_at = None
+        return not self.kill()
+
+    def kill(self) -> int:
+        """SIGKILL every child that is left; returns how many."""
+        left = [child for child in self.children if child.process]
+        for child in left:
+            assert child.process is not None
+            child.process.kill()
+        for child in left:
+            self._bury(child)
+            child.restart_at = None
+        return len(left)

@@ -1,0 +1,234 @@
+"""`pdserve up`: a whole system on one machine, every process a child of this one.
+
+The router starts first and keeps its address over restarts; gateway and workers start together and
+find it. Nothing of it is left when `run` returns.
+"""
+
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.cli.progress import progress_on
+from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.local.child import Task
+from pdserve.services.local.cores import Share, allot, machine_cores
+from pdserve.services.local.run_folder import run_dir
+from pdserve.services.local.supervisor import Child, StartError, Supervisor
+from pdserve.services.options.options import OptionError
+from pdserve.services.options.settings import UpSettings
+from pdserve.services.options.sources import Settings
+from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import WorkerSettings
+
+ENTRIES = {
+    "router": "pdserve.services.router.main:run",
+    "gateway": "pdserve.gateway.main:run",
+    "prefill": "pdserve.services.prefill.main:run",
+    "decode": "pdserve.services.decode.main:run",
+}
+STOP_SLACK_S = 5.0  # beyond the drain, before what is left is killed
+ROUTER_START_S = 30.0
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Start everything, serve until a signal, stop everything; the exit code."""
+    try:
+        system = System(settings)
+        with run_dir() as folder, Supervisor(system.on_event) as supervisor:
+            return system.serve(supervisor, folder)
+    except (StartError, OSError) as error:
+        print(f"pdserve up: {error}", file=sys.stderr)
+        return 1
+
+
+class System:
+    """The processes of one `up` and what is told to the person who started it."""
+
+    def __init__(self, settings: Settings, entries: Mapping[str, str] = ENTRIES) -> None:
+        """Raises OptionError for contradictions, OSError for a port that is taken."""
+        self._settings = settings
+        self._entries = entries
+        self._up = settings.build(UpSettings)
+        self._gateway = settings.build(GatewaySettings)
+        self._models = self._up.model or ("",)
+        self._check()
+        self._secret = self._up.cluster_secret or secrets.token_urlsafe(32)
+        self._drain_s = self._gateway.drain_s
+        self._router_address = f"127.0.0.1:{self._up.router_port}"
+        self._progress = progress_on(sys.stderr)
+        self._stopping = False
+        self._started_at = time.monotonic()
+
+    def _check(self) -> None:
+        up, values = self._up, self._settings.values
+        remote = values["remote_prefill"]
+        if up.prefill == 0 and remote.value == "always":
+            raise OptionError("--remote-prefill always contradicts --prefill 0")
+        if len(self._models) > 1 and values["served_name"].value:
+            raise OptionError("--served-name contradicts several --model")
+        if len(set(self._models)) < len(self._models):
+            raise OptionError("--model: the same model is given twice")
+        for flag, host, port in (
+            ("--port", self._gateway.host, self._gateway.port),
+            ("--grpc-port", self._gateway.host, self._gateway.grpc_port),
+            ("--router-port", "127.0.0.1", up.router_port),
+        ):
+            check_free(flag, host, port)
+
+    def serve(self, supervisor: Supervisor, folder: Path) -> int:
+        """Everything between the start and the end of the children. Raises StartError."""
+        workers = self._workers()
+        cores, worth = machine_cores()
+        shares = allot(cores, worth, len(workers), self._up.threads)
+        for (name, _, _), share in zip(workers, shares, strict=True):
+            say(f"{name}: {share}")
+        say(f"gateway and router: cores shared by all ({len(cores)})")
+
+        router = supervisor.start("router", lambda: self._router_task(folder))
+        children: list[Child] = []
+        gateways: list[Child] = []
+        try:
+            if not supervisor.run_until(lambda: "address" in router.figures, ROUTER_START_S):
+                raise StartError(f"router did not listen within {ROUTER_START_S:g} s")
+            self._router_address = router.figures.get("address", self._router_address)
+            if not supervisor.signals:
+                for (name, role, model), share in zip(workers, shares, strict=True):
+                    make = self._worker_task(role, model, share, folder)
+                    children.append(supervisor.start(name, make))
+                gateways.append(supervisor.start("gateway", self._gateway_task))
+            everyone = [router, *children, *gateways]
+            supervisor.run_until(lambda: all(child.ready for child in everyone))
+            self._progress.close()
+            if not supervisor.signals:
+                self._welcome(gateways[0])
+            supervisor.run_until(lambda: False)
+        finally:
+            self._progress.close()
+            self._stopping = True
+            say("stopping (once more to stop at once)")
+            clean = supervisor.stop([gateways, [router], children], self._drain_s + STOP_SLACK_S)
+            say("stopped" if clean else "stopped, not all of it in order")
+        return 0 if clean else 1
+
+    def _workers(self) -> list[tuple[str, str, str]]:
+        """(name, role, model) of each; decode first: a core that is left over is theirs."""
+        counts = {"decode": self._up.decode, "prefill": self._up.prefill}
+        several = len(self._models) > 1
+        return [
+            (f"{role} {number}" + (f" of {model or 'SmolLM2'}" if several else ""), role, model)
+            for role, count in counts.items()
+            for model in self._models
+            for number in range(count)
+        ]
+
+    def _trace_dir(self, folder: Path) -> str:
+        """Hand-offs are noted for as long as the system runs, unless a folder keeps the rings."""
+        return self._settings.values["trace_dir"].value or str(folder)
+
+    def _router_task(self, folder: Path) -> Task:
+        made = self._settings.build(
+            RouterSettings,
+            bind=self._router_address,
+            cluster_secret=self._secret,
+            api_keys=self._client_keys(),
+            trace_dir=self._trace_dir(folder),
+        )
+        return Task(self._entries["router"], (made,))
+
+    def _gateway_task(self) -> Task:
+        made = replace(self._gateway, routers=(self._router_address,), cluster_secret=self._secret)
+        return Task(self._entries["gateway"], (made,))
+
+    def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
+        num_workers = (self._up.prefill + self._up.decode) * len(self._models)
+        cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
+
+        def make() -> Task:
+            made = self._settings.build(
+                cls,
+                routers=(self._router_address,),
+                cluster_secret=self._secret,
+                threads=share.threads,
+                shm_dir=str(folder),
+                trace_dir=self._trace_dir(folder),
+            )
+            engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
+            return Task(self._entries[role], (made, engine), share)
+
+        return make
+
+    def _client_keys(self) -> tuple[str, ...]:
+        """API keys, which the router takes for Generate."""
+        from pdserve.gateway.keys import read_key_file
+
+        path = self._gateway.api_key_file
+        try:
+            return (*self._gateway.api_keys, *(read_key_file(path) if path else ()))
+        except (OSError, ValueError) as error:
+            raise OptionError(f"--api-key-file: {error}") from None
+
+    def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
+        """Tell what a child reports."""
+        if event == "loading":
+            self._progress.update(child.name, float(figures.get("fraction", 0.0)))
+        elif event == "ready":
+            if "fraction" in child.figures:
+                self._progress.update(child.name, 1.0)
+            tokens = figures.get("kv_tokens")
+            kv = f", KV pool of {tokens} tokens" if tokens else ""
+            say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")
+        elif event == "died" and not self._stopping:
+            say(f"{child.name}: ended ({outcome(figures.get('code'))}) {child.failure}".rstrip())
+        elif event == "restart":
+            say(f"{child.name}: starting again")
+
+    def _welcome(self, gateway: Child) -> None:
+        url = str(gateway.figures.get("url", ""))
+        models = gateway.figures.get("models") or [""]
+        keys = self._client_keys()
+        header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
+        if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
+            say("warning: no --api-key is set: whoever reaches this machine may use it")
+        took = time.monotonic() - self._started_at
+        print(
+            f"\npdserve is ready after {took:.1f} s at {url} "
+            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {self._router_address})\n\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
+            f'    -d \'{{"model": "{models[0]}", '
+            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
+            "or `pdserve chat` in another terminal. Ctrl-C stops it.\n",
+            flush=True,
+        )
+
+
+def check_free(flag: str, host: str, port: int) -> None:
+    """Raises OSError, naming flag and port, if something listens there."""
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} of {host} cannot be used ({error.strerror}); choose one with {flag}"
+            ) from None
+
+
+def outcome(code: object) -> str:
+    """An exit code in words."""
+    return f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
+
+
+def say(text: str) -> None:
+    """To the person at the terminal; standard output holds only what may be copied."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""Command lines and their help, derived from options. argparse only splits words here:
+values stay text, so that flags, environment and YAML share one set of checks."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pdserve.services.options.options import Option, OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled part of a command's help: the options of one settings dataclass."""
+
+    title: str
+    cls: type
+    options: Sequence[Option]
+
+
+@dataclass(frozen=True, slots=True)
+class Positional:
+    """A word without a flag."""
+
+    name: str
+    help: str
+    required: bool = True
+    repeated: bool = False  # one or more; its value is a list then
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=100)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a command line said: raw flag values by option name, positionals, and --config."""
+
+    flags: dict[str, str | list[str]]
+    positionals: dict[str, Any]  # text, or a list of it
+    config: str | None
+
+
+def parse(
+    prog: str,
+    description: str,
+    sections: Sequence[Section],
+    positionals: Sequence[Positional],
+    words: Sequence[str],
+) -> Words:
+    """Splits a command line. Prints help and exits for --help; raises OptionError."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=_Formatter,
+        add_help=False,
+        usage=" ".join(
+            [
+                prog,
+                *(_usage(p) for p in positionals),
+                *(["[options]"] if sections else []),
+            ]
+        ),
+        epilog="Every option is also an environment variable (--kv-dtype: PDSERVE_KV_DTYPE, lists "
+        "separated by commas) and a key of the --config file (kv_dtype). "
+        "Flags win over the environment, the environment over the file."
+        if sections
+        else None,
+    )
+    for positional in positionals:
+        parser.add_argument(
+            positional.name,
+            help=positional.help,
+            nargs="+" if positional.repeated else None if positional.required else "?",
+        )
+    general = parser.add_argument_group("general")
+    general.add_argument("-h", "--help", action="help", help="show this text")
+    if sections:
+        general.add_argument("--config", metavar="FILE", help="YAML file of options")
+    seen: set[str] = set()
+    for section in sections:
+        group = parser.add_argument_group(section.title)
+        for option in section.options:
+            if option.name not in seen:
+                seen.add(option.name)
+                _add(group, option)
+    found = vars(parser.parse_args(list(words)))
+    return Words(
+        flags={name: found[name] for name in seen if name in found},
+        positionals={p.name: found[p.name] for p in positionals if found[p.name] is not None},
+        config=found.get("config"),
+    )
+
+
+def _usage(positional: Positional) -> str:
+    if positional.repeated:
+        return f"{positional.name} [{positional.name} ...]"
+    return positional.name if positional.required else f"[{positional.name}]"
+
+
+def _add(group: Any, option: Option) -> None:
+    common: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": _help(option).replace("%", "%%"),
+    }
+    if option.kind is bool and not option.repeated:
+        group.add_argument(option.flag, action="store_const", const="true", **common)
+        common["help"] = argparse.SUPPRESS
+        negative = "--no-" + option.flag.removeprefix("--")
+        group.add_argument(negative, action="store_const", const="false", **common)
+        return
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
+    action = "append" if option.repeated else "store"
+    group.add_argument(option.flag, action=action, metavar=metavar, **common)
+
+
+_METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
+
+
+def _help(option: Option) -> str:
+    notes = []
+    if option.repeated:
+        notes.append("repeatable")
+    if option.kind is bool:
+        word = "on" if option.default else "off"
+        notes.append(
+            f"default: {word}; --no-{option.flag[2:]} turns it off"
+            if option.default
+            else f"default: {word}"
+        )
+    elif option.default not in ("", ()):
+        notes.append(f"default: {option.default}")
+    return option.help + (f" ({'; '.join(notes)})" if notes else "")

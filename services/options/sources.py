@@ -1,0 +1,143 @@
+"""Where option values come from: flags > environment > YAML file > default.
+
+Every value remembers its source. Names that no command knows are refused, so that a typo is never
+silently a default; names of another command's options are allowed, so that one environment or one
+file serves all processes of a deployment.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from pdserve.services.options.options import ENV_PREFIX, Option, OptionError
+
+CONFIG_ENV = ENV_PREFIX + "CONFIG"
+MAX_FILE_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An option's value and where it came from: a flag, a variable, a file or "default"."""
+
+    value: Any
+    source: str
+
+    @property
+    def given(self) -> bool:
+        return self.source != "default"
+
+
+class Settings:
+    """The resolved options of one command. Reading never changes it."""
+
+    def __init__(self, groups: Mapping[type, Sequence[Option]], values: Mapping[str, Value]):
+        self._groups = groups
+        self.values = values
+
+    def build(self, cls: type[T], **fixed: Any) -> T:
+        """The settings object of one group; `fixed` sets fields that are no options here.
+
+        An option that was not given takes the group's own default: groups that share a name may
+        differ in it. Raises OptionError if the object itself refuses its values.
+        """
+        chosen = {
+            o.field: self.values[o.name].value
+            for o in self._groups[cls]
+            if self.values[o.name].given
+        }
+        try:
+            return cls(**{**chosen, **fixed})
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+
+    def options(self) -> list[Option]:
+        """Every option once, in order; where groups share one, the first describes it."""
+        merged: dict[str, Option] = {}
+        for options in self._groups.values():
+            for option in options:
+                merged.setdefault(option.name, option)
+        return list(merged.values())
+
+
+def resolve(
+    groups: Mapping[type, Sequence[Option]],
+    known: Collection[str],
+    flags: Mapping[str, str | list[str]],
+    environ: Mapping[str, str],
+    config: Path | None,
+) -> Settings:
+    """Merge all sources into the options of `groups`.
+
+    `known` holds the option names of all commands, `flags` the raw words by option name. An empty
+    environment variable counts as unset. Raises OptionError.
+    """
+    path = config or (Path(environ[CONFIG_ENV]) if environ.get(CONFIG_ENV) else None)
+    env = _known_env(environ, known)
+    file = _read_file(path, known) if path else {}
+    values: dict[str, Value] = {}
+    for option in Settings(groups, values).options():
+        name = option.name
+        if name in flags:
+            values[name] = Value(_words(option, flags[name], option.flag), f"flag {option.flag}")
+        elif name in env:
+            words: str | list[str] = (
+                [w.strip() for w in env[name].split(",") if w.strip()]
+                if option.repeated
+                else env[name]
+            )
+            values[name] = Value(_words(option, words, option.env), option.env)
+        elif name in file:
+            values[name] = Value(option.accept(file[name], str(path)), str(path))
+        else:
+            values[name] = Value(option.default, "default")
+    return Settings(groups, values)
+
+
+def _words(option: Option, words: str | list[str], source: str) -> Any:
+    if isinstance(words, list):
+        return tuple(option.parse(word, source) for word in words)
+    return option.parse(words, source)
+
+
+def _known_env(environ: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_ENV:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in known or variable != variable.upper():
+            raise OptionError(f"environment variable {variable} is unknown" + _hint(name, known))
+        if text:
+            found[name] = text
+    return found
+
+
+def _read_file(path: Path, known: Collection[str]) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise OptionError(f"--config: {path} is larger than 1 MiB")
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise OptionError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"--config: {path} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise OptionError(f"--config: {path} must map option names to values")
+    for name in content:
+        if name not in known:
+            raise OptionError(f"{path}: option {name!r} is unknown" + _hint(str(name), known))
+    return content
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,203 @@
+"""The router's soft view of its workers; pure, time is an argument.
+
+    (hello) -> LIVE <-> SUSPECT -> dead (forgotten)
+    LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
+    SUSPECT -> LIVE      heard again on a join stream under the same boot id: nothing happened
+    SUSPECT -> dead      500 ms without a witness (a byte on its session)
+    any -> dead          connection refused; a new boot id on its address; goodbye, then both its
+                         join stream and its session gone
+    LIVE -> DRAINING     goodbye: no new work, running work goes on
+    LIVE, DRAINING -> FROZEN   its engine's counter stands still although it has work
+    FROZEN -> LIVE, DRAINING   the counter moves, or it has no work
+
+A suspect gets no new work and keeps what it has. A frozen worker gets none either, and what it has
+is tried elsewhere, as after a death; its process lives, so it hears the cancels and does them once
+it moves. Only `Fleet` adds and forgets workers.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.host.stall_detector import Stillness
+from pdserve.services.router.fleet.prefix_index import PrefixIndex
+from pdserve.services.router.fleet.worker_card import identity_of, layout_of
+
+SILENCE_S = 1.0
+SUSPECT_S = 0.5
+UNREPORTED_S = 1.0  # a command that no load names after this is taken as reported
+
+
+class State(Enum):
+    """Where a worker stands."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    FROZEN = "frozen"
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One life of a worker process."""
+
+    hello: pb.WorkerHello
+    lease: int  # number of the join stream that speaks for it
+    heard: float  # last report on the join stream
+    witnessed: float  # last byte on any stream
+    state: State = State.LIVE
+    suspect_since: float = 0.0
+    said_goodbye: bool = False
+    frozen: bool = False
+    engine: Stillness = field(default_factory=Stillness)
+    connected: bool = False  # the router's session to it is up
+    busy_until: float = 0.0  # it answered Busy; a new load clears it
+    load: pb.Load = field(default_factory=pb.Load)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
+    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    identity: KvIdentity = field(init=False)
+    layout: KvSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = identity_of(self.hello.card)
+        self.layout = layout_of(self.hello.card.kv_spec)
+
+    @property
+    def boot(self) -> bytes:
+        return self.hello.boot
+
+    @property
+    def model(self) -> str:
+        return self.hello.card.name
+
+    def rest(self) -> None:
+        """The state of a worker that is heard."""
+        drains = State.DRAINING if self.said_goodbye else State.LIVE
+        self.state = State.FROZEN if self.frozen else drains
+
+    @property
+    def free_tokens(self) -> int:
+        """Room for KV that its last load tells of, less what it has promised."""
+        blocks = self.load.blocks_free + self.load.blocks_cached
+        return blocks * self.hello.card.kv_spec.block_size - self.load.promised_tokens
+
+    def takes_work(self, now: float) -> bool:
+        """Whether a new command may go there."""
+        return self.state is State.LIVE and self.connected and now >= self.busy_until
+
+    def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
+        """Count a command until a load includes it."""
+        self.unreported[attempt] = (tokens, now)
+
+    def report(self, load: pb.Load) -> None:
+        """Take a new load, and forget the commands that it includes."""
+        self.load = load
+        self.busy_until = 0.0
+        if load.last_command in self.unreported:
+            for attempt in list(self.unreported):
+                del self.unreported[attempt]
+                if attempt == load.last_command:
+                    break
+
+    def expected(self, now: float) -> tuple[int, int]:
+        """(requests, waiting prompt tokens) with what was sent and not reported yet."""
+        for attempt, (_, sent) in list(self.unreported.items()):
+            if now - sent < UNREPORTED_S:
+                break
+            del self.unreported[attempt]
+        requests = self.load.running + self.load.waiting + len(self.unreported)
+        tokens = self.load.waiting_tokens + sum(tokens for tokens, _ in self.unreported.values())
+        return requests, tokens
+
+
+class Fleet:
+    """Workers by boot id. Methods that end lives return the dead, for their requests' sake."""
+
+    def __init__(self) -> None:
+        self.workers: dict[bytes, Worker] = {}
+        self._leases = 0
+
+    def get(self, boot: bytes) -> Worker | None:
+        return self.workers.get(boot)
+
+    def of(self, role: pb.Role, model: str) -> list[Worker]:
+        """Workers of a role and model, in any state."""
+        return [w for w in self.workers.values() if w.hello.role == role and w.model == model]
+
+    def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
+        """A join stream began: its worker, and the lives that it ends."""
+        self._leases += 1
+        same_place = [
+            w
+            for w in self.workers.values()
+            if w.hello.address == hello.address and w.boot != hello.boot
+        ]
+        for worker in same_place:
+            del self.workers[worker.boot]
+        known = self.workers.get(hello.boot)
+        if known is None:
+            known = Worker(hello, self._leases, now, now)
+            self.workers[hello.boot] = known
+        else:
+            known.lease = self._leases
+            self.heard(known, now)
+        return known, same_place
+
+    def heard(self, worker: Worker, now: float) -> None:
+        """A report arrived on its join stream."""
+        worker.heard = worker.witnessed = now
+        if worker.state is State.SUSPECT:
+            worker.rest()
+
+    def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
+        """Its engine's counter arrived: whether it froze or moves again, which `frozen` tells."""
+        was = worker.frozen
+        worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
+        worker.rest()
+        return worker.frozen is not was
+
+    def witnessed(self, worker: Worker, now: float) -> None:
+        """A byte of it arrived on another stream: it may be suspect, but it is not dead."""
+        worker.witnessed = now
+
+    def goodbye(self, worker: Worker) -> None:
+        """It drains."""
+        worker.said_goodbye = True
+        if worker.state is State.LIVE:
+            worker.state = State.DRAINING
+
+    def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
+        """A join stream ended; an older one than the newest says nothing."""
+        if self.workers.get(worker.boot) is not worker or worker.lease != lease:
+            return []
+        if worker.said_goodbye and not worker.connected:  # else its last words may be on their way
+            return self.lost(worker)
+        self._suspect(worker, now)
+        return []
+
+    def lost(self, worker: Worker) -> list[Worker]:
+        """It is known to be dead (its port refuses connections)."""
+        if self.workers.get(worker.boot) is not worker:
+            return []
+        del self.workers[worker.boot]
+        return [worker]
+
+    def tick(self, now: float) -> list[Worker]:
+        """Let time pass: the workers that died of it."""
+        dead = []
+        for worker in list(self.workers.values()):
+            if worker.state is not State.SUSPECT:
+                if now - worker.heard >= SILENCE_S:
+                    self._suspect(worker, now)
+            elif now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S:
+                dead += self.lost(worker)
+        return dead
+
+    @staticmethod
+    def _suspect(worker: Worker, now: float) -> None:
+        if worker.state is not State.SUSPECT:
+            worker.state = State.SUSPECT
+            worker.suspect_since = now

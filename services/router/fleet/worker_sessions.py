@@ -1,0 +1,195 @@
+"""The router's sessions to its workers: one stream per worker life, opened anew when it breaks.
+
+A reader hands events on and never waits; a writer drains the session's outbox. What was unsent
+when a session broke is dropped, since its requests are asked for or placed again; what was to be
+cancelled meanwhile is said first in the next one.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc.aio
+
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
+from pdserve.services.host.channel import open_channel
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.router.fleet.fleet import Worker
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 0.5
+RETRY_S = 0.1  # doubled with every session that breaks soon after it began
+MAX_RETRY_S = 2.0
+SOON_S = 1.0
+MAX_OWED = 1024  # what is forgotten beyond them, the workers end by themselves
+Command = wire.DecodeCommand | wire.PrefillCommand
+Event = wire.DecodeEvent | wire.PrefillEvent
+
+
+class Listener(Protocol):
+    """Who is told what the sessions say; every call is on the loop and returns at once."""
+
+    def up(self, worker: Worker) -> None:
+        """Commands can be sent."""
+
+    def down(self, worker: Worker) -> None:
+        """The session broke: no new commands. What becomes of the worker is told next."""
+
+    def broken(self, worker: Worker) -> None:
+        """The worker lives, but messages that the broken session carried may be lost."""
+
+    def refused(self, worker: Worker) -> None:
+        """Nobody listens on its port: it is dead."""
+
+    def event(self, worker: Worker, event: Event) -> None:
+        """It said something."""
+
+
+class Reach(Enum):
+    """What a probe of a worker's port found."""
+
+    OPEN = "open"
+    REFUSED = "refused"
+    SILENT = "silent"
+
+
+class Link:
+    """The session with one worker; `run` ends only when the port refuses, or by cancellation."""
+
+    def __init__(self, worker: Worker, secret: str, boot: bytes, listener: Listener) -> None:
+        self._worker = worker
+        self._address = worker.hello.address
+        self._secret = secret
+        self._hello = wire.SessionHello(router_boot=boot)
+        self._listener = listener
+        self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
+        self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels that nobody has read
+        self._unsettled = False  # a session broke, and what it carried is not given up yet
+
+    def send(self, command: Command) -> None:
+        if self._outbox is not None:
+            self._outbox.put(command)
+        elif command.HasField("cancel") and not command.cancel.choices:
+            self._owed.append(command)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        retry_s = RETRY_S
+        while True:
+            began = loop.time()
+            try:
+                await self._session()
+            except grpc.aio.AioRpcError as error:
+                log.warning("session with %s: %s", self._address, error.details())
+            reach = await probe(self._address)
+            if reach is Reach.REFUSED:
+                # Told from outside this task, which the listener cancels.
+                loop.call_soon(self._listener.refused, self._worker)
+                return
+            if reach is Reach.OPEN:
+                self._settle()
+            await asyncio.sleep(retry_s)
+            soon = loop.time() - began < SOON_S + retry_s
+            retry_s = min(MAX_RETRY_S, 2 * retry_s) if soon else RETRY_S
+
+    def _settle(self) -> None:
+        """A silent worker may be dead: that is the fleet's to say. One that answers is not."""
+        if self._unsettled:
+            self._unsettled = False
+            self._listener.broken(self._worker)
+
+    async def _session(self) -> None:
+        async with open_channel(self._address, self._secret) as channel:
+            call: Any
+            if self._worker.hello.role == DECODE:
+                call = DecodeStub(channel).Session()
+                await call.write(wire.DecodeCommand(hello=self._hello))
+            else:
+                call = PrefillStub(channel).Session()
+                await call.write(wire.PrefillCommand(hello=self._hello))
+            self._settle()
+            outbox = self._outbox = Outbox[wire.DecodeCommand | wire.PrefillCommand]()
+            while self._owed:
+                outbox.put(self._owed.popleft())
+            self._unsettled = True
+            writer = asyncio.create_task(_write(call.write, outbox))
+            log.info("session with %s is up", self._address)
+            self._listener.up(self._worker)
+            try:
+                async for message in call:
+                    for event in message.events:
+                        self._listener.event(self._worker, event)
+            finally:
+                self._outbox = None
+                self._listener.down(self._worker)
+                writer.cancel()
+                call.cancel()
+                with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                    await writer
+
+
+class Links:
+    """All sessions by worker. Owns their tasks."""
+
+    def __init__(self, secret: str, router_boot: bytes, listener: Listener) -> None:
+        self._secret = secret
+        self._boot = router_boot
+        self._listener = listener
+        self._links: dict[bytes, tuple[Link, asyncio.Task[None]]] = {}
+
+    def open(self, worker: Worker) -> None:
+        """Begin, and keep, a session with a worker; no effect if there is one."""
+        if worker.boot not in self._links:
+            link = Link(worker, self._secret, self._boot, self._listener)
+            name = f"link {worker.hello.address}"
+            self._links[worker.boot] = (link, asyncio.create_task(link.run(), name=name))
+
+    def send(self, worker: Worker, command: Command) -> None:
+        """Queue a command; dropped while the session is down."""
+        if worker.boot in self._links:
+            self._links[worker.boot][0].send(command)
+
+    def close(self, worker: Worker) -> None:
+        """End it."""
+        if worker.boot in self._links:
+            self._links.pop(worker.boot)[1].cancel()
+
+    async def close_all(self) -> None:
+        """End all and wait for it."""
+        tasks = [task for _, task in self._links.values()]
+        self._links.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _write(
+    write: Callable[[Command], Awaitable[None]],
+    outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand],
+) -> None:
+    async for batch in outbox:
+        for command in batch:
+            await write(command)
+
+
+async def probe(address: str) -> Reach:
+    """Whether a worker's port answers at all; silence says nothing about it."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return Reach.REFUSED
+    except (OSError, TimeoutError):
+        return Reach.SILENT
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return Reach.OPEN

@@ -1,0 +1,258 @@
+"""Where a request runs: prompt + fleet view -> Decision. Pure: randomness is an argument.
+
+Costs are in prompt tokens still to be computed before the request's own first token. A long prompt
+goes to a prefill worker in any case. A short one does if that costs less, counting what decode's
+running streams lose meanwhile as much as what the request itself waits (`local_cost`,
+`remote_cost`): each token that decode computes stands in the way of every stream that it runs.
+
+After a failed prefill decode has a cached prefix, the blocks that it had verified; the cost of a
+decode worker counts it, so the same one is taken again unless it is much busier. The rest is
+computed by whoever computes least again: another prefill worker only if its own cache spares it all
+of the prefix but a quarter of the prompt (AGAIN_RATIO), else decode itself. So a prefill that ends
+at whatever point costs at most that quarter again, and decode computes a long rest only if every
+prefill worker would have to compute a long beginning anew.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from pdserve.engine.kv.identity import NO_MIXING, Difference, KvIdentity, Mixing, refusal
+from pdserve.engine.kv.spec import KvSpec, spec_difference
+
+# A running row delays a new request about as much as this many prompt tokens.
+ROW_TOKENS = 64
+# Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
+NEAR_RATIO = 1.10
+# Where no cached prefix is at stake, within this: a load report is up to 50 ms old, other routers'
+# commands are not in it, and all of them would go for the one or two that were best then.
+SPREAD_RATIO = 1.5
+# A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
+BUSIER_RATIO = 1.5
+BUSIER_REQUESTS = 4
+# The part of a prompt that may be computed again after a failed prefill.
+AGAIN_RATIO = 0.25
+# What a hand-off costs decode, and with it each of its streams: claim, frames, commit.
+HANDOFF_TOKENS = 32
+# A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
+CHUNK_TOKENS = 128
+NO_LAYOUT = KvSpec(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker that can take work now, as the policy sees it."""
+
+    boot: bytes
+    kv_identity: KvIdentity
+    requests: int = 0  # running, waiting, and sent by this router but not yet reported
+    waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
+    cached_tokens: int = 0  # of this prompt
+    promised_tokens: int = 0  # of this prompt: those, and what is on its way there for others
+    wire_version: int = 1
+    transports: tuple[str, ...] = ()
+    layout: KvSpec = NO_LAYOUT
+    encrypts: bool = False
+    free_tokens: int = 0  # decode: whose KV has room without anybody being preempted
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What matters of one request."""
+
+    num_tokens: int  # whose KV must exist before the first decode row: prefix ids less the last
+    may_go_remote: bool = True  # prompt logprobs keep a request local
+    prefill_failures: int = 0
+    failed_prefills: frozenset[bytes] = frozenset()  # boots
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The operator's choice."""
+
+    remote_prefill: str = "auto"  # auto, always, never
+    threshold: int = 512
+    max_prefill_failures: int = 2
+    mixing: Mixing = NO_MIXING
+
+    @property
+    def min_shared_tokens(self) -> int:
+        """Tokens of another prompt that are worth waiting for: as many as are worth a hand-off."""
+        return 1 if self.remote_prefill == "always" else self.threshold
+
+
+Refused = tuple[bytes, Difference]  # boot of a prefill worker, and why
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Boot ids of the workers, and why."""
+
+    decode: bytes
+    prefill: bytes | None  # None: decode computes the prompt itself, if it does not wait
+    reason: str
+    cached_tokens: int  # expected at decode
+    refused: tuple[Refused, ...] = ()  # prefill workers that do not go with it, and why
+    follows: bool = False  # decode is expected to wait for the KV of another prompt
+
+
+def decide(
+    prompt: PromptFacts,
+    decodes: Sequence[WorkerFacts],
+    prefills: Sequence[WorkerFacts],
+    rules: Rules,
+    rng: Random,
+) -> Decision | None:
+    """The worker pair for a prompt, or None if no decode worker is given."""
+    sharing = [replace(w, cached_tokens=awaited_tokens(prompt, w, rules)) for w in decodes]
+    picked = pick_decode(prompt, sharing, rng)
+    if picked is None:
+        return None
+    (decode,) = (w for w in decodes if w.boot == picked.boot)
+    missing = missing_tokens(prompt, decode)
+    # Of a follower this is who computes its prompt if decode knows better.
+    prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
+    boot = None if prefill is None else prefill.boot
+    follows = picked.cached_tokens > decode.cached_tokens
+    reason = "shared prefix" if follows else reason
+    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused, follows)
+
+
+def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
+    """Prompt tokens that are not cached there."""
+    return max(0, prompt.num_tokens - worker.cached_tokens)
+
+
+def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
+    """Tokens of the prompt that nobody has to compute for it there: cached ones, and those on their
+    way if they are worth waiting for, as decode decides (services/decode/single_flight)."""
+    shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
+    enough = shared >= max(rules.min_shared_tokens, worker.layout.block_size)
+    waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
+    return worker.cached_tokens + (shared if waits else 0)
+
+
+def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
+    """Of a decode worker; `credit`: its cache counts."""
+    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return worker.waiting_tokens + new + ROW_TOKENS * worker.requests
+
+
+def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
+    """Of a prefill worker: its queue and the rest of this prompt."""
+    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return worker.waiting_tokens + new
+
+
+def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
+    """Tokens that a prefill worker would compute though decode, which lacks `missing`, has them."""
+    return max(0, missing_tokens(prompt, prefill) - missing)
+
+
+def local_cost(missing: int, decode: WorkerFacts) -> int:
+    """If decode computes the prompt: it and every request that is there wait for it."""
+    return missing * (1 + decode.requests)
+
+
+def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) -> int:
+    """If that prefill worker does: its queue, as far as the shortest prompt comes first, and the
+    hand-off, which the streams of decode wait for."""
+    own = missing_tokens(prompt, prefill)
+    queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * own)
+    return queue + own + HANDOFF_TOKENS * (1 + decode.requests)
+
+
+def pays(
+    prompt: PromptFacts, missing: int, prefill: WorkerFacts, decode: WorkerFacts, rules: Rules
+) -> bool:
+    """Whether the `missing` tokens are worth a hand-off from that worker."""
+    if rules.remote_prefill == "always" or missing >= rules.threshold:
+        return True
+    return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
+
+
+def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Difference | None:
+    """Why KV of the one cannot become KV of the other, as decode would say it."""
+    if prefill.wire_version != decode.wire_version:
+        text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
+        return Difference("wire version", text)
+    if set(prefill.transports).isdisjoint(decode.transports):
+        ours, theirs = (" ".join(w.transports) or "none" for w in (decode, prefill))
+        return Difference("transport", f"transports {ours} here, {theirs} there")
+    if prefill.encrypts != decode.encrypts:
+        here, there = ("encrypted" if w.encrypts else "not" for w in (decode, prefill))
+        return Difference("encryption", f"KV encryption: {here} here, {there} there")
+    other = refusal(decode.kv_identity, prefill.kv_identity, mixing)
+    if other is None and decode.layout != prefill.layout:
+        return Difference("layout", spec_difference(decode.layout, prefill.layout))
+    return other
+
+
+def pick_decode(
+    prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
+) -> WorkerFacts | None:
+    """The decode worker of least cost, by power of two choices among the best."""
+    within = within_balance(workers)
+    costs = [decode_cost(prompt, w, credit=w.boot in within) for w in workers]
+    return power_of_two(workers, costs, rng)
+
+
+def pick_prefill(
+    prompt: PromptFacts,
+    decode: WorkerFacts,
+    missing: int,
+    workers: Sequence[WorkerFacts],
+    rules: Rules,
+    rng: Random,
+) -> tuple[WorkerFacts | None, str, tuple[Refused, ...]]:
+    """The prefill worker, or None, with the reason, and those that do not go with decode."""
+    if missing == 0:
+        return None, "nothing to prefill", ()
+    if rules.remote_prefill == "never":
+        return None, "remote prefill is off", ()
+    if not prompt.may_go_remote:
+        return None, "prompt logprobs", ()
+    short = rules.remote_prefill == "auto" and missing < rules.threshold
+    worth = [w for w in workers if pays(prompt, missing, w, decode, rules)]
+    if short and not worth:
+        return None, "short prompt", ()
+    if prompt.prefill_failures >= rules.max_prefill_failures:
+        return None, "prefill failed too often", ()
+    reasons = [(w, mismatch(w, decode, rules.mixing)) for w in worth]
+    refused = tuple((w.boot, reason) for w, reason in reasons if reason is not None)
+    fit = [w for w, reason in reasons if reason is None and w.boot not in prompt.failed_prefills]
+    if not fit:
+        none_goes = 0 < len(refused) == len(worth)
+        return None, "no compatible prefill worker" if none_goes else "no prefill worker", refused
+    if prompt.prefill_failures:
+        bound = AGAIN_RATIO * prompt.num_tokens
+        fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
+        if not fit:
+            return None, "decode goes on", refused
+    within = within_balance(fit)
+    costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
+    return power_of_two(fit, costs, rng), "remote prefill", refused
+
+
+def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
+    """Boots of the workers that are not much busier than the idlest."""
+    if not workers:
+        return set()
+    bound = min(w.requests for w in workers) * BUSIER_RATIO + BUSIER_REQUESTS
+    return {w.boot for w in workers if w.requests <= bound}
+
+
+def power_of_two(
+    workers: Sequence[WorkerFacts], costs: Sequence[int], rng: Random
+) -> WorkerFacts | None:
+    """Of two drawn among those near the least cost, the less loaded (Mitzenmacher, 2001)."""
+    if not workers:
+        return None
+    least, best = min(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+    near = [
+        (w, c)
+        for w, c in zip(workers, costs, strict=True)
+        if c <= least * (SPREAD_RATIO if w.cached_tokens >= best.cached_tokens else NEAR_RATIO)
+    ]
+    drawn = rng.sample(near, min(2, len(near)))
+    return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]
