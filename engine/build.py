@@ -11,14 +11,13 @@ import torch
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.checkpoints.load import load_model
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.execution.memory import pool_bytes
 from pdserve.engine.execution.runner import Model
-from pdserve.engine.kv.block_tables import blocks_for
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, blocks_for
+from pdserve.engine.load import load_model
 from pdserve.engine.models.identity import kv_identity, numerics_id
 from pdserve.engine.scheduling.limits import Limits
 

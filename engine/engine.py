@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
-from pdserve.engine.api.stats import EngineStats, StepMeter
 from pdserve.engine.execution.runner import Launched, Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.block_pool import NULL_BLOCK
-from pdserve.engine.kv.block_tables import BlockTables
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
 from pdserve.engine.scheduling import reservation as reservations
 from pdserve.engine.scheduling.accounting import discrepancy
+from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import Roster
 from pdserve.engine.scheduling.limits import Limits
 from pdserve.engine.scheduling.plan import Outcome, Plan
 from pdserve.engine.scheduling.request_state import Job
 from pdserve.engine.scheduling.reservation import Reservation, ReservationState
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.stats import EngineStats, StepMeter
 from pdserve.engine.scheduling.step_progress import Progress
 from pdserve.kernels.ops import SamplingOps
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import option
-from pdserve.services.worker.settings import LOG_LEVELS
+from pdserve.services.host.options import LOG_LEVELS, option
 
 
 @dataclass(frozen=True)

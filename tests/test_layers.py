@@ -63,7 +63,12 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "services/cli": (("pdserve",), ()),
     "services/local": (("pdserve",), ("torch", "grpc", "fastapi")),
     "services/llm": (
-        ("pdserve.engine", "pdserve.gateway.text", "pdserve.services.llm"),
+        (
+            "pdserve.engine",
+            "pdserve.gateway.text",
+            "pdserve.services.llm",
+            "pdserve.services.options",
+        ),
         ("grpc", "fastapi"),
     ),
 }

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.hf.config import (
+from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
+from pdserve.engine.models.hf_config.rope import read_rope
+from pdserve.engine.models.hf_config.standard import (
     head_dim,
     num_layers,
     sliding_window,
@@ -14,9 +17,6 @@ from pdserve.engine.checkpoints.hf.config import (
     standard,
     windowed,
 )
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
-from pdserve.engine.checkpoints.hf.rope import read_rope
-from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.spec import ModelSpec, register
 
 NORMS = NormPlacement(

@@ -1,9 +1,9 @@
 """Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.hf.config import standard
-from pdserve.engine.checkpoints.hf.fields import HfConfig
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.hf_config.standard import standard
 from pdserve.engine.models.spec import ModelSpec, register
 
 

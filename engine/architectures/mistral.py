@@ -1,8 +1,13 @@
 """Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825)."""
 
-from pdserve.engine.checkpoints.hf.config import num_layers, plain_layers, sliding_window, standard
-from pdserve.engine.checkpoints.hf.fields import HfConfig
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.hf_config.standard import (
+    num_layers,
+    plain_layers,
+    sliding_window,
+    standard,
+)
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.hf.config import (
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import (
     num_layers,
     plain_layers,
     sliding_window,
     standard,
     windowed,
 )
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer
-from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -2,9 +2,9 @@
 
 from pdserve.engine.architectures.qwen2 import windows
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.hf.config import plain_layers, standard
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import plain_layers, standard
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.weights.format import RawTensor
 
 RULES = "1"  # raise it when a leaf's content changes
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from pdserve.engine.weights.format import RawTensor
 
 
 class CheckpointError(Exception):
@@ -20,19 +20,6 @@ class Layout(NamedTuple):
 
     format: str  # GGUF's type names, for safetensors too
     shape: tuple[int, ...]  # of the values, outermost first
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """One tensor as it is stored, read-only.
-
-    `data` has `shape` and a native dtype if `format` is F32, F16, BF16, ...; otherwise it is uint8
-    [*shape[:-1], bytes per row], the row's blocks in file order (engine/weights/formats).
-    """
-
-    data: Tensor
-    format: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
-from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, RawTensor
+from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import NATIVE, unpack_into
 
 PIECE_VALUES = 1 << 22  # of one task

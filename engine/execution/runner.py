@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
-from pdserve.engine.kv.block_tables import blocks_for
 from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import blocks_for
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import Sequence
 

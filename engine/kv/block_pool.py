@@ -14,6 +14,15 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a whole block of every layer of a group."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCounts:
     """Blocks by state."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.kernels._native import copy_past_caches

@@ -51,6 +51,11 @@ class KvSpec:
         return sum(len(g.layers) * g.block_bytes(self.block_size) for g in self.groups)
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
 def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:
     """The first field that differs, in words; empty if none does."""
     if ours.block_size != theirs.block_size:

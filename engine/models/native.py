@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.source import RawTensor
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.build import norm_weight
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.decoder import LayerKv
 from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.stored import Weight, Weights, expand
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels

@@ -8,7 +8,9 @@ stay, unless others need them; it has no slots).
 
 from bisect import insort
 
-from pdserve.engine.kv.block_tables import BlockCopy, BlockTables, blocks_for
+from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Job, Sequence
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import FinishReason, Request, SamplingParams
-from pdserve.engine.kv.block_tables import blocks_for
+from pdserve.engine.kv.spec import blocks_for
 
 MAX_SEED = (1 << 64) - 1
 MAX_LOGPROBS = 20  # candidates of a token

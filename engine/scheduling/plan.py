@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdserve.engine.api.request import Event, TokenLogprob
-from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.scheduling.request_state import Sequence
 
 

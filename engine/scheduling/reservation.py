@@ -7,7 +7,8 @@ verified meanwhile can be found in the prefix cache, and stays there when the bl
 
 from enum import Enum
 
-from pdserve.engine.kv.block_tables import BlockCopy, blocks_for
+from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.kv.spec import blocks_for
 from pdserve.engine.scheduling.job_table import Roster
 from pdserve.engine.scheduling.request_state import Job
 

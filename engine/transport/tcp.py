@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
 from pdserve.engine.transport.base import (
     SLOTS,
     KvTransport,
@@ -49,7 +48,7 @@ class TcpWire(Wire):
     ) -> None:
         left = deque([memoryview(record), *parts])
         self._hurry(left)
-        rest = self._stage(left) if left else b""
+        rest = self._stage(left, len(record) + self.slot_bytes) if left else b""
         taken()
         self.write(rest)
 
@@ -61,9 +60,9 @@ class TcpWire(Wire):
             with contextlib.suppress(BlockingIOError):
                 self.write_some(left, socket.MSG_DONTWAIT)
 
-    def _stage(self, left: deque[memoryview]) -> memoryview:
+    def _stage(self, left: deque[memoryview], most: int) -> memoryview:
         if self._staging is None:
-            self._staging = memoryview(mmap.mmap(-1, FRAME_BYTES + self.slot_bytes))
+            self._staging = memoryview(mmap.mmap(-1, most))
         at = 0
         for view in left:
             self._staging[at : at + len(view)] = view

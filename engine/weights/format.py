@@ -7,6 +7,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor as it is stored, read-only.
+
+    `data` has `shape` and a native dtype if `format` is F32, F16, BF16, ...; otherwise it is uint8
+    [*shape[:-1], bytes per row], the row's blocks in file order (formats/).
+    """
+
+    data: Tensor
+    format: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """A row of values is a run of blocks; blocks never cross rows."""
 

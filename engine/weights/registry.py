@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import pdserve.engine.weights.formats as folder
-from pdserve.engine.checkpoints.source import RawTensor
-from pdserve.engine.weights.format import Format
+from pdserve.engine.weights.format import Format, RawTensor
 
 NATIVE = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import unpack
 
 Weight = Tensor | RawTensor

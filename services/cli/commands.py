@@ -3,7 +3,7 @@ gateway and router run where torch is not installed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from pdserve.services.options.options import options_of
@@ -49,18 +49,12 @@ class Command:
         return [
             Section(title, cls, options_of(cls, skip))
             for title, where, skip in self.section_specs
-            for cls in [load(where)]
+            for cls in [resolve_name(where)]
         ]
 
     def run(self, settings: Settings, positionals: Mapping[str, Any]) -> int:
-        function: Callable[[Settings, Mapping[str, Any]], int] = load(self.entry)
+        function: Callable[[Settings, Mapping[str, Any]], int] = resolve_name(self.entry)
         return function(settings, positionals)
-
-
-def load(where: str) -> Any:
-    """The object that "module:name" names."""
-    module, name = where.split(":")
-    return getattr(import_module(module), name)
 
 
 COMMANDS = {

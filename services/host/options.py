@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 def option(
     default: Any,

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
-from pdserve.services.cli.commands import load
 from pdserve.services.local.cores import Share
 
 PR_SET_PDEATHSIG = 1
@@ -47,7 +47,7 @@ def child_main(task: Task, parent: int, pipe: Connection) -> None:
         take(task.share)
     report = reporter(pipe)
     try:
-        code = load(task.entry)(*task.args, report=report)
+        code = resolve_name(task.entry)(*task.args, report=report)
     except Exception as error:
         public = type(error).__module__.startswith("pdserve.") or isinstance(error, OSError)
         if not public:

@@ -1,4 +1,4 @@
-"""Which cores each worker of a machine computes on. Pure but for `machine_cores`.
+"""Which cores each worker of a machine computes on.
 
 Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
 as there is one for each; gateway and router, which mostly wait, share all of them.

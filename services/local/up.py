@@ -15,10 +15,10 @@ from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.cli.progress import progress_on
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
+from pdserve.services.local.progress import progress_on
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor
 from pdserve.services.options.options import OptionError

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import option
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
+from pdserve.services.host.options import LOG_LEVELS, option
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 from engine_kit import ask, fake_engine
 
-from pdserve.engine.api.stats import GROWTH, StepMeter
 from pdserve.engine.liveness import SLACK, Pulse
+from pdserve.engine.scheduling.stats import GROWTH, StepMeter
 from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, Stillness
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import NATIVE, formats, unpack
 from pdserve.kernels import _native
 

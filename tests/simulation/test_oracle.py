@@ -12,8 +12,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.handoff.protocol.keys import TagKey
 from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.kv.block_tables import BlockTables
 from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.gateway.router_client.resumable_request import Flight
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent

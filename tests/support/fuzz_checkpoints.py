@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.spec import parse_config
 from pdserve.engine.weights.registry import unpack_into

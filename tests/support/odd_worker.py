@@ -18,7 +18,7 @@ from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import CARD, SECRET
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.stats import StepMeter
+from pdserve.engine.scheduling.stats import StepMeter
 from pdserve.services.decode import main as decode
 from pdserve.services.decode.settings import DecodeSettings
 

@@ -14,13 +14,8 @@ from pdserve.engine.checkpoints.gguf.parts import part_names
 from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.mapped import MappedFile
-from pdserve.engine.checkpoints.source import (
-    CheckpointError,
-    Layout,
-    RawTensor,
-    TextFiles,
-    unknown_tensor,
-)
+from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import NATIVE, formats
 
 ROPE_FACTORS = "rope_freqs.weight"

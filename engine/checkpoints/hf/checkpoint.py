@@ -7,13 +7,8 @@ from typing import Any
 from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.hf.text import directory_text_files
-from pdserve.engine.checkpoints.source import (
-    CheckpointError,
-    Layout,
-    RawTensor,
-    TextFiles,
-    unknown_tensor,
-)
+from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
+from pdserve.engine.weights.format import RawTensor
 
 INDEX = "model.safetensors.index.json"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.engine.checkpoints.mapped import MappedFile
-from pdserve.engine.checkpoints.source import CheckpointError, Layout, RawTensor
+from pdserve.engine.checkpoints.source import CheckpointError, Layout
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import NATIVE
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

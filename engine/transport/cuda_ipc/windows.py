@@ -1,4 +1,4 @@
-"""Decode's windows on its device, and who may still write into each; pure but for what it is given.
+"""Decode's windows on its device, and who may still write into each.
 
 Ownership: a window is spare, lent to one writer (a process), or left by a writer that may still
 write, since it is frozen or its copies are on their way. A left window is lent again to the same

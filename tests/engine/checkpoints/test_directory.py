@@ -11,8 +11,8 @@ from tiny_models import write_tiny
 
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
-from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.load import open_checkpoint
 
 
 def write_header(path: Path, header: Any, data: bytes = b"") -> Path:

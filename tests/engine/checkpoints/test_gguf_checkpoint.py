@@ -11,8 +11,8 @@ from write_gguf import write_gguf
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
-from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.spec import parse_config
 from pdserve.engine.weights.registry import unpack

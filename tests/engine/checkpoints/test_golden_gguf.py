@@ -9,7 +9,7 @@ from tiny_models import shipped_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from pdserve.engine.checkpoints.load import open_checkpoint
+from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.spec import parse_config
 from pdserve.engine.weights.registry import unpack
 

@@ -21,11 +21,12 @@ from write_gguf import write_gguf
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.load import LoadedModel, load_model, open_checkpoint
-from pdserve.engine.checkpoints.source import CheckpointError, RawTensor
+from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
+from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.native import NativeDecoder
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import unpack
 from pdserve.engine.weights.stored import expand
 

@@ -7,8 +7,8 @@ import torch
 from tiny_models import write_tiny
 from write_gguf import write_gguf
 
-from pdserve.engine.checkpoints.load import open_checkpoint
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
+from pdserve.engine.load import open_checkpoint
 
 
 def resident_bytes(file: Path) -> int:

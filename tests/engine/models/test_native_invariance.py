@@ -14,7 +14,7 @@ from torch import Tensor
 from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.load import load_model
+from pdserve.engine.load import load_model
 from pdserve.engine.models.native import NativeDecoder
 
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from paged_runner import PagedRunner, load_decoder, read_config, read_tensors
 from tiny_models import ARCHITECTURES, write_tiny
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.load import load_model
+from pdserve.engine.load import load_model
 from pdserve.engine.models import spec as registry
 from pdserve.engine.models.build import tensor_shapes
 from pdserve.engine.models.config import UnsupportedModel
@@ -120,10 +120,10 @@ GEMMA2 = '''
 
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.architectures.gemma3 import NORMS
-from pdserve.engine.checkpoints.hf.config import (
+from pdserve.engine.models.hf_config.standard import (
     num_layers, plain_layers, sliding_window, soft_cap, standard,
 )
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
+from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
 from pdserve.engine.models.spec import ModelSpec, register
 
 

@@ -9,9 +9,9 @@ from paged_runner import PagedRunner, read_config, read_tensors
 from tiny_models import write_tiny
 from torch import Tensor
 
-from pdserve.engine.checkpoints.source import RawTensor
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.spec import parse_config
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import unpack
 from pdserve.kernels.ops import select
 

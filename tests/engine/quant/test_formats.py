@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.checkpoints.source import RawTensor
+from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.registry import NATIVE, formats, unpack, unpack_into
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names, load
+from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names
 from pdserve.services.cli.main import main
 from pdserve.services.options.options import options_of
 
@@ -139,7 +139,7 @@ def test_what_up_decides_is_a_field_of_a_service() -> None:
         option.field
         for command in ("gateway", "router", "prefill", "decode")
         for _, where, _ in COMMANDS[command].section_specs
-        for option in options_of(load(where))
+        for option in options_of(resolve_name(where))
     }
     assert set(UP_OWNS) <= fields
 

@@ -11,7 +11,8 @@ from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.handoff.protocol.machine import Action, Ended, Handoff, Phase, Side
-from pdserve.engine.kv.block_tables import BlockCopy, BlockTables
+from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Sequence as Tokens
 
 

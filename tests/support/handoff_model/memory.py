@@ -13,8 +13,7 @@ from handoff_model.config import Config
 from handoff_model.rules import Rules, Violation
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockPool
-from pdserve.engine.kv.block_tables import BlockCopy
+from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.scheduling import reservation as reservations
 from pdserve.engine.scheduling.job_table import Roster

@@ -8,7 +8,7 @@ from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.kv.block_tables import BlockTables
+from pdserve.engine.scheduling.block_tables import BlockTables
 
 HandoffStep = Callable[[Handoff, machine.Event, float], tuple[Handoff, machine.Actions]]
 LeaseStep = Callable[[Lease, lease.Event, float], tuple[Lease, lease.Actions]]

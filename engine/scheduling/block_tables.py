@@ -7,26 +7,11 @@ asked, since nothing is allocated to be written earlier.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from pdserve.engine.kv.block_hash import chain_hashes, next_hash
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockPool
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
+from pdserve.engine.kv.spec import KvSpec, blocks_for
 from pdserve.engine.scheduling.request_state import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy a whole block of every layer of a group."""
-
-    group: int
-    source: int
-    target: int
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
-    return -(-num_tokens // block_size)
 
 
 class BlockTables:

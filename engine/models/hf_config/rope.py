@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive, positives, table
 from pdserve.engine.models.config import ROPE_KINDS, RopeConfig, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive, positives, table
 
 
 def read_rope(

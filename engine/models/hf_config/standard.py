@@ -6,9 +6,9 @@ Whatever is malformed or unknown raises UnsupportedModel naming the field.
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.engine.checkpoints.hf.fields import HfConfig, integer, positive
-from pdserve.engine.checkpoints.hf.rope import read_rope
 from pdserve.engine.models.config import Activation, LayerConfig, ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
+from pdserve.engine.models.hf_config.rope import read_rope
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
