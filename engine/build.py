@@ -19,7 +19,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, blocks_for
 from pdserve.engine.load import load_model
 from pdserve.engine.models.identity import kv_identity, numerics_id
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def build_engine(
     engine = Engine(
         decoder,
         kv,
-        Limits(
+        EngineLimits(
             vocab_size=card.vocab_size,
             context_len=context_len,
             block_size=spec.block_size,

@@ -1,6 +1,6 @@
 """The engine: requests in, steps and their events out. Every method runs on one thread.
 
-Owns the KV pool through its parts: the Roster says whose each block is, the KvCache holds the
+Owns the KV pool through its parts: the JobTable says whose each block is, the KvCache holds the
 bytes. Every submitted request ends with exactly one Finished or RequestFailed event, but one that
 is held and released: a prefill_only one, whose last event is Computed(done), or one that has moved.
 """
@@ -21,14 +21,14 @@ from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
 from pdserve.engine.scheduling import reservation as reservations
 from pdserve.engine.scheduling.accounting import discrepancy
 from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import Roster
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Plan
-from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.reservation import Reservation, ReservationState
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
-from pdserve.engine.scheduling.step_progress import Progress
+from pdserve.engine.scheduling.step_progress import StepProgress
 from pdserve.kernels.ops import SamplingOps
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Engine:
         self,
         model: Model,
         kv: KvCache,
-        limits: Limits,
+        limits: EngineLimits,
         ops: SamplingOps,
         kv_identity: KvIdentity = UNKNOWN,
         numerics_id: str = "",
@@ -77,9 +77,9 @@ class Engine:
         # The group that stands for all in figures and prefix events.
         self._main_group = tables.windows.index(0) if 0 in tables.windows else 0
         self._main_pool = tables.pools[self._main_group]
-        self._roster = Roster(tables, limits.max_running)
+        self._roster = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self._roster, limits)
-        self._progress = Progress(self._roster, limits)
+        self._progress = StepProgress(self._roster, limits)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
         self._head = model.logits
@@ -336,7 +336,7 @@ class Engine:
         """What does not add up of its blocks (scheduling/accounting.py); empty if all does."""
         return discrepancy(self._roster, recount)
 
-    def _num_blocks(self, jobs: Iterable[Job]) -> int:
+    def _num_blocks(self, jobs: Iterable[RequestState]) -> int:
         return sum(
             block != NULL_BLOCK
             for job in jobs
@@ -364,7 +364,9 @@ class Engine:
                 pool.take_events()
         return self._main_pool.take_events()
 
-    def _new_job(self, request: Request, order: int | None = None, sender: bytes = b"") -> Job:
+    def _new_job(
+        self, request: Request, order: int | None = None, sender: bytes = b""
+    ) -> RequestState:
         max_tokens = self.limits.check(request)
         if request.key in self._roster.jobs:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
@@ -372,7 +374,7 @@ class Engine:
             self._arrivals += 1
             order = self._arrivals
         seed_hash = cache_seed(sender + self.kv_identity.digest, request.cache_salt)
-        return Job(request, order, self._clock(), max_tokens, seed_hash)
+        return RequestState(request, order, self._clock(), max_tokens, seed_hash)
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

@@ -9,7 +9,7 @@ MOVES_S = 1.0  # at least so often a living thread moves the counter while work 
 SLACK = 10.0  # times the expected time of a step, which other load or long contexts may stretch
 
 
-class Pulse:
+class LivenessCounter:
     """Beaten by the engine's thread, read by any; what is read never falls."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine
-from pdserve.engine.liveness import Pulse
+from pdserve.engine.liveness import LivenessCounter
 from pdserve.engine.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EngineThread:
         self._wake = False
         self._closing = False
         self._resting = True  # nothing is queued, and the thread waits to be woken
-        self._pulse = Pulse()
+        self._pulse = LivenessCounter()
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.text.card import TextCard
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class TextPool:
             ) from error
         except TextError as error:
             raise ServiceError(INVALID_ARGUMENT, str(error), param=error.param) from error
-        except UnsupportedModel as error:
+        except UnsupportedTokenizer as error:
             raise ServiceError(UNAVAILABLE, f"the model cannot be served: {error}") from error
 
 
@@ -159,5 +159,5 @@ def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes
     try:
         chat = ChatTemplate(template.decode(), words) if template else None
     except UnicodeDecodeError as error:
-        raise UnsupportedModel("its chat template is not UTF-8") from error
+        raise UnsupportedTokenizer("its chat template is not UTF-8") from error
     return Texts(words, chat, GenerationDefaults.from_json(generation or b"{}"))

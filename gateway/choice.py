@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.gateway.sampling import Wishes
+from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.protos.common_pb2 import (
@@ -94,7 +94,13 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, wishes: Wishes, *, continues: bool, offset: int = 0
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        wishes: RequestedSampling,
+        *,
+        continues: bool,
+        offset: int = 0,
     ) -> None:
         self.index = index
         self.num_tokens = 0

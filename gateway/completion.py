@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
-from pdserve.gateway.limits import Place
+from pdserve.gateway.limits import Admission
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import Wishes
+from pdserve.gateway.sampling import RequestedSampling
 from pdserve.protos.common_pb2 import (
     CANCELLED,
     INTERNAL,
@@ -39,14 +39,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompletionJob:
     """One API call, ready to run. Choice c of prompt p is answered as p * (n or best_of) + c."""
 
     id: str
     model: ServedModel
     prompts: Sequence[Prompt]
-    wishes: Wishes
-    place: Place
+    wishes: RequestedSampling
+    place: Admission
     meter: Meter
     timeout_s: float
     queue_timeout_s: float
@@ -73,7 +73,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Answer:
+class CompletionResult:
     """One whole choice."""
 
     index: int
@@ -88,7 +88,7 @@ class Completions:
         self._upstream = upstream
         self._clock = clock
 
-    async def stream(self, job: Job) -> AsyncGenerator[Delta | Usage, None]:
+    async def stream(self, job: CompletionJob) -> AsyncGenerator[Delta | Usage, None]:
         """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
         runs = self._runs(job)
         async with aclosing(merge([run.events() for run in runs])) as events:
@@ -96,23 +96,25 @@ class Completions:
                 yield delta
         yield sum((run.usage() for run in runs), Usage(0, 0, 0))
 
-    def _runs(self, job: Job) -> list["_Run"]:
+    def _runs(self, job: CompletionJob) -> list["_Run"]:
         now = self._clock()
         return [_Run(self._upstream, job, index, now) for index in range(len(job.prompts))]
 
-    async def collect(self, job: Job) -> tuple[list[Answer], Usage]:
+    async def collect(self, job: CompletionJob) -> tuple[list[CompletionResult], Usage]:
         """Whole answers; of best_of candidates the n with the best mean log-probability."""
         runs = self._runs(job)
         texts: dict[int, list[str]] = {}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, CompletionResult] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
-                answer = answers.setdefault(delta.choice, Answer(delta.choice, "", [], 0, ""))
+                answer = answers.setdefault(
+                    delta.choice, CompletionResult(delta.choice, "", [], 0, "")
+                )
                 texts.setdefault(delta.choice, []).append(delta.text)
                 answer.tokens += delta.tokens
                 answer.num_tokens = delta.num_tokens
                 answer.finish = delta.finish or answer.finish
-        kept: list[Answer] = []
+        kept: list[CompletionResult] = []
         for run in runs:
             for choice in run.best(job.wishes.n):
                 answer = answers[choice.index]
@@ -127,7 +129,7 @@ class Completions:
 class _Run:
     """One prompt of a job at the router."""
 
-    def __init__(self, upstream: Upstream, job: Job, index: int, now: float) -> None:
+    def __init__(self, upstream: Upstream, job: CompletionJob, index: int, now: float) -> None:
         self._upstream = upstream
         self._job = job
         self._prompt = job.prompts[index]

@@ -9,12 +9,12 @@ import grpc
 
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.keys import ApiKeys
-from pdserve.gateway.sampling import Wishes, refuse
+from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
 from pdserve.protos.common_pb2 import UNAUTHENTICATED, SamplingParams
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
-from pdserve.services.host.backpressure import Patience, deliver
+from pdserve.services.host.backpressure import Backpressure, deliver
 from pdserve.services.host.errors import ServiceError, abort
 
 SERVICE = "pdserve.v1.Text"
@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TextServicer(TextBase):
-    def __init__(self, service: Service, keys: ApiKeys, patience: Patience) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, patience: Backpressure) -> None:
         self._service = service
         self._keys = keys
         self._patience = patience
@@ -72,13 +72,13 @@ class TextServicer(TextBase):
                     )
 
 
-def _wishes(options: TextOptions) -> Wishes:
+def _wishes(options: TextOptions) -> RequestedSampling:
     """Raises ServiceError for parameters that text has no place for."""
     params = options.params
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
             raise refuse(name, f"{name} is not part of text answers; use Router.Generate")
-    return Wishes(
+    return RequestedSampling(
         temperature=_given(params, "temperature"),
         top_k=params.top_k or None,
         top_p=_given(params, "top_p"),

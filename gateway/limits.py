@@ -1,6 +1,6 @@
 """How much work the gateway takes at once: bounds on open requests and on unanswered ones.
 
-Invariant: a Place is given back exactly once, when its `with` block ends.
+Invariant: a Admission is given back exactly once, when its `with` block ends.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 
 
-class Place:
+class Admission:
     """One request's place: waiting until its first token, then answering, then gone."""
 
-    def __init__(self, limits: "Limits") -> None:
+    def __init__(self, limits: "AdmissionLimits") -> None:
         self._limits = limits
         self._waiting = True
 
-    def __enter__(self) -> "Place":
+    def __enter__(self) -> "Admission":
         self._limits.idle.clear()
         self._limits.open += 1
         self._limits.waiting += 1
@@ -41,7 +41,7 @@ class Place:
             self._limits.idle.set()
 
 
-class Limits:
+class AdmissionLimits:
     """Counts requests: `max_requests` bounds the open ones, `max_unanswered` those of them
     without a token."""
 
@@ -58,7 +58,7 @@ class Limits:
         """Let no more in; `idle` is set when the last one has left."""
         self._closed = True
 
-    def place(self) -> Place:
+    def place(self) -> Admission:
         """To be entered at once. Raises ServiceError OVERLOADED, UNAVAILABLE when closed."""
         if self._closed:
             raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
@@ -66,4 +66,4 @@ class Limits:
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
         if self.waiting >= self._max_unanswered:
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
-        return Place(self)
+        return Admission(self)

@@ -20,14 +20,14 @@ from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import HttpLimits, create_app
 from pdserve.gateway.http.protocol import BoundedProtocol
 from pdserve.gateway.keys import ApiKeys, read_key_file
-from pdserve.gateway.limits import Limits
+from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.host.backpressure import Patience
+from pdserve.services.host.backpressure import Backpressure
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost
@@ -55,7 +55,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     client = RouterClient(settings.routers, settings.cluster_secret, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
     executor = ThreadPoolExecutor(settings.text_threads, "text")
-    limits = Limits(settings.max_requests, settings.max_unanswered)
+    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     service = Service(
         client,
         TextPool(executor, settings.text_timeout_s),
@@ -86,7 +86,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
     )
-    patience = Patience(settings.max_buffer_bytes, settings.stall_timeout_s)
+    patience = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
     add_TextServicer_to_server(TextServicer(service, keys, patience), grpc_host.server)
     grpc_port = await grpc_host.start()
     await client.start()

@@ -25,7 +25,7 @@ MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestedSampling:
     """Sampling as the client wrote it; None takes the model's default."""
 
     temperature: float | None = None
@@ -65,7 +65,7 @@ def check_range(
         raise refuse(param, f"{param} must be {limits} {high:g}, not {str(value)[:40]}")
 
 
-def check(wishes: Wishes, card: ModelCard) -> None:
+def check(wishes: RequestedSampling, card: ModelCard) -> None:
     """Bounds that do not depend on the prompt. Raises ServiceError naming the field."""
     w = wishes
     for param, value, low, high, open_low in (
@@ -106,7 +106,11 @@ def check(wishes: Wishes, card: ModelCard) -> None:
 
 
 def resolve(
-    wishes: Wishes, card: ModelCard, defaults: GenerationDefaults, prompt_len: int, param: str
+    wishes: RequestedSampling,
+    card: ModelCard,
+    defaults: GenerationDefaults,
+    prompt_len: int,
+    param: str,
 ) -> SamplingParams:
     """The engine's parameters for a prompt of `prompt_len` tokens. All defaults are filled in but
     max_tokens: how much room n choices have is known to the engine alone, and 0 asks for it.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.gateway.catalog import Catalog, ServedModel, TextPool
-from pdserve.gateway.completion import Completions, Job, Prompt
-from pdserve.gateway.limits import Limits
+from pdserve.gateway.completion import CompletionJob, Completions, Prompt
+from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import Wishes, check, refuse, resolve
+from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
 from pdserve.services.host.errors import ServiceError
@@ -32,7 +32,7 @@ class ChatAsk:
 
     model: str
     messages: Sequence[Mapping[str, Any]]
-    wishes: Wishes
+    wishes: RequestedSampling
     cache_salt: bytes = b""
 
 
@@ -42,7 +42,7 @@ class CompleteAsk:
 
     model: str
     prompts: Sequence[str | Sequence[int]]
-    wishes: Wishes
+    wishes: RequestedSampling
     echo: bool = False
     echo_only: bool = False
     add_special_tokens: bool = True
@@ -56,7 +56,7 @@ class Service:
         self,
         upstream: Upstream,
         pool: TextPool,
-        limits: Limits,
+        limits: AdmissionLimits,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         timeout_s: float,
@@ -75,7 +75,7 @@ class Service:
     @asynccontextmanager
     async def job(
         self, ask: ChatAsk | CompleteAsk, request: str, client_id: str = ""
-    ) -> AsyncIterator[Job]:
+    ) -> AsyncIterator[CompletionJob]:
         """The job to run inside the block. Raises ServiceError.
 
         `request` names it everywhere, `client_id` is what its client calls it.
@@ -91,7 +91,7 @@ class Service:
                 else:
                     prompts = await self._prompts(ask, model)
                 meter.begin(model.card.name, sum(len(prompt.ids) for prompt in prompts))
-                yield Job(
+                yield CompletionJob(
                     id=request,
                     model=model,
                     prompts=prompts,

@@ -145,10 +145,10 @@ class Taker:
 
 
 def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
-    from pdserve.engine.handoff.connection.link import Link
+    from pdserve.engine.handoff.connection.link import DataLink
 
     def accept(wire: Any) -> None:
-        taker.links.append(Link(wire, name, taker))
+        taker.links.append(DataLink(wire, name, taker))
         taker.links[-1].accept()
 
     return side.transports[name].listen(boot, accept)
@@ -157,12 +157,12 @@ def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
 def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
     from link_ends import HELLO, Recorder, claim_record
 
-    from pdserve.engine.handoff.connection.link import Link
+    from pdserve.engine.handoff.connection.link import DataLink
     from pdserve.engine.transport.base import Target
 
     wire = side.transports[name].dial(Target(address, boot), 10.0)
     hello = replace(HELLO, transport=name, decode_boot=boot)
-    link = Link.dial(wire, name, Recorder(), hello, 10.0)
+    link = DataLink.dial(wire, name, Recorder(), hello, 10.0)
     link.post(claim_record())
     return link
 

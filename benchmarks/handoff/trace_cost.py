@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.engine.handoff.protocol.machine import Filled, Handoff, Phase, Side, step
-from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
 from pdserve.engine.handoff.recorder.ring import Ring
 
 STRETCHES, CALLS = 20, 20_000
@@ -19,11 +19,11 @@ ATTEMPT = os.urandom(16)
 STATE = Handoff(Side.RECEIVE, float("inf"), Phase.RECEIVING)
 
 
-def mark(trace: Trace) -> None:
-    trace.mark(Mark.WRITTEN, ATTEMPT, STATE, 5, 30)
+def mark(trace: EventLog) -> None:
+    trace.mark(RecordKind.WRITTEN, ATTEMPT, STATE, 5, 30)
 
 
-def transition(trace: Trace) -> None:
+def transition(trace: EventLog) -> None:
     trace.step(ATTEMPT, EVENT, STATE, AFTER, ACTIONS)
 
 
@@ -31,7 +31,7 @@ EVENT = Filled()
 AFTER, ACTIONS = step(STATE, EVENT, 0.0)
 
 
-def nanoseconds(call: Callable[[Trace], None], trace: Trace) -> float:
+def nanoseconds(call: Callable[[EventLog], None], trace: EventLog) -> float:
     best = float("inf")
     for _ in range(STRETCHES):
         start = time.thread_time()
@@ -44,7 +44,7 @@ def nanoseconds(call: Callable[[Trace], None], trace: Trace) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ring = Ring(Path(folder) / "a.ring", "decode", os.urandom(16), 2 << 20)
-        for name, trace in (("no ring", Trace()), ("ring", Trace(ring))):
+        for name, trace in (("no ring", EventLog()), ("ring", EventLog(ring))):
             costs = (nanoseconds(mark, trace), nanoseconds(transition, trace))
             print(f"{name}: a mark {costs[0]:.0f} ns, a step {costs[1]:.0f} ns")
         ring.close()

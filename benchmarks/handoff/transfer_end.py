@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.engine.api.request import Computed, Request, SamplingParams, Scheduled, Step
+from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol import keys
@@ -262,7 +262,7 @@ class Prefill:
             assert time.monotonic() < end, "no grant"
             time.sleep(0.001)
         cpu = time.process_time()
-        self._tell(Computed(outgoing.key, NUM_TOKENS, True))
+        self._tell(PrefillComputed(outgoing.key, NUM_TOKENS, True))
         with self.changed:
             assert self.changed.wait_for(lambda: ticket.attempt in self.ended, PATIENCE_S)
         sent = self.ended.pop(ticket.attempt)

@@ -21,7 +21,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels._native import Context
 from pdserve.kernels.cpu_sampling import CpuSampling
 
@@ -69,7 +69,7 @@ class Backend:
 
 def engine(backend: Any) -> Engine:
     spec = KvSpec(BLOCK_SIZE, (LayerGroup((0,), "full", 0, 1, 4, "float32", 0, 1),))
-    limits = Limits(VOCAB, 8192, BLOCK_SIZE, 4096, 32, 256, eos_ids=frozenset({2}))
+    limits = EngineLimits(VOCAB, 8192, BLOCK_SIZE, 4096, 32, 256, eos_ids=frozenset({2}))
     return Engine(FreeModel(), KvCache(spec, 4096), limits, backend)
 
 

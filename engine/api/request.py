@@ -98,7 +98,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class PrefillComputed:
     """KV of the prompt's tokens [0, num_tokens) is in its blocks."""
 
     key: str
@@ -132,7 +132,7 @@ class PromptScored:
 class Finished:
     """Every choice has ended and every block is back. The last event of a request.
 
-    A prefill_only request has none: `Computed(done)` is its last.
+    A prefill_only request has none: `PrefillComputed(done)` is its last.
     """
 
     key: str
@@ -157,7 +157,7 @@ class Evicted:
     key: str
 
 
-Event = Scheduled | Computed | NewTokens | PromptScored | Finished | RequestFailed | Evicted
+Event = Scheduled | PrefillComputed | NewTokens | PromptScored | Finished | RequestFailed | Evicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from pdserve.engine.api.request import TokenLogprob
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
-from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.kernels.ops import SamplingOps
 from pdserve.kernels.streams import StreamSettings
 
@@ -24,9 +24,9 @@ NOT_FINITE = Pick(-1, error="the logits are not finite")
 
 
 class Sampler:
-    """Stateless but for the streams that it keeps on the jobs (Job.streams)."""
+    """Stateless but for the streams that it keeps on the jobs (RequestState.streams)."""
 
-    def __init__(self, limits: Limits, ops: SamplingOps) -> None:
+    def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits
         self._ops = ops
 
@@ -103,7 +103,7 @@ class Sampler:
             found += self._logprobs(head(hidden[at : at + len(some)]), some, count)
         return tuple(found)
 
-    def _stream(self, job: Job, choice: int, vocab: int) -> Any:
+    def _stream(self, job: RequestState, choice: int, vocab: int) -> Any:
         """The stream of a choice that has none yet."""
         params = job.request.params
         stops = sorted(self._limits.stop_ids(params)) if params.min_tokens else ()

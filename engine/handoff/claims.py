@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from pdserve.engine.api.errors import EngineError
-from pdserve.engine.handoff.incoming import Incoming, ReceivingEngine
+from pdserve.engine.handoff.incoming import IncomingHandoff, ReceivingEngine
 from pdserve.engine.kv.spec import KvSpec
 
 log = logging.getLogger(__name__)
 
 
-class Claims:
+class ClaimQueue:
     """`refused(incoming, reason)` is told of a claim that can never be granted."""
 
     def __init__(
@@ -20,25 +20,25 @@ class Claims:
         engine: ReceivingEngine,
         spec: KvSpec,
         clock: Callable[[], float],
-        refused: Callable[[Incoming, str], None],
+        refused: Callable[[IncomingHandoff, str], None],
     ) -> None:
         self._engine = engine
         self._spec = spec
         self._clock = clock
         self._refused = refused
-        self._line: deque[Incoming] = deque()
+        self._line: deque[IncomingHandoff] = deque()
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def __iter__(self) -> Iterator[Incoming]:
+    def __iter__(self) -> Iterator[IncomingHandoff]:
         return iter(self._line)
 
-    def add(self, incoming: Incoming) -> None:
+    def add(self, incoming: IncomingHandoff) -> None:
         """It waits for blocks; if it ends before it has them, it is passed over."""
         self._line.append(incoming)
 
-    def granted(self) -> Iterator[Incoming]:
+    def granted(self) -> Iterator[IncomingHandoff]:
         """Who has its blocks now, in order, as far as there are blocks."""
         while self._line:
             head = self._line[0]

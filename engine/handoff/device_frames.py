@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pdserve.engine.handoff.connection.link import Link
-from pdserve.engine.handoff.incoming import Incoming
+from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.incoming import IncomingHandoff
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.kv.pages import Pages
-from pdserve.engine.transport.base import Inlet
+from pdserve.engine.transport.base import DeviceSource
 from pdserve.engine.transport.device import Copy
 
 
-class Parcel(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame at decode; `inlet`: where its payload lies, if that stays on a device."""
 
-    attempt: Incoming
-    link: Link
+    attempt: IncomingHandoff
+    link: DataLink
     header: FrameHeader
-    inlet: Inlet | None = None
+    inlet: DeviceSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PendingCopy:
     """A copy that the device has been given."""
 
-    parcel: Parcel
+    parcel: ReceivedFrame
     piece: Piece
     copy: Copy
 
@@ -43,39 +43,39 @@ class PagedKv(Protocol):
     def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
 
 
-class Taker(Protocol):
+class FrameTaker(Protocol):
     """The Receiver, for what becomes of a frame; on the engine thread."""
 
-    def took(self, parcel: Parcel, written: Piece | None) -> None:
+    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
         """Verified and in the pool; None: its blocks had been before."""
 
-    def damaged(self, parcel: Parcel) -> None: ...
-    def refused(self, parcel: Parcel, error: FrameError) -> None: ...
-    def late(self, parcel: Parcel) -> None: ...
+    def damaged(self, parcel: ReceivedFrame) -> None: ...
+    def refused(self, parcel: ReceivedFrame, error: FrameError) -> None: ...
+    def late(self, parcel: ReceivedFrame) -> None: ...
 
 
-class DirectFrames:
+class DeviceFrames:
     """Threads of the connections call `arrived`; the engine thread calls `poll`. Every frame's slot
     is credited once: when its copy is done, or when there is none."""
 
     def __init__(
         self,
         kv: PagedKv,
-        taker: Taker,
-        guarded: Callable[[Incoming, Callable[[Incoming], None]], bool],
+        taker: FrameTaker,
+        guarded: Callable[[IncomingHandoff, Callable[[IncomingHandoff], None]], bool],
     ) -> None:
         """`guarded`: False if the act raised; its attempt ends then."""
         self._kv = kv
         self._taker = taker
         self._guarded = guarded
-        self._waiting: deque[Parcel] = deque()
-        self._flights: deque[Flight] = deque()
+        self._waiting: deque[ReceivedFrame] = deque()
+        self._flights: deque[PendingCopy] = deque()
 
     @property
     def busy(self) -> bool:
         return bool(self._flights or self._waiting)
 
-    def arrived(self, parcel: Parcel) -> None:
+    def arrived(self, parcel: ReceivedFrame) -> None:
         self._waiting.append(parcel)
 
     def poll(self) -> bool:
@@ -87,7 +87,7 @@ class DirectFrames:
             self._guarded(flight.parcel.attempt, partial(self._land, flight))
         for _ in range(len(self._waiting)):
             parcel = self._waiting.popleft()
-            left: list[Parcel] = []  # the frame, if it has to wait
+            left: list[ReceivedFrame] = []  # the frame, if it has to wait
             begun = len(self._flights)
             self._guarded(parcel.attempt, partial(self._begin, parcel, left))
             self._waiting.extend(left)
@@ -95,12 +95,14 @@ class DirectFrames:
                 parcel.link.credit(parcel.header)
         return self.busy
 
-    def _is_over(self, flight: Flight) -> bool:
+    def _is_over(self, flight: PendingCopy) -> bool:
         over: list[bool] = []
         fine = self._guarded(flight.parcel.attempt, lambda _: over.append(flight.copy.done()))
         return over[0] if fine else True  # a device that fails does not become done
 
-    def _begin(self, parcel: Parcel, left: list[Parcel], incoming: Incoming) -> None:
+    def _begin(
+        self, parcel: ReceivedFrame, left: list[ReceivedFrame], incoming: IncomingHandoff
+    ) -> None:
         inlet = parcel.inlet
         assert inlet is not None
         if incoming.bitmap is None or not incoming.state.holds:
@@ -122,13 +124,13 @@ class DirectFrames:
         assert incoming.blocks is not None  # like the bitmap
         pages = self._kv.pages(piece.group, piece.layers, incoming.blocks.of(piece))
         key = incoming.peer_key.copy_key(parcel.header.sequence)
-        self._flights.append(Flight(parcel, piece, inlet.copy_in(pages, key)))
+        self._flights.append(PendingCopy(parcel, piece, inlet.copy_in(pages, key)))
 
-    def _is_written(self, incoming: Incoming, piece: Piece) -> bool:
+    def _is_written(self, incoming: IncomingHandoff, piece: Piece) -> bool:
         """A copy of the same attempt is writing some of it."""
         return any(f.parcel.attempt is incoming and f.piece.overlaps(piece) for f in self._flights)
 
-    def _land(self, flight: Flight, incoming: Incoming) -> None:
+    def _land(self, flight: PendingCopy, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is None or not incoming.state.holds:
             self._taker.late(flight.parcel)
         elif flight.copy.intact:

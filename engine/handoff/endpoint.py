@@ -1,4 +1,4 @@
-"""What the two shells of a hand-off share: live attempts, an inbox, Progress, the clock.
+"""What the two shells of a hand-off share: live attempts, an inbox, Progress messages, the clock.
 
 The engine thread owns every attempt and runs the machine; to it threads of a connection speak by
 the inbox, and the ticker thread only signs Progress and wakes the engine. Whatever names a ticket
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FrameError, renamed
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
 from pdserve.engine.handoff.protocol.machine import (
     PROGRESS_S,
     Action,
-    Ended,
     Event,
     Handoff,
+    HandoffEnded,
     Heard,
-    Progress,
+    PeerProgress,
     Tick,
     step,
 )
-from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, RecordKind
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,15 @@ class TransportFigures:
     refused: int = 0
 
 
-class Attempt:
+class HandoffAttempt:
     """One side of one hand-off."""
 
     def __init__(self, ticket: Ticket, state: Handoff, own: TagKey, peer: TagKey) -> None:
         self.ticket = ticket
         self.state = state
-        self.link: Link | None = None
+        self.link: DataLink | None = None
         self.peer_key = peer
-        self.progress: Progress | None = None  # the newest; set by the reader thread
+        self.progress: PeerProgress | None = None  # the newest; set by the reader thread
         self.own_key = own
         self.sequence = itertools.count(1)  # of everything that this side signs
 
@@ -67,10 +67,10 @@ class Attempt:
             self.link.post(messages.sign(body, self.ticket.id, sequence, self.own_key))
 
 
-AttemptT = TypeVar("AttemptT", bound=Attempt)
+AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
-class Endpoint(Generic[AttemptT]):
+class HandoffEndpoint(Generic[AttemptT]):
     """`wake` makes the engine thread call `poll`; `progress` gives (its step counter, has work).
 
     Subclasses map every action of the machine that their side can see to a method.
@@ -83,17 +83,17 @@ class Endpoint(Generic[AttemptT]):
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
-        trace: Trace | None = None,
+        trace: EventLog | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._progress = progress
         self._clock = clock
-        self._trace = trace or Trace()
+        self._trace = trace or EventLog()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
-        self._links: dict[Link, None] = {}  # until their threads are over
+        self._links: dict[DataLink, None] = {}  # until their threads are over
         self._inbox: deque[Callable[[], object]] = deque()
         self._next_tick = 0.0
         self._stop = threading.Event()
@@ -133,7 +133,7 @@ class Endpoint(Generic[AttemptT]):
         found = self._by_attempt.get(attempt)
         if found is None:
             return False
-        self._advance(found, Ended(reason))
+        self._advance(found, HandoffEnded(reason))
         return True
 
     def _add(self, attempt: AttemptT, promised: int = 0) -> None:
@@ -142,9 +142,11 @@ class Endpoint(Generic[AttemptT]):
         self._by_attempt[attempt.ticket.attempt] = attempt
         left_s = max(0.0, attempt.state.deadline - self._clock())
         left_ms = int(min(left_s * 1000, MAX_ARGUMENT))
-        self._note(attempt, Mark.OPENED, promised, left_ms)
+        self._note(attempt, RecordKind.OPENED, promised, left_ms)
 
-    def _note(self, attempt: Attempt, mark: Mark, detail: int = 0, argument: int = 0) -> None:
+    def _note(
+        self, attempt: HandoffAttempt, mark: RecordKind, detail: int = 0, argument: int = 0
+    ) -> None:
         self._trace.mark(mark, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
@@ -162,8 +164,8 @@ class Endpoint(Generic[AttemptT]):
                 self.counters["stale"] += 1
             elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
                 attempt.state = before
-                self._note(attempt, Mark.UNDONE)
-                self._advance(attempt, Ended(INTERNAL))
+                self._note(attempt, RecordKind.UNDONE)
+                self._advance(attempt, HandoffEnded(INTERNAL))
                 return
 
     def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
@@ -176,7 +178,7 @@ class Endpoint(Generic[AttemptT]):
         except Exception:
             log.exception("a hand-off failed: attempt %s", attempt.ticket.attempt.hex()[:8])
             if not attempt.state.final:
-                self._inbox.append(partial(self._advance, attempt, Ended(INTERNAL)))
+                self._inbox.append(partial(self._advance, attempt, HandoffEnded(INTERNAL)))
                 self._wake()
             return False
         return True
@@ -191,12 +193,12 @@ class Endpoint(Generic[AttemptT]):
         if link is not None and attempt.state.reason in ("peer silent", "peer frozen"):
             link.end(attempt.state.reason)  # its window is abandoned
 
-    def _drop_link(self, link: Link, reason: str) -> None:
+    def _drop_link(self, link: DataLink, reason: str) -> None:
         """Every attempt on a closed connection ends."""
         for attempt in [a for a in self._live.values() if a.link is link]:
-            self._advance(attempt, Ended(f"connection: {reason}", told=True))
+            self._advance(attempt, HandoffEnded(f"connection: {reason}", told=True))
 
-    def _figures(self, link: Link) -> TransportFigures:
+    def _figures(self, link: DataLink) -> TransportFigures:
         figures = self.figures[link.transport]
         figures.seconds += link.take_busy_s()
         return figures
@@ -216,7 +218,7 @@ class Endpoint(Generic[AttemptT]):
         if wake:
             self._wake()
 
-    def _genuine(self, message: messages.Signed, link: Link) -> AttemptT | None:
+    def _genuine(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
         """The live attempt that a message is about, its tag checked; None: ignore it."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
@@ -234,7 +236,7 @@ class Endpoint(Generic[AttemptT]):
         return attempt
 
     def _signer(
-        self, link: Link, domain: Domain, sequence: int, covered: bytes, tag: bytes
+        self, link: DataLink, domain: Domain, sequence: int, covered: bytes, tag: bytes
     ) -> AttemptT | None:
         """Whose record this is that names a ticket which is not live here. Mostly nobody's: its
         attempt has ended. But if a bit of the ticket's id has changed under way, the tag fits under
@@ -253,15 +255,15 @@ class Endpoint(Generic[AttemptT]):
         """What both sides take from their peer; True: done."""
         match message.body:
             case messages.Progress(steps, busy):
-                attempt.progress = Progress(self._clock(), steps, busy)
+                attempt.progress = PeerProgress(self._clock(), steps, busy)
             case messages.Abort(reason):
-                end = Ended(f"peer: {reason}", told=True)
+                end = HandoffEnded(f"peer: {reason}", told=True)
                 self._post(partial(self._advance, attempt, end))
             case _:
                 return False
         return True
 
-    def closed(self, link: Link, reason: str) -> None:
+    def closed(self, link: DataLink, reason: str) -> None:
         """LinkHandler: the connection is over."""
         self._inbox.append(partial(self._drop_link, link, reason))
         self._wake()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pdserve.engine.api.request import Request, prefix_ids
-from pdserve.engine.handoff.endpoint import Attempt
+from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks, WritableKv
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
 from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.handoff.slow_peer import Pace, granted
+from pdserve.engine.handoff.slow_peer import SlowPeerDetector, granted
 from pdserve.engine.kv.spec import KvSpec
 
 
@@ -59,7 +59,7 @@ class Received:
     inexact: bool = False  # another KV identity computed it
 
 
-class Incoming(Attempt):
+class IncomingHandoff(HandoffAttempt):
     """An attempt at decode."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Incoming(Attempt):
         self.bitmap: Bitmap | None = None  # what the engine thread knows to be inside
         self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are there in all layers
-        self.pace: Pace | None = None  # once granted
+        self.pace: SlowPeerDetector | None = None  # once granted
         self.arriving: set[int] = set()  # frames that have a slot here; threads of its link add
         self.acks: list[int] = []
         self.num_bytes = 0

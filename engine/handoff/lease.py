@@ -1,23 +1,22 @@
-"""Which router session a served request belongs to, and how long it outlives a lost one; pure.
+"""Which router session a served request belongs to, and how long it outlives a lost session; pure.
 
-    OWNED(epoch) --SessionLost--> PARKED(epoch, until) --Tick at until, Evicted--> GIVEN_UP
-      |  ^  ^  |                    |         |
-      |  |  |  |                    |         | Ended(keep)
-      |  |  |  +--Evicted--> GIVEN_UP         |
-      |  |  +--Resumed(higher)------+         v
-      |  +--Resumed(higher), from OWNED     KEPT(epoch, until) --Tick at until, Evicted--> ENDED
-      +-----------Ended(keep)---------------> ^  |
-                                              +--+ Resumed(higher): its words are said again
-    OWNED, PARKED, KEPT --Ended--> ENDED
+    state                 event                                     next state OWNED(epoch)
+    SessionLost                               PARKED(epoch, until) OWNED                 Resumed by
+    a higher epoch                 OWNED OWNED                 BlocksEvicted
+    GIVEN_UP PARKED                Resumed by a higher epoch, before until   OWNED PARKED
+    LeaseTick at until, BlocksEvicted         GIVEN_UP OWNED, PARKED         AttemptEnded(keep)
+    KEPT(epoch, until) OWNED, PARKED, KEPT   AttemptEnded                              ENDED KEPT
+    Resumed by a higher epoch                 KEPT; its last events are repeated KEPT
+    LeaseTick at until, BlocksEvicted         ENDED
 
-A lost session is not a cancel: while parked a request keeps its blocks and has no steps, and a
-hand-off to it goes on. KEPT is a request that has ended but whose last words may not have arrived;
-it has no blocks. Of several routers the highest epoch has it: a Resume with a lower or an equal one
-is counted and otherwise ignored. A Resume from `until` on finds nothing, whether or not a Tick came
-first, and is answered Gone.
+A lost session is not a cancel: a parked request keeps its blocks and gets no steps, and a hand-off
+to it goes on. KEPT is a request that has ended but whose last events may not have arrived; it has
+no blocks. If several routers ask, the highest epoch gets the request: a Resume with a lower or an
+equal epoch is counted and otherwise ignored. A Resume that comes at `until` or later is answered
+Gone, whether or not a LeaseTick came first.
 
-Invariant: a lease leaves OWNED and PARKED once, by exactly one of Ended and Evicted, whose sender
-has freed the blocks, and the action GIVE_UP, which frees them.
+Invariant: a lease leaves OWNED and PARKED once, by exactly one of AttemptEnded and BlocksEvicted,
+whose sender has freed the blocks, and the action GIVE_UP, which frees them.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from enum import Enum
 PARK_S = 5.0  # how long a request waits for another session, and last words for being asked for
 
 
-class Phase(Enum):
+class LeasePhase(Enum):
     OWNED = "owned"
     PARKED = "parked"
     KEPT = "kept"
@@ -34,7 +33,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-class Action(Enum):
+class LeaseAction(Enum):
     """What the shell does after a step, in the order given."""
 
     PARK = "park"  # the engine gives it no steps
@@ -64,26 +63,26 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class LeaseTick:
     """Time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class BlocksEvicted:
     """Its blocks were needed and are another's: it is over. Of a kept one: its memory was."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnded:
     """It is over and its blocks are free. `keep`: with last words that somebody waits for."""
 
     keep: bool = False
 
 
-Event = SessionLost | Resumed | Tick | Evicted | Ended
-Actions = tuple[Action, ...]
+Event = SessionLost | Resumed | LeaseTick | BlocksEvicted | AttemptEnded
+Actions = tuple[LeaseAction, ...]
 
-FINAL = (Phase.GIVEN_UP, Phase.ENDED)
+FINAL = (LeasePhase.GIVEN_UP, LeasePhase.ENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Lease:
     """The state of one attempt's ownership."""
 
     epoch: int
-    phase: Phase = Phase.OWNED
+    phase: LeasePhase = LeasePhase.OWNED
     until: float = float("inf")  # parked or kept, not longer
 
     @property
@@ -101,7 +100,7 @@ class Lease:
     @property
     def live(self) -> bool:
         """The engine or a hand-off has it."""
-        return self.phase in (Phase.OWNED, Phase.PARKED)
+        return self.phase in (LeasePhase.OWNED, LeasePhase.PARKED)
 
 
 def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
@@ -115,45 +114,48 @@ def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
 
 def _step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
     match event, lease.phase:
-        case Tick(), _:
+        case LeaseTick(), _:
             return lease, ()
-        case Resumed(), Phase.GIVEN_UP | Phase.ENDED:
-            return lease, (Action.COUNT_STALE, Action.SEND_GONE)
+        case Resumed(), LeasePhase.GIVEN_UP | LeasePhase.ENDED:
+            return lease, (LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE)
         case Resumed(epoch), _ if epoch <= lease.epoch:
-            return lease, (Action.COUNT_STALE,)
-        case Resumed(epoch), Phase.OWNED:
-            return replace(lease, epoch=epoch), (Action.HAND_OVER,)
-        case Resumed(epoch), Phase.PARKED:
-            adopted = (Action.HAND_OVER, Action.UNPARK, Action.COUNT_ADOPTED)
+            return lease, (LeaseAction.COUNT_STALE,)
+        case Resumed(epoch), LeasePhase.OWNED:
+            return replace(lease, epoch=epoch), (LeaseAction.HAND_OVER,)
+        case Resumed(epoch), LeasePhase.PARKED:
+            adopted = (LeaseAction.HAND_OVER, LeaseAction.UNPARK, LeaseAction.COUNT_ADOPTED)
             return Lease(epoch), adopted
-        case Resumed(epoch), Phase.KEPT:
-            again = (Action.HAND_OVER, Action.COUNT_ADOPTED)
-            return Lease(epoch, Phase.KEPT, now + PARK_S), again
-        case SessionLost(epoch), Phase.OWNED if epoch == lease.epoch:
-            return Lease(epoch, Phase.PARKED, now + PARK_S), (Action.PARK,)
-        case SessionLost(epoch), Phase.KEPT if epoch == lease.epoch:
+        case Resumed(epoch), LeasePhase.KEPT:
+            again = (LeaseAction.HAND_OVER, LeaseAction.COUNT_ADOPTED)
+            return Lease(epoch, LeasePhase.KEPT, now + PARK_S), again
+        case SessionLost(epoch), LeasePhase.OWNED if epoch == lease.epoch:
+            return Lease(epoch, LeasePhase.PARKED, now + PARK_S), (LeaseAction.PARK,)
+        case SessionLost(epoch), LeasePhase.KEPT if epoch == lease.epoch:
             return replace(lease, until=now + PARK_S), ()
-        case Evicted(), Phase.OWNED:  # it was parked when the engine chose it
-            lost = (Action.COUNT_EVICTED, Action.SEND_GONE, Action.FORGET)
-            return _over(lease, Phase.GIVEN_UP), lost
-        case Evicted(), Phase.PARKED:
-            return _over(lease, Phase.GIVEN_UP), (Action.COUNT_EVICTED, Action.FORGET)
-        case Evicted(), Phase.KEPT:
-            return _over(lease, Phase.ENDED), (Action.FORGET,)
-        case Ended(True), Phase.OWNED | Phase.PARKED:
-            return Lease(lease.epoch, Phase.KEPT, now + PARK_S), ()
-        case Ended(False), Phase.OWNED | Phase.PARKED | Phase.KEPT:
-            return _over(lease, Phase.ENDED), (Action.FORGET,)
+        case BlocksEvicted(), LeasePhase.OWNED:  # it was parked when the engine chose it
+            lost = (LeaseAction.COUNT_EVICTED, LeaseAction.SEND_GONE, LeaseAction.FORGET)
+            return _over(lease, LeasePhase.GIVEN_UP), lost
+        case BlocksEvicted(), LeasePhase.PARKED:
+            return _over(lease, LeasePhase.GIVEN_UP), (
+                LeaseAction.COUNT_EVICTED,
+                LeaseAction.FORGET,
+            )
+        case BlocksEvicted(), LeasePhase.KEPT:
+            return _over(lease, LeasePhase.ENDED), (LeaseAction.FORGET,)
+        case AttemptEnded(True), LeasePhase.OWNED | LeasePhase.PARKED:
+            return Lease(lease.epoch, LeasePhase.KEPT, now + PARK_S), ()
+        case AttemptEnded(False), LeasePhase.OWNED | LeasePhase.PARKED | LeasePhase.KEPT:
+            return _over(lease, LeasePhase.ENDED), (LeaseAction.FORGET,)
         case _:
             return lease, ()
 
 
 def _expire(lease: Lease) -> tuple[Lease, Actions]:
-    if lease.phase is Phase.PARKED:
-        gone = (Action.GIVE_UP, Action.COUNT_EXPIRED, Action.FORGET)
-        return _over(lease, Phase.GIVEN_UP), gone
-    return _over(lease, Phase.ENDED), (Action.FORGET,)
+    if lease.phase is LeasePhase.PARKED:
+        gone = (LeaseAction.GIVE_UP, LeaseAction.COUNT_EXPIRED, LeaseAction.FORGET)
+        return _over(lease, LeasePhase.GIVEN_UP), gone
+    return _over(lease, LeasePhase.ENDED), (LeaseAction.FORGET,)
 
 
-def _over(lease: Lease, phase: Phase) -> Lease:
+def _over(lease: Lease, phase: LeasePhase) -> Lease:
     return Lease(lease.epoch, phase)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pdserve.engine.handoff.endpoint import Attempt
+from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader, mark_of
 from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.transport.base import Frame, Outlet
+from pdserve.engine.transport.base import DeviceSink, Frame
 from pdserve.engine.transport.device import Copy, DeviceError
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Pushed(NamedTuple):
     mark: bytes
 
 
-class Outgoing(Attempt):
+class OutgoingHandoff(HandoffAttempt):
     """An attempt at prefill."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Outgoing(Attempt):
         address: str,
         num_tokens: int,
         times: SendTimes,
-        trace: Trace,
+        trace: EventLog,
         encrypted: bool = False,
         lender: str = "",
     ) -> None:
@@ -137,7 +137,7 @@ class Outgoing(Attempt):
         resends: int,
         pages: Pages | None,
         slot: int,
-        outlet: Outlet | None,
+        outlet: DeviceSink | None,
     ) -> Iterator[Frame | None]:
         """A frame, or None if the blocks are given back; while the context lasts they are not."""
         spec = kv.spec
@@ -150,7 +150,7 @@ class Outgoing(Attempt):
                 return
             parts, tag = self._payload(kv, piece, blocks, pages, outlet, sequence)
             cells = len(piece.layers) * len(blocks)
-            self.trace.mark(Mark.SENT, self.ticket.attempt, self.state, sequence, cells)
+            self.trace.mark(RecordKind.SENT, self.ticket.attempt, self.state, sequence, cells)
             header = FrameHeader(
                 ticket=self.ticket.id,
                 sequence=sequence,
@@ -187,7 +187,7 @@ class Outgoing(Attempt):
         piece: Piece,
         blocks: tuple[int, ...],
         pages: Pages | None,
-        outlet: Outlet | None,
+        outlet: DeviceSink | None,
         sequence: int,
     ) -> tuple[list[memoryview], bytes]:
         """(what is sent, its tag); on a device the payload is on its way, its tag behind it."""

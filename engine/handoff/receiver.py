@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdserve.engine.api.request import Request, prefix_ids
-from pdserve.engine.handoff.claims import Claims
-from pdserve.engine.handoff.connection.data_listeners import Doors
-from pdserve.engine.handoff.connection.link import Link
-from pdserve.engine.handoff.device_frames import DirectFrames, Parcel
-from pdserve.engine.handoff.endpoint import Endpoint
+from pdserve.engine.handoff.claims import ClaimQueue
+from pdserve.engine.handoff.connection.data_listeners import DataListeners
+from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
+from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.incoming import (
-    Incoming,
+    IncomingHandoff,
     Received,
     ReceiveTimes,
     ReceivingEngine,
 )
 from pdserve.engine.handoff.open_blocks import BlocksLeft, WritableKv
 from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.compatibility import Terms
+from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.handoff.protocol.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import (
     SECRET_BYTES,
@@ -38,19 +38,19 @@ from pdserve.engine.handoff.protocol.layout import Piece, spec_digest
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
-    Ended,
     Filled,
     Handoff,
+    HandoffEnded,
     Reserved,
     Side,
 )
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
-from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
 from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.transport.base import KvTransport, Payload
 
 
-class Receiver(Endpoint[Incoming]):
+class Receiver(HandoffEndpoint[IncomingHandoff]):
     """`on_received(Received)`, `on_lost(attempt, reason)` and `on_verified(attempt, tokens cached
     so far, tokens cached before it)` are called on the engine thread."""
 
@@ -69,24 +69,24 @@ class Receiver(Endpoint[Incoming]):
         clock: Callable[[], float] = time.monotonic,
         mixing: Mixing = NO_MIXING,
         encrypted: bool = False,
-        trace: Trace | None = None,
+        trace: EventLog | None = None,
     ) -> None:
         super().__init__(wake, progress, clock, trace)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
         self._boot = boot
-        self._terms = Terms(identity, kv.spec, mixing, encrypted)
+        self._terms = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self._claims = Claims(
-            engine, kv.spec, self._clock, lambda a, why: self._advance(a, Ended(why))
+        self._claims = ClaimQueue(
+            engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self._direct = DirectFrames(kv, self, self._safely)
-        self._to_ack: dict[Incoming, None] = {}  # in order of arrival
-        self._doors = Doors(boot, self._terms, self, self._links, self.counters)
+        self._direct = DeviceFrames(kv, self, self._safely)
+        self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
+        self._doors = DataListeners(boot, self._terms, self, self._links, self.counters)
         self.refusals = self._doors.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
@@ -125,7 +125,7 @@ class Receiver(Endpoint[Incoming]):
         )
         keys = derive_keys(ticket, self._digest, self._terms.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
-        self._add(Incoming(ticket, state, keys, request, blocks, times), blocks)
+        self._add(IncomingHandoff(ticket, state, keys, request, blocks, times), blocks)
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
@@ -155,7 +155,7 @@ class Receiver(Endpoint[Incoming]):
         """End every attempt and connection; call on the engine thread, or after it has ended."""
         self._doors.close()
         for incoming in list(self._live.values()):
-            self._advance(incoming, Ended("decode stops"))
+            self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")
         self._stop_ticker()
 
@@ -171,15 +171,17 @@ class Receiver(Endpoint[Incoming]):
         self._to_ack.clear()
         return more
 
-    def _granted(self, incoming: Incoming) -> None:
+    def _granted(self, incoming: IncomingHandoff) -> None:
         assert incoming.bitmap is not None  # both since it was granted
         assert incoming.reservation is not None
         blocks = sum(map(len, incoming.reservation.blocks))
-        self._note(incoming, Mark.TAKEN, blocks, incoming.bitmap.num_missing)
+        self._note(incoming, RecordKind.TAKEN, blocks, incoming.bitmap.num_missing)
         self._advance(incoming, Reserved())
         self._fill(incoming)
 
-    def _claim(self, incoming: Incoming, link: Link, claim: messages.Claim, at: float) -> None:
+    def _claim(
+        self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, at: float
+    ) -> None:
         if incoming.state.final or not link.open:
             self._gone(incoming, link)
             return
@@ -192,21 +194,21 @@ class Receiver(Endpoint[Incoming]):
         self._advance(incoming, Claimed())
         if claim.num_tokens != incoming.num_tokens:
             reason = f"claim of {claim.num_tokens} tokens, not {incoming.num_tokens}"
-            self._advance(incoming, Ended(reason))
+            self._advance(incoming, HandoffEnded(reason))
 
-    def _grant(self, incoming: Incoming) -> None:
+    def _grant(self, incoming: IncomingHandoff) -> None:
         assert incoming.reservation is not None
         incoming.post(messages.Granted(tuple(incoming.reservation.first_block)))
 
-    def _gone(self, incoming: Incoming, link: Link | None = None) -> None:
+    def _gone(self, incoming: IncomingHandoff, link: DataLink | None = None) -> None:
         target = link or incoming.link
         if target is not None:
-            self._note(incoming, Mark.GONE)
+            self._note(incoming, RecordKind.GONE)
             target.post(messages.encode(messages.Gone(incoming.ticket.id)))
 
     # what becomes of a frame (direct.py Taker)
 
-    def took(self, parcel: Parcel, written: Piece | None) -> None:
+    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
         incoming, header = parcel.attempt, parcel.header
         if not incoming.state.holds:  # it has ended since
             self.late(parcel)
@@ -221,39 +223,39 @@ class Receiver(Endpoint[Incoming]):
             figures = self._figures(parcel.link)
             figures.num_bytes += header.payload_bytes
             figures.frames += 1
-        self._note(incoming, Mark.WRITTEN, header.sequence, cells)
+        self._note(incoming, RecordKind.WRITTEN, header.sequence, cells)
         incoming.acks.append(header.sequence)
         self._to_ack[incoming] = None
         incoming.landed(header)
         self._fill(incoming)
 
-    def _again(self, parcel: Parcel) -> None:
+    def _again(self, parcel: ReceivedFrame) -> None:
         """A duplicate of what is written."""
         if parcel.attempt.state.holds:
             self.took(parcel, None)
 
-    def damaged(self, parcel: Parcel) -> None:
+    def damaged(self, parcel: ReceivedFrame) -> None:
         self.counters["corrupt_frames"] += 1
         parcel.attempt.landed(parcel.header)
         self._figures(parcel.link).refused += 1
         parcel.attempt.post(messages.Nack(parcel.header.sequence))
 
-    def refused(self, parcel: Parcel, error: FrameError) -> None:
+    def refused(self, parcel: ReceivedFrame, error: FrameError) -> None:
         self.counters["unfit_frames"] += 1
         self._figures(parcel.link).refused += 1
-        self._advance(parcel.attempt, Ended(f"frame: {error}"))
+        self._advance(parcel.attempt, HandoffEnded(f"frame: {error}"))
 
-    def late(self, parcel: Parcel) -> None:
+    def late(self, parcel: ReceivedFrame) -> None:
         self.counters["late_frames"] += 1
         parcel.attempt.landed(parcel.header)
-        self._note(parcel.attempt, Mark.LATE, parcel.header.sequence)
+        self._note(parcel.attempt, RecordKind.LATE, parcel.header.sequence)
 
-    def _fill(self, incoming: Incoming) -> None:
+    def _fill(self, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
             incoming.acks.clear()  # Complete says it of all
             self._advance(incoming, Filled())
 
-    def _keep(self, incoming: Incoming) -> None:
+    def _keep(self, incoming: IncomingHandoff) -> None:
         """Blocks that are verified in all layers are a cached prefix at once, which outlives the
         attempt: whoever goes on with the prompt begins there."""
         if not incoming.state.holds:
@@ -265,35 +267,35 @@ class Receiver(Endpoint[Incoming]):
                 before = incoming.reservation.cached_tokens
                 self._on_verified(incoming.ticket.attempt, kept, before)
 
-    def _check(self, attempt: Incoming) -> None:
+    def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
         if slow and not self._direct.busy:  # else it is decode that is slow
-            self._advance(attempt, Ended("prefill slow"))
+            self._advance(attempt, HandoffEnded("prefill slow"))
 
-    def _acknowledge(self, incoming: Incoming) -> None:
+    def _acknowledge(self, incoming: IncomingHandoff) -> None:
         for at in range(0, len(incoming.acks), messages.MAX_SEQUENCES):
             incoming.post(messages.Ack(tuple(incoming.acks[at : at + messages.MAX_SEQUENCES])))
         incoming.acks.clear()
 
-    def _commit(self, incoming: Incoming) -> None:
+    def _commit(self, incoming: IncomingHandoff) -> None:
         incoming.times.committed = self._clock()
         incoming.settle()
         self._engine.commit(incoming.reservation)
-        self._note(incoming, Mark.HANDED)
+        self._note(incoming, RecordKind.HANDED)
         if incoming.parked:
             self._engine.park(incoming.request.key)
 
-    def _count_idle(self, incoming: Incoming) -> None:
+    def _count_idle(self, incoming: IncomingHandoff) -> None:
         self.reserved_idle_block_s += incoming.idle_block_s(self._clock())
 
-    def _free(self, incoming: Incoming) -> None:
+    def _free(self, incoming: IncomingHandoff) -> None:
         self._count_idle(incoming)
         incoming.settle()
         self._engine.release(incoming.reservation)
-        self._note(incoming, Mark.FREED)
+        self._note(incoming, RecordKind.FREED)
 
-    def _report_done(self, incoming: Incoming) -> None:
+    def _report_done(self, incoming: IncomingHandoff) -> None:
         assert incoming.reservation is not None
         assert incoming.link is not None
         cached = max(incoming.reservation.cached_tokens, incoming.prefill_cached)
@@ -314,10 +316,10 @@ class Receiver(Endpoint[Incoming]):
 
     # threads of the connections
 
-    def introduced(self, link: Link, hello: messages.Hello) -> str:
+    def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return self._doors.refusal(link, hello)
 
-    def message(self, link: Link, message: messages.Message) -> None:
+    def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
             raise FrameError(f"unexpected {type(message).__name__}")
         incoming = self._genuine(message, link)
@@ -337,7 +339,7 @@ class Receiver(Endpoint[Incoming]):
             incoming.prefill_cached = message.body.cached_tokens
             incoming.times.computed = incoming.times.computed or self._clock()
 
-    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+    def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         incoming = self._live.get(header.ticket)
         if incoming is None or incoming.link is not link:
             if signer := self._signer(link, Domain.HEADER, header.sequence, covered, tag):
@@ -351,10 +353,10 @@ class Receiver(Endpoint[Incoming]):
             return True
         self.counters["duplicate_frames"] += 1
         if incoming.has(header):  # acknowledged like the first one
-            self._hear(Parcel(incoming, link, header), self._again)
+            self._hear(ReceivedFrame(incoming, link, header), self._again)
         return False
 
-    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
         if incoming is None:
             self.counters["late_frames"] += 1
@@ -362,10 +364,12 @@ class Receiver(Endpoint[Incoming]):
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self._direct.arrived(Parcel(incoming, link, header, payload))  # the copy verifies it
+            self._direct.arrived(
+                ReceivedFrame(incoming, link, header, payload)
+            )  # the copy verifies it
             self._wake()
             return
-        parcel = Parcel(incoming, link, header)
+        parcel = ReceivedFrame(incoming, link, header)
         tag, sealed = header.payload_tag, self._terms.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
@@ -384,11 +388,13 @@ class Receiver(Endpoint[Incoming]):
             wake = piece is None or incoming.num_inside > before
             self._hear(parcel, partial(self.took, written=piece), wake)
 
-    def _hear(self, parcel: Parcel, what: Callable[[Parcel], None], wake: bool = True) -> None:
+    def _hear(
+        self, parcel: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
+    ) -> None:
         """The engine thread takes note of what became of a frame."""
         self._post(partial(self._safely, parcel.attempt, lambda _: what(parcel)), wake)
 
 
-def _fail(parcel: Parcel, error: Exception) -> None:
-    """Where it ends the attempt and nothing else (Endpoint._safely)."""
+def _fail(parcel: ReceivedFrame, error: Exception) -> None:
+    """Where it ends the attempt and nothing else (HandoffEndpoint._safely)."""
     raise error

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.engine.api.request import (
-    Computed,
     Event,
+    PrefillComputed,
     Request,
     RequestFailed,
     SamplingParams,
@@ -27,25 +27,31 @@ from pdserve.engine.api.request import (
     Step,
 )
 from pdserve.engine.handoff.connection.dial import Dialer
-from pdserve.engine.handoff.connection.link import Link
-from pdserve.engine.handoff.endpoint import Endpoint
-from pdserve.engine.handoff.outgoing import HANDED_BACK, Outgoing, ReadableKv, SendTimes, Sent
+from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.endpoint import HandoffEndpoint
+from pdserve.engine.handoff.outgoing import (
+    HANDED_BACK,
+    OutgoingHandoff,
+    ReadableKv,
+    SendTimes,
+    Sent,
+)
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
 from pdserve.engine.handoff.protocol.layout import cut, encode_spec, spec_digest
 from pdserve.engine.handoff.protocol.machine import (
     Action,
-    Ended,
+    ClaimGranted,
     Filled,
-    Granted,
     Handoff,
+    HandoffEnded,
     Heard,
     Phase,
     Picked,
     Side,
 )
-from pdserve.engine.handoff.recorder.event_log import Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
 
@@ -69,11 +75,11 @@ class SendingEngine(Protocol):
 class _Peer:
     """A decode process: its connection, or the attempts that wait for it."""
 
-    link: Link | None = None
-    waiting: list[Outgoing] = field(default_factory=list)
+    link: DataLink | None = None
+    waiting: list[OutgoingHandoff] = field(default_factory=list)
 
 
-class Sender(Endpoint[Outgoing]):
+class Sender(HandoffEndpoint[OutgoingHandoff]):
     """`on_ended(Sent)` is called on the engine thread, once per started attempt."""
 
     def __init__(
@@ -89,7 +95,7 @@ class Sender(Endpoint[Outgoing]):
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
         encrypted: bool = False,
-        trace: Trace | None = None,
+        trace: EventLog | None = None,
     ) -> None:
         super().__init__(wake, progress, clock, trace)
         self._engine = engine
@@ -104,7 +110,7 @@ class Sender(Endpoint[Outgoing]):
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
         self._peers: dict[bytes, _Peer] = {}  # by decode boot
-        self._by_key: dict[str, Outgoing] = {}
+        self._by_key: dict[str, OutgoingHandoff] = {}
         self.actions = {
             Action.SEND_CLAIM: self._send_claim,
             Action.SEND_FRAMES: self._push_computed,
@@ -156,14 +162,14 @@ class Sender(Endpoint[Outgoing]):
         outgoing.cached_tokens = outgoing.num_computed = num_tokens
         outgoing.times.picked = outgoing.times.computed = self._clock()
         outgoing.done = True
-        self._note(outgoing, Mark.TAKEN, blocks)
+        self._note(outgoing, RecordKind.TAKEN, blocks)
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
         """End what the engine has not begun: others may do it sooner."""
         for outgoing in list(self._live.values()):
             if outgoing.state.phase is Phase.ADMITTED:
-                self._advance(outgoing, Ended(HANDED_BACK))
+                self._advance(outgoing, HandoffEnded(HANDED_BACK))
 
     def on_step(self, step: Step) -> None:
         """What the engine did; call on the engine thread with every step it tells."""
@@ -175,7 +181,7 @@ class Sender(Endpoint[Outgoing]):
     def close(self) -> None:
         """End every attempt and connection; call on the engine thread, or after it has ended."""
         for outgoing in list(self._live.values()):
-            self._advance(outgoing, Ended("prefill stops"))
+            self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
         for transport in self._transports:
             transport.close()
@@ -188,29 +194,31 @@ class Sender(Endpoint[Outgoing]):
 
     def _open(
         self, ticket: Ticket, address: str, num: int, deadline: float, receiver: bytes, lender: str
-    ) -> Outgoing:
+    ) -> OutgoingHandoff:
         keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
         state, times = Handoff(Side.SEND, deadline), SendTimes(self._clock())
         secret = self._encrypted
-        outgoing = Outgoing(ticket, state, keys, address, num, times, self._trace, secret, lender)
+        outgoing = OutgoingHandoff(
+            ticket, state, keys, address, num, times, self._trace, secret, lender
+        )
         self._add(outgoing)
         return outgoing
 
-    def _on_event(self, event: Event, outgoing: Outgoing) -> None:
+    def _on_event(self, event: Event, outgoing: OutgoingHandoff) -> None:
         match event:
             case Scheduled(_, cached_tokens):
                 outgoing.cached_tokens = cached_tokens
                 outgoing.times.picked = self._clock()
                 blocks = sum(map(len, self._engine.held_blocks(outgoing.key)))
-                self._note(outgoing, Mark.TAKEN, blocks)
+                self._note(outgoing, RecordKind.TAKEN, blocks)
                 self._advance(outgoing, Picked())
-            case Computed(_, num_tokens, done):
+            case PrefillComputed(_, num_tokens, done):
                 self._computed(outgoing, num_tokens, done)
             case RequestFailed():
                 outgoing.settle()  # the engine has taken the blocks back
-                self._advance(outgoing, Ended("the engine gave it up"))
+                self._advance(outgoing, HandoffEnded("the engine gave it up"))
 
-    def _computed(self, outgoing: Outgoing, num_tokens: int, done: bool) -> None:
+    def _computed(self, outgoing: OutgoingHandoff, num_tokens: int, done: bool) -> None:
         outgoing.num_computed = num_tokens
         outgoing.done = done
         if done:
@@ -218,7 +226,7 @@ class Sender(Endpoint[Outgoing]):
             outgoing.post(messages.Computed(outgoing.cached_tokens))
         self._push_computed(outgoing)
 
-    def _push_computed(self, outgoing: Outgoing) -> None:
+    def _push_computed(self, outgoing: OutgoingHandoff) -> None:
         """Frames of the blocks that are computed, were asked for, and have not been sent."""
         if not outgoing.next_blocks or not outgoing.state.holds or outgoing.link is None:
             return
@@ -235,7 +243,7 @@ class Sender(Endpoint[Outgoing]):
                 pieces = cut(self._kv.spec, group, range(start, ready), most)
                 outgoing.push(self._kv, pieces, tables[group], 0)
 
-    def _send_claim(self, outgoing: Outgoing) -> None:
+    def _send_claim(self, outgoing: OutgoingHandoff) -> None:
         peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Peer())
         if peer.link is not None and peer.link.open:
             self._claim_on(outgoing, peer.link)
@@ -247,12 +255,12 @@ class Sender(Endpoint[Outgoing]):
             target = Target(outgoing.address, outgoing.ticket.decode_boot)
             self._dial_threads.submit(self._dial, target, peer)
 
-    def _claimed(self, outgoing: Outgoing) -> None:
+    def _claimed(self, outgoing: OutgoingHandoff) -> None:
         self._advance(outgoing, Heard(self._clock()))
         if outgoing.done:
             outgoing.post(messages.Computed(outgoing.cached_tokens))
 
-    def _dialed(self, boot: bytes, link: Link | None, reason: str) -> None:
+    def _dialed(self, boot: bytes, link: DataLink | None, reason: str) -> None:
         peer = self._peers[boot]
         peer.link = link
         if link is not None:
@@ -267,23 +275,23 @@ class Sender(Endpoint[Outgoing]):
                     self._claim_on(outgoing, link)
                 self._claimed(outgoing)
             else:
-                end = Ended(reason or "the connection closed at once", told=True)
+                end = HandoffEnded(reason or "the connection closed at once", told=True)
                 self._advance(outgoing, end)
 
-    def _granted(self, outgoing: Outgoing, first_blocks: tuple[int, ...]) -> None:
+    def _granted(self, outgoing: OutgoingHandoff, first_blocks: tuple[int, ...]) -> None:
         if len(first_blocks) != len(self._kv.spec.groups):
-            self._advance(outgoing, Ended("granted for another KV layout"))
+            self._advance(outgoing, HandoffEnded("granted for another KV layout"))
             return
         if not outgoing.next_blocks:
             outgoing.next_blocks = list(first_blocks)
-        self._advance(outgoing, Granted())
+        self._advance(outgoing, ClaimGranted())
 
-    def _acknowledged(self, outgoing: Outgoing, sequences: tuple[int, ...]) -> None:
+    def _acknowledged(self, outgoing: OutgoingHandoff, sequences: tuple[int, ...]) -> None:
         for sequence in sequences:
             if outgoing.answered(sequence) is None:
                 self.counters["stale"] += 1
 
-    def _refused(self, outgoing: Outgoing, sequence: int) -> None:
+    def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
         """Decode read something else than was signed: once more, then give up."""
         found = outgoing.answered(sequence)
         if found is None or not outgoing.state.holds or outgoing.link is None:
@@ -291,17 +299,17 @@ class Sender(Endpoint[Outgoing]):
             return
         piece, resends = found.piece, found.resends + 1
         if resends > MAX_RESENDS:
-            self._advance(outgoing, Ended(f"a frame was refused {resends} times"))
+            self._advance(outgoing, HandoffEnded(f"a frame was refused {resends} times"))
             return
         self.counters["resent"] += 1
         table = self._engine.held_blocks(outgoing.key)[piece.group]
         outgoing.push(self._kv, [piece], table, resends)
 
-    def _completed(self, outgoing: Outgoing) -> None:
+    def _completed(self, outgoing: OutgoingHandoff) -> None:
         self._advance(outgoing, Filled())
         outgoing.answered_all()
 
-    def _leave(self, outgoing: Outgoing) -> None:
+    def _leave(self, outgoing: OutgoingHandoff) -> None:
         """Give the blocks back, once no job reads them."""
         readable = outgoing.readable  # only this thread changes it
         outgoing.settle()
@@ -312,11 +320,11 @@ class Sender(Endpoint[Outgoing]):
         elif readable:
             self._engine.abort(outgoing.key)
 
-    def _free(self, outgoing: Outgoing) -> None:
+    def _free(self, outgoing: OutgoingHandoff) -> None:
         self._leave(outgoing)
-        self._note(outgoing, Mark.FREED)
+        self._note(outgoing, RecordKind.FREED)
 
-    def _report(self, outgoing: Outgoing) -> None:
+    def _report(self, outgoing: OutgoingHandoff) -> None:
         self._by_key.pop(outgoing.key, None)
         outgoing.times.ended = self._clock()
         transport = ""
@@ -338,7 +346,7 @@ class Sender(Endpoint[Outgoing]):
 
     # other threads
 
-    def _claim_on(self, outgoing: Outgoing, link: Link) -> None:
+    def _claim_on(self, outgoing: OutgoingHandoff, link: DataLink) -> None:
         outgoing.link = link
         age_s = self._clock() - outgoing.times.picked
         outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
@@ -362,20 +370,20 @@ class Sender(Endpoint[Outgoing]):
         self._inbox.append(partial(self._dialed, target.boot, link, reason))
         self._wake()
 
-    def introduced(self, link: Link, hello: messages.Hello) -> str:
+    def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return "prefill accepts no connections"
 
-    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+    def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         raise FrameError("decode does not send frames")
 
-    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         raise FrameError("decode does not send frames")
 
-    def message(self, link: Link, message: messages.Message) -> None:
+    def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Gone):
             gone = self._live.get(message.ticket)
             if gone is not None and gone.link is link:
-                end = Ended("gone at decode", told=True)
+                end = HandoffEnded("gone at decode", told=True)
                 self._post(partial(self._advance, gone, end))
             return
         if not isinstance(message, messages.Signed):

@@ -15,7 +15,7 @@ LOOK_S = 0.5  # whoever looks less often than this was slow itself: that time do
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SlowPeerDetector:
     """How fast the chunks of one prefill come; times are clock readings."""
 
     chunk_at: float  # when the last chunk was complete, at first when the blocks were granted
@@ -23,14 +23,14 @@ class Pace:
     looked: float
     longest: float | None = None  # seconds of a chunk; None: none is complete yet
 
-    def arrived(self, now: float, chunk: bool) -> "Pace":
+    def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
         """Frames were verified; `chunk`: with them a chunk is complete in all layers."""
         if not chunk:
             return replace(self, moved=now)
         longest = max(self.longest or 0.0, now - self.chunk_at)
         return replace(self, moved=now, chunk_at=now, longest=longest)
 
-    def look(self, now: float) -> "Pace":
+    def look(self, now: float) -> "SlowPeerDetector":
         """To be called several times a second, before `slow`."""
         lost = max(0.0, now - self.looked - LOOK_S)
         return replace(self, looked=now, moved=min(now, self.moved + lost))
@@ -42,6 +42,6 @@ class Pace:
         return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
 
 
-def granted(now: float) -> Pace:
+def granted(now: float) -> SlowPeerDetector:
     """The pace of a prefill that may send from now on."""
-    return Pace(chunk_at=now, moved=now, looked=now)
+    return SlowPeerDetector(chunk_at=now, moved=now, looked=now)

@@ -7,10 +7,10 @@ every sequence is one that its pool has counted, and no other.
 from collections import Counter
 
 from pdserve.engine.kv.block_pool import NULL_BLOCK
-from pdserve.engine.scheduling.job_table import Roster
+from pdserve.engine.scheduling.job_table import JobTable
 
 
-def discrepancy(roster: Roster, recount: bool = False) -> str:
+def discrepancy(roster: JobTable, recount: bool = False) -> str:
     """What does not add up, with the numbers; empty if all does.
 
     Without `recount` it takes a moment, with it as long as there are blocks in use.
@@ -28,7 +28,7 @@ def discrepancy(roster: Roster, recount: bool = False) -> str:
     return ""
 
 
-def _references(roster: Roster, group: int) -> tuple[Counter[int], Counter[int]]:
+def _references(roster: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
     """By block: references of sequences, and of reservations."""
     used, reserved = Counter[int](), Counter[int]()
     for job in roster.jobs.values():

@@ -11,20 +11,20 @@ from bisect import insort
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.spec import blocks_for
 from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.request_state import Job, Sequence
+from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
-class Roster:
+class JobTable:
     """Jobs, their slots in the batch and their blocks."""
 
     def __init__(self, tables: BlockTables, num_slots: int) -> None:
         self.tables = tables
-        self.jobs: dict[str, Job] = {}
-        self.waiting: dict[str, Job] = {}
-        self.running: list[Job] = []  # oldest first
-        self.held: dict[str, Job] = {}
-        self.reserved: dict[str, Job] = {}
-        self.parked: dict[str, Job] = {}  # the longest parked first
+        self.jobs: dict[str, RequestState] = {}
+        self.waiting: dict[str, RequestState] = {}
+        self.running: list[RequestState] = []  # oldest first
+        self.held: dict[str, RequestState] = {}
+        self.reserved: dict[str, RequestState] = {}
+        self.parked: dict[str, RequestState] = {}  # the longest parked first
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
         self.prefix_hits = 0  # of them found
@@ -36,7 +36,7 @@ class Roster:
         return len(self._free_slots)
 
     def open_prefix(
-        self, job: Job, spare: int, reserved: bool = False
+        self, job: RequestState, spare: int, reserved: bool = False
     ) -> tuple[Sequence, list[BlockCopy]] | None:
         """The job's prefix as a sequence with all its blocks, or None if they are short."""
         prefix = job.prefix()
@@ -61,7 +61,7 @@ class Roster:
         job.sequences = [sequence]
         return sequence, copies
 
-    def admit(self, job: Job) -> list[BlockCopy] | None:
+    def admit(self, job: RequestState) -> list[BlockCopy] | None:
         """Moves a waiting job into the batch, which has slots for it; None if blocks are short."""
         copies: list[BlockCopy] = []
         if not job.sequences:
@@ -77,7 +77,7 @@ class Roster:
             sequence.rewritten_from = [0] * len(sequence.block_tables)
         return copies
 
-    def _spare(self, job: Job) -> int:
+    def _spare(self, job: RequestState) -> int:
         """Blocks to leave for the growth of what runs and for the job's own longer choices."""
         growing = sum(len(j.sequences) for j in self.running if not j.request.prefill_only)
         if job.request.prefill_only or len(job.unfinished) == 1:
@@ -86,7 +86,7 @@ class Roster:
         beyond = [len(job.generated[c]) + prompt_len for c in job.unfinished]
         return growing + sum(blocks_for(n, size) - prompt_len // size for n in beyond[1:])
 
-    def preempt(self, job: Job) -> None:
+    def preempt(self, job: RequestState) -> None:
         """Back to the queue without blocks; what it has generated is kept."""
         self._close_sequences(job)
         if job in self.running:
@@ -94,7 +94,7 @@ class Roster:
         self.waiting[job.key] = job
         self.preemptions += 1
 
-    def park(self, job: Job) -> None:
+    def park(self, job: RequestState) -> None:
         """Takes a waiting or running job out of the steps: its blocks stay, its slots do not."""
         self._return_slots(job)
         if job in self.running:
@@ -102,18 +102,18 @@ class Roster:
         self.waiting.pop(job.key, None)
         self.parked[job.key] = job
 
-    def unpark(self, job: Job) -> None:
+    def unpark(self, job: RequestState) -> None:
         """Back to the queue, with its blocks."""
         self.waiting[job.key] = self.parked.pop(job.key)
 
-    def evict(self) -> Job | None:
+    def evict(self) -> RequestState | None:
         """Gives up the longest parked job that has blocks; None: there is none."""
         job = next((j for j in self.parked.values() if j.sequences), None)
         if job is not None:
             self.end(job)
         return job
 
-    def victim(self, spared: set[int]) -> Job | None:
+    def victim(self, spared: set[int]) -> RequestState | None:
         """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
@@ -123,7 +123,7 @@ class Roster:
         ]
         return max(candidates, key=lambda j: j.order, default=None)
 
-    def hold(self, job: Job) -> None:
+    def hold(self, job: RequestState) -> None:
         """A job leaves the steps, and nobody takes its blocks: others read them."""
         self._return_slots(job)
         if job in self.running:
@@ -132,7 +132,7 @@ class Roster:
             state.pop(job.key, None)
         self.held[job.key] = job
 
-    def unhold(self, job: Job) -> None:
+    def unhold(self, job: RequestState) -> None:
         """Back to the queue, with its blocks."""
         self.waiting[job.key] = self.held.pop(job.key)
 
@@ -144,12 +144,12 @@ class Roster:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
-    def return_slot(self, job: Job) -> None:
+    def return_slot(self, job: RequestState) -> None:
         """A choice has ended before the prefix was computed: one place less is needed."""
         if job.slots:
             self._free_slots.append(job.slots.pop())
 
-    def end(self, job: Job) -> None:
+    def end(self, job: RequestState) -> None:
         """The job leaves, in whatever state it is; every block is back."""
         self._close_sequences(job, reserved=job.key in self.reserved)
         del self.jobs[job.key]
@@ -158,13 +158,13 @@ class Roster:
         if job in self.running:
             self.running.remove(job)
 
-    def _close_sequences(self, job: Job, reserved: bool = False) -> None:
+    def _close_sequences(self, job: RequestState, reserved: bool = False) -> None:
         self._return_slots(job)
         for sequence in reversed(job.sequences):
             self.tables.close(sequence, reserved)
         job.sequences = []
 
-    def _return_slots(self, job: Job) -> None:
+    def _return_slots(self, job: RequestState) -> None:
         for sequence in reversed(job.sequences):
             if sequence.slot >= 0:
                 self._free_slots.append(sequence.slot)

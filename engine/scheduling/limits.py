@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20  # candidates of a token
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Bounds of an engine. A step has room for every running sequence and one whole chunk."""
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """What the scheduler knows of a request under way. Pure.
 
-A `Job` is a request in any state; its `Sequence`s exist while it holds blocks. A prompt is one
-sequence until its last token has run; then each choice goes on as a sequence of its own.
+A `RequestState` is a request in any state; its `Sequence`s exist while it holds blocks. A prompt is
+one sequence until its last token has run; then each choice goes on as a sequence of its own.
 """
 
 from collections.abc import Sequence as Seq
@@ -32,7 +32,9 @@ class Sequence:
         "slot",
     )
 
-    def __init__(self, job: "Job", ids: list[int], choices: tuple[int, ...], parent_hash: bytes):
+    def __init__(
+        self, job: "RequestState", ids: list[int], choices: tuple[int, ...], parent_hash: bytes
+    ):
         self.job: Final = job
         self.ids = ids
         self.choices = choices  # that sample from the row of ids[-1]
@@ -51,7 +53,7 @@ class Sequence:
         return len(self.ids) - self.num_computed
 
 
-class Job:
+class RequestState:
     """One request, from submit to its last event."""
 
     def __init__(

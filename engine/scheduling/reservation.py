@@ -9,8 +9,8 @@ from enum import Enum
 
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.spec import blocks_for
-from pdserve.engine.scheduling.job_table import Roster
-from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.request_state import RequestState
 
 
 class ReservationState(Enum):
@@ -29,7 +29,9 @@ class Reservation:
     `first_block[group]` on are to be filled, and only while the reservation is open.
     """
 
-    def __init__(self, job: Job, num_tokens: int, block_size: int, windows: list[int]) -> None:
+    def __init__(
+        self, job: RequestState, num_tokens: int, block_size: int, windows: list[int]
+    ) -> None:
         (sequence,) = job.sequences
         self.job = job
         self.key = job.key
@@ -50,7 +52,7 @@ class Reservation:
         return self.state is ReservationState.OPEN
 
 
-def reserve(roster: Roster, job: Job) -> tuple[Reservation, list[BlockCopy]] | None:
+def reserve(roster: JobTable, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
     """Blocks of the job's whole prefix, or None. The copies are due before anything else."""
     opened = roster.open_prefix(job, spare=0, reserved=True)
     if opened is None:
@@ -62,7 +64,7 @@ def reserve(roster: Roster, job: Job) -> tuple[Reservation, list[BlockCopy]] | N
     return reservation, copies
 
 
-def verified(roster: Roster, reservation: Reservation, num_tokens: int) -> int:
+def verified(roster: JobTable, reservation: Reservation, num_tokens: int) -> int:
     """KV of the first `num_tokens` tokens is there: full blocks become an ordinary cached prefix.
 
     Returns the tokens of the prefix that are cached so far. The blocks stay reserved; when the
@@ -84,7 +86,7 @@ def verified(roster: Roster, reservation: Reservation, num_tokens: int) -> int:
     return sequence.num_published * size
 
 
-def commit(roster: Roster, reservation: Reservation) -> None:
+def commit(roster: JobTable, reservation: Reservation) -> None:
     """The KV is there: the request joins the queue with its blocks."""
     _expect_open(reservation)
     job = reservation.job
@@ -94,7 +96,7 @@ def commit(roster: Roster, reservation: Reservation) -> None:
     roster.waiting[job.key] = job
 
 
-def release(roster: Roster, reservation: Reservation) -> None:
+def release(roster: JobTable, reservation: Reservation) -> None:
     """Frees the blocks of an open reservation; of an aborted one they are free already."""
     if reservation.state is ReservationState.ABORTED:
         return

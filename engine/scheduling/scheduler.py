@@ -8,20 +8,20 @@ up, the longest parked first; then the youngest request is preempted: it loses i
 tokens and is computed again later.
 """
 
-from pdserve.engine.api.request import Computed, Event, Evicted, Scheduled
-from pdserve.engine.scheduling.job_table import Roster
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
-from pdserve.engine.scheduling.request_state import Job, Sequence
+from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class Scheduler:
     """Plans steps over the jobs of a roster; what a step did comes back through Progress."""
 
-    def __init__(self, roster: Roster, limits: Limits) -> None:
+    def __init__(self, roster: JobTable, limits: EngineLimits) -> None:
         self._roster = roster
         self._limits = limits
-        self._short: Job | None = None  # the next job to admit lacks blocks
+        self._short: RequestState | None = None  # the next job to admit lacks blocks
         self._claim: int | None = None  # order of a reservation asked for in vain since the step
 
     def comes_first(self, order: int) -> bool:
@@ -52,9 +52,11 @@ class Scheduler:
         self._claim = None
         return plan if plan.rows or plan.events else None
 
-    def _add_decode_rows(self, plan: Plan, in_step: set[int]) -> list[tuple[Job, Sequence]]:
+    def _add_decode_rows(
+        self, plan: Plan, in_step: set[int]
+    ) -> list[tuple[RequestState, Sequence]]:
         """Returns the sequences that have more to compute than a row."""
-        in_prefill: list[tuple[Job, Sequence]] = []
+        in_prefill: list[tuple[RequestState, Sequence]] = []
         for job in list(self._roster.running):
             rows: list[Row] = []
             for sequence in job.sequences:
@@ -71,7 +73,7 @@ class Scheduler:
     def _add_chunks(
         self,
         now_s: float,
-        in_prefill: list[tuple[Job, Sequence]],
+        in_prefill: list[tuple[RequestState, Sequence]],
         plan: Plan,
         in_step: set[int],
     ) -> None:
@@ -81,7 +83,7 @@ class Scheduler:
         """
         budget = self._limits.step_tokens - len(plan.rows)
         lacks_slots = False
-        short: Job | None = None
+        short: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
             if budget <= 0:
                 if short is None and self._short in self._roster.waiting.values():
@@ -112,16 +114,16 @@ class Scheduler:
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
 
-    def _held_up(self, job: Job) -> bool:
+    def _held_up(self, job: RequestState) -> bool:
         return self._claim is not None and job.order > self._claim
 
     def _queue(
-        self, now_s: float, in_prefill: list[tuple[Job, Sequence]]
-    ) -> list[tuple[Job, Sequence | None]]:
+        self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
+    ) -> list[tuple[RequestState, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None, the next to compute first."""
-        queue: list[tuple[float, int, int, Job, Sequence | None]] = []
+        queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
-        def add(job: Job, size: int, left: int, sequence: Sequence | None) -> None:
+        def add(job: RequestState, size: int, left: int, sequence: Sequence | None) -> None:
             ratio = (now_s - job.arrived_s) / max(1, size)
             queue.append((-ratio, left, job.order, job, sequence))
 
@@ -134,7 +136,7 @@ class Scheduler:
         queue.sort(key=lambda entry: entry[:3])
         return [(job, sequence) for _, _, _, job, sequence in queue]
 
-    def _admit(self, job: Job, plan: Plan) -> Sequence | None:
+    def _admit(self, job: RequestState, plan: Plan) -> Sequence | None:
         while (copies := self._roster.admit(job)) is None:
             if not self.evict(plan.events):
                 return None
@@ -144,11 +146,11 @@ class Scheduler:
             job.announced = True
             plan.events.append(Scheduled(job.key, job.cached_tokens))
         if not sequence.num_left:  # a prefill_only request, all of it from the cache
-            plan.events.append(Computed(job.key, sequence.num_computed, True))
+            plan.events.append(PrefillComputed(job.key, sequence.num_computed, True))
             self._roster.hold(job)
         return sequence
 
-    def _grow(self, job: Job, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
+    def _grow(self, job: RequestState, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
         """Blocks for the rows of a job, if need be those of the youngest; False: not this step."""
         for row in rows:
             while (copies := self._roster.tables.extend(row.sequence, row.end)) is None:

@@ -7,29 +7,29 @@ own that refers to the same blocks.
 from collections.abc import Sequence as Seq
 
 from pdserve.engine.api.request import (
-    Computed,
     Event,
     Finished,
     FinishReason,
     NewTokens,
+    PrefillComputed,
     PromptScored,
     RequestFailed,
 )
-from pdserve.engine.scheduling.job_table import Roster
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
-from pdserve.engine.scheduling.request_state import Job, Sequence
+from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
-class Progress:
+class StepProgress:
     """Applies outcomes to the jobs of a roster; every method returns the events to tell."""
 
-    def __init__(self, roster: Roster, limits: Limits) -> None:
+    def __init__(self, roster: JobTable, limits: EngineLimits) -> None:
         self._roster = roster
         self._limits = limits
         self.generated_tokens = 0
 
-    def start(self, job: Job) -> list[Event]:
+    def start(self, job: RequestState) -> list[Event]:
         """Ends the choices that had ended before this start."""
         events: list[Event] = []
         if job.request.prefill_only:
@@ -52,7 +52,7 @@ class Progress:
                 self._apply_row(row, outcome, events)
         return events
 
-    def abort(self, job: Job, choices: Seq[int]) -> list[Event]:
+    def abort(self, job: RequestState, choices: Seq[int]) -> list[Event]:
         """Ends single choices, or with none named the whole job."""
         events: list[Event] = []
         for choice in choices or job.unfinished:
@@ -65,7 +65,7 @@ class Progress:
             events += self._end(job)
         return events
 
-    def fail(self, job: Job, message: str) -> list[Event]:
+    def fail(self, job: RequestState, message: str) -> list[Event]:
         """Gives the whole job up."""
         self._roster.end(job)
         return [RequestFailed(job.key, message)]
@@ -77,7 +77,7 @@ class Progress:
         if job.prompt_scores is not None:
             job.prompt_scores += outcome.scores
         if sequence.is_prefix:
-            events.append(Computed(job.key, row.end, row.end == len(sequence.ids)))
+            events.append(PrefillComputed(job.key, row.end, row.end == len(sequence.ids)))
         if row.end < len(sequence.ids):
             return
         if sequence.is_prefix:
@@ -104,7 +104,7 @@ class Progress:
         if ended and not job.unfinished:
             events += self._end(job)
 
-    def _branch(self, job: Job, prefix: Sequence) -> None:
+    def _branch(self, job: RequestState, prefix: Sequence) -> None:
         """One sequence per unfinished choice; the first takes the prefix's own."""
         prefix.is_prefix = False
         first, *others = job.unfinished
@@ -116,7 +116,7 @@ class Progress:
         prefix.ids = job.branch_ids(first)
         prefix.choices = (first,)
 
-    def _append(self, job: Job, choice: int, pick: Pick) -> NewTokens:
+    def _append(self, job: RequestState, choice: int, pick: Pick) -> NewTokens:
         ids = job.generated[choice]
         ids.append(pick.token)
         self.generated_tokens += 1
@@ -131,11 +131,11 @@ class Progress:
         logprobs = () if pick.logprob is None else (pick.logprob,)
         return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
 
-    def _finish(self, job: Job, choice: int, reason: FinishReason) -> list[Event]:
+    def _finish(self, job: RequestState, choice: int, reason: FinishReason) -> list[Event]:
         job.finish[choice] = reason
         return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
 
-    def _drop(self, job: Job, choice: int) -> None:
+    def _drop(self, job: RequestState, choice: int) -> None:
         """A choice of a job ended from outside gives its sequence or its place back."""
         for sequence in list(job.sequences):
             if sequence.is_prefix:
@@ -144,6 +144,6 @@ class Progress:
             elif sequence.choices == (choice,):
                 self._roster.end_sequence(sequence)
 
-    def _end(self, job: Job) -> list[Event]:
+    def _end(self, job: RequestState) -> list[Event]:
         self._roster.end(job)
         return [Finished(job.key, job.cached_tokens)]

@@ -62,7 +62,7 @@ class Target:
     boot: bytes
 
 
-class Outlet(Protocol):
+class DeviceSink(Protocol):
     """prefill: a slot on the device, to be filled from the pool on the device."""
 
     def copy_out(self, pages: Pages, key: bytes) -> Copy:
@@ -78,10 +78,10 @@ class Frame:
 
 
 # The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
-FrameJob = Callable[[int, Outlet | None], AbstractContextManager[Frame | None]]
+FrameJob = Callable[[int, DeviceSink | None], AbstractContextManager[Frame | None]]
 
 
-class Inlet(Protocol):
+class DeviceSource(Protocol):
     """decode: a slot on the device that holds a payload, or soon will."""
 
     def ready(self) -> bool:
@@ -91,14 +91,14 @@ class Inlet(Protocol):
         """Straight into the pool, on the thread that computes. Raises DeviceError."""
 
 
-Payload = memoryview | Inlet
+Payload = memoryview | DeviceSource
 
 
 class Wire(ABC):
     """One connection. Reads happen on one thread and writes on one thread.
 
     A `direct` wire moves payloads from pool to pool on a device: what it hands out for a slot is
-    an Outlet or an Inlet, and the host never sees the bytes.
+    an DeviceSink or an DeviceSource, and the host never sees the bytes.
     """
 
     direct: ClassVar[bool] = False
@@ -198,7 +198,7 @@ class Wire(ABC):
         """prefill: slots can be filled; else only after `open_window`."""
         return True
 
-    def outlet(self, slot: int) -> Outlet | None:
+    def outlet(self, slot: int) -> DeviceSink | None:
         """prefill, direct: the slot, to be filled before `send_frame`."""
         return None
 

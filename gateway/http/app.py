@@ -17,8 +17,8 @@ from pdserve.gateway.http.guard import Guard
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.openai.chat import Chat
-from pdserve.gateway.openai.completions import Completion
+from pdserve.gateway.openai.chat import ChatReply
+from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.errors import error_response, internal_error, service_error_response
 from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.schema import (
@@ -75,7 +75,7 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
         """What its answer is named by, and the name that its client gave it, if any."""
         return request.state.request_id, request.state.client_id
 
-    def answer(work: Chat | Completion, stream: bool | None) -> Response:
+    def answer(work: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
             return EventStream(work.chunks(), limits.max_buffer_bytes, limits.stall_s)
         return Reply(work.whole(), limits.stall_s)
@@ -83,12 +83,12 @@ def _add_completions(app: FastAPI, service: Service, limits: HttpLimits) -> None
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read(request, ChatBody)
-        return answer(Chat(service, body, *ids(request)), body.stream)
+        return answer(ChatReply(service, body, *ids(request)), body.stream)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody)
-        return answer(Completion(service, body, *ids(request)), body.stream)
+        return answer(CompletionReply(service, body, *ids(request)), body.stream)
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:

@@ -12,7 +12,7 @@ from pdserve.gateway.openai.usage import usage_object
 from pdserve.gateway.service import ChatAsk, Service
 
 
-class Chat:
+class ChatReply:
     """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
 
     def __init__(self, service: Service, body: ChatBody, request_id: str, client_id: str) -> None:

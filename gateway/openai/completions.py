@@ -12,7 +12,7 @@ from pdserve.gateway.openai.usage import usage_object
 from pdserve.gateway.service import CompleteAsk, Service
 
 
-class Completion:
+class CompletionReply:
     """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
 
     def __init__(

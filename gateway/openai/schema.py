@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from pdserve.gateway.sampling import Wishes, refuse
+from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -157,14 +157,14 @@ class ChatBody(Sampling):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
         if limit is None:
             limit, limit_field = self.max_tokens, "max_tokens"
-        return Wishes(
+        return RequestedSampling(
             **self._shared(),
             max_tokens=limit,
             max_tokens_field=limit_field,
@@ -186,12 +186,12 @@ class CompletionBody(Sampling):
     def echo_only(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
         n = 1 if self.n is None else self.n
         if self.stream and self.best_of is not None and self.best_of > n:
             raise refuse("best_of", "best_of cannot be streamed")
-        return Wishes(
+        return RequestedSampling(
             **self._shared(),
             max_tokens=1 if self.echo_only else self.max_tokens,
             logprobs=self.logprobs,

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import grpc
 
-from pdserve.gateway.router_client.model_files import Offer
-from pdserve.gateway.router_client.resumable_request import Flight
+from pdserve.gateway.router_client.model_files import ModelFiles
+from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
@@ -47,7 +47,7 @@ MAX_BACKOFF_S = 0.5  # a router that is back is found well before decode gives i
 class _Inbox:
     """Events of one request, in order, from the session's reader to its one consumer."""
 
-    def __init__(self, flight: Flight, now: float) -> None:
+    def __init__(self, flight: ResumableRequest, now: float) -> None:
         self.flight = flight
         self.opened = now
         self.turned_away = 0  # by routers that take no new request
@@ -82,7 +82,7 @@ class RouterClient:
         self._channel: grpc.aio.Channel | None = None  # of the live session
         self._down_since = 0.0  # when the last session that worked was lost
         self._task: asyncio.Task[None] | None = None
-        self._offer = Offer()
+        self._offer = ModelFiles()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._keep_session(), name="router session")
@@ -105,7 +105,7 @@ class RouterClient:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
             raise ServiceError(INVALID_ARGUMENT, f"request id {start.request!r} is in use")
-        flight = Flight(start, loop.time())
+        flight = ResumableRequest(start, loop.time())
         inbox = _Inbox(flight, loop.time())
         self._inboxes[flight.request] = inbox
         timer = None

@@ -24,7 +24,7 @@ MAX_BLOBS = 32
 T = TypeVar("T")
 
 
-class Offer:
+class ModelFiles:
     """Answers of routers and what is kept of them; see gateway/router_client/upstream.py.
 
     `channel` is the live one, or None: then calls raise ServiceError UNAVAILABLE.

@@ -23,7 +23,7 @@ from pdserve.protos.common_pb2 import (
 from pdserve.protos.router_pb2 import RequestEvent
 
 
-class Flight:
+class ResumableRequest:
     """State of a live request: what it has, where it runs, how long it may take."""
 
     def __init__(self, start: Start, now: float) -> None:
@@ -40,7 +40,7 @@ class Flight:
         self._issued = False
         self._num_scored = 0  # prompt tokens whose log-probabilities were handed on
         self._placement: Placement | None = None
-        self._strikes = start.strikes
+        self._crash_count = start.crash_count
         self._choices = [ChoiceState() for _ in range(max(1, start.params.n))]
         for mine, given in zip(self._choices, start.choices, strict=False):
             mine.CopyFrom(given)
@@ -78,7 +78,7 @@ class Flight:
             start.remaining_ms = max(1, int((self._deadline - now) * 1000))
         if self._placement is not None:
             start.placement.CopyFrom(self._placement)
-        start.strikes = self._strikes
+        start.crash_count = self._crash_count
         return start
 
     def abort(self, choices: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class Flight:
             if event.placed.epoch != self._epoch:
                 return None
             self._placement = event.placed.placement
-            self._strikes = event.placed.strikes
+            self._crash_count = event.placed.crash_count
         elif kind == "prompt_logprobs":
             return self._take_scores(event.prompt_logprobs)
         else:

@@ -1,4 +1,4 @@
-"""Errors of text handling: `TextError` is the client's fault, `UnsupportedModel` the model's."""
+"""Errors of text handling: TextError is the client's fault, UnsupportedTokenizer the model's."""
 
 
 class TextError(Exception):
@@ -9,5 +9,5 @@ class TextError(Exception):
         self.param = param
 
 
-class UnsupportedModel(Exception):
+class UnsupportedTokenizer(Exception):
     """A model's tokenizer or chat template cannot be used; says why."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.gateway.text.errors import UnsupportedModel
+from pdserve.gateway.text.errors import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,18 @@ class GenerationDefaults:
         """From the text of generation_config.json; empty text gives no defaults.
 
         A value that makes no sense is left out with a warning: it must not take a model down.
-        Raises UnsupportedModel if the text is not a JSON object.
+        Raises UnsupportedTokenizer if the text is not a JSON object.
         """
         if not data.strip():
             return cls()
         try:
             config = json.loads(data)
         except ValueError as error:
-            raise UnsupportedModel(f"generation_config.json is not JSON: {error}") from None
+            raise UnsupportedTokenizer(f"generation_config.json is not JSON: {error}") from None
         except RecursionError:
-            raise UnsupportedModel("generation_config.json is nested too deeply") from None
+            raise UnsupportedTokenizer("generation_config.json is nested too deeply") from None
         if not isinstance(config, dict):
-            raise UnsupportedModel("generation_config.json is not a JSON object")
+            raise UnsupportedTokenizer("generation_config.json is not a JSON object")
         return cls(**{name: _number(config, name) for name in _BOUNDS if name in config})
 
 

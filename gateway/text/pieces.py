@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from pdserve.gateway.text.errors import UnsupportedModel
+from pdserve.gateway.text.errors import UnsupportedTokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -31,7 +31,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises UnsupportedModel for a decoder that does not spell bytes token by token."""
+        """Raises UnsupportedTokenizer for a decoder that does not spell bytes token by token."""
         self._token = tokenizer.id_to_token
         self._cache: dict[int, bytes] = {}
         self._byte_level: dict[str, int] | None = None
@@ -40,7 +40,7 @@ class Pieces:
         self.strip = 0
         self.strip_within_first = False
         if tokenizer.decoder is None:
-            raise UnsupportedModel("tokenizer.json has no decoder")
+            raise UnsupportedTokenizer("tokenizer.json has no decoder")
         state = json.loads(tokenizer.decoder.__getstate__())
         for step in state["decoders"] if state["type"] == "Sequence" else [state]:
             self._add(step)
@@ -64,7 +64,9 @@ class Pieces:
                 if step["prepend_scheme"] != "never":
                     self.strip, self.strip_within_first = 1 << 30, True
             case kind:
-                raise UnsupportedModel(f"tokenizer.json has a decoder {kind!r} that is not known")
+                raise UnsupportedTokenizer(
+                    f"tokenizer.json has a decoder {kind!r} that is not known"
+                )
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token; none for an id that the tokenizer does not know."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import normalized
 from pdserve.gateway.text.sandbox import BUDGET, BoundedEnvironment, Budget, RenderLimits
 from pdserve.gateway.text.special import unused_mark
@@ -35,7 +35,7 @@ class ChatTemplate:
     ) -> None:
         """`source` may be empty: then only `render` fails. `now` is for `strftime_now`.
 
-        Raises UnsupportedModel for a template that does not parse.
+        Raises UnsupportedTokenizer for a template that does not parse.
         """
         self._source = source
         self._special = tokenizer.special
@@ -90,16 +90,18 @@ class ChatTemplate:
 
 def _compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
     if len(source) > MAX_SOURCE_CHARS:
-        raise UnsupportedModel(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
+        raise UnsupportedTokenizer(
+            f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
+        )
     environment = BoundedEnvironment()
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     try:
         return environment.compile_bounded(source)
     except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedModel(f"chat template, line {error.lineno}: {error.message}") from None
+        raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
     except (RecursionError, SyntaxError) as error:  # too deep for jinja, or for Python's compiler
-        raise UnsupportedModel(f"the chat template cannot be compiled: {error}") from None
+        raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
 
 
 def _raise(message: object) -> NoReturn:

@@ -11,7 +11,7 @@ import tokenizers
 
 from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.pieces import Pieces
 from pdserve.gateway.text.special import SpecialTokens
 
@@ -41,11 +41,11 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
-        """Raises UnsupportedModel if the file cannot be read or used."""
+        """Raises UnsupportedTokenizer if the file cannot be read or used."""
         try:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises bare Exception
-            raise UnsupportedModel(f"tokenizer.json: {error}") from None
+            raise UnsupportedTokenizer(f"tokenizer.json: {error}") from None
         self.card = card
         self._first.no_truncation()
         self._first.no_padding()
@@ -162,6 +162,8 @@ def _continuing(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         token = added[token_id]
         (rest.add_special_tokens if token.special else rest.add_tokens)([token])
         if rest.token_to_id(token.content) != token_id:
-            raise UnsupportedModel(f"tokenizer.json: id {token_id} of {token.content!r} is not its")
+            raise UnsupportedTokenizer(
+                f"tokenizer.json: id {token_id} of {token.content!r} is not its"
+            )
     rest.encode_special_tokens = True
     return rest

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import ROUTE, Mark, Recording
+from pdserve.engine.handoff.recorder.event_log import ROUTE, Recording, RecordKind
 from pdserve.engine.handoff.recorder.ring import SUFFIX, RingError, read_rings
 from pdserve.engine.handoff.recorder.scenario import scenario
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, merge
@@ -68,7 +68,9 @@ def gaps(recording: Recording) -> str:
 
 def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
     """A head, then a line for each record."""
-    routed = [e.record for e in entries if e.record.side == ROUTE and e.record.mark is Mark.OPENED]
+    routed = [
+        e.record for e in entries if e.record.side == ROUTE and e.record.mark is RecordKind.OPENED
+    ]
     which = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
     yield f"attempt {attempt.hex()}{which}"
     width = max(len(recording.name) for recording in timeline.recordings)

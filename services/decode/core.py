@@ -1,6 +1,6 @@
 """What decode does for its routers: attempts from Admit to their one terminal event.
 
-Everything runs on the loop; the engine thread is reached through DecodePart and answers through
+Everything runs on the loop; the engine thread is reached through DecodeRuntime and answers through
 call_soon_threadsafe. An attempt is forgotten here before its terminal event is put, or without
 one if a router cancelled it; whatever the engine still says of it is ignored. Whose it is, and what
 becomes of it when its session is lost, say its lease and services/decode/leases.py.
@@ -16,11 +16,11 @@ from typing import Any
 
 from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
 from pdserve.engine.api.request import (
-    Computed,
     Event,
     Evicted,
     Finished,
     NewTokens,
+    PrefillComputed,
     PromptScored,
     RequestFailed,
     Scheduled,
@@ -28,15 +28,15 @@ from pdserve.engine.api.request import (
     prefix_ids,
 )
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.lease import Lease, Phase
+from pdserve.engine.handoff.lease import Lease, LeasePhase
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.migration.moving import Moving
-from pdserve.services.decode.runtime import Admission, DecodePart
-from pdserve.services.decode.served import RouterSession, Served
-from pdserve.services.decode.single_flight.following import Sharing
+from pdserve.services.decode.migration.moving import MigrationSource
+from pdserve.services.decode.runtime import AdmissionRequest, DecodeRuntime
+from pdserve.services.decode.served import DecodeSession, Served
+from pdserve.services.decode.single_flight.following import SharedPrefix
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.worker.sessions import Sessions, when_done
@@ -52,16 +52,16 @@ class DecodeCore:
     def __init__(self) -> None:
         self.num_stale = 0  # messages of unknown attempts
         self.leases = Leases(self)
-        self._part: DecodePart | None = None
+        self._part: DecodeRuntime | None = None
         self._served: dict[bytes, Served] = {}
         self._by_key: dict[str, Served] = {}
-        self.moving = Moving(self._served, self._moved)
+        self.moving = MigrationSource(self._served, self._moved)
         self._sessions = Sessions()
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def attach(self, part: DecodePart) -> None:
+    def attach(self, part: DecodeRuntime) -> None:
         self._part = part
         self.moving.attach(part)
 
@@ -80,18 +80,18 @@ class DecodeCore:
 
     # what routers say
 
-    def open_session(self) -> RouterSession:
-        session = RouterSession()
+    def open_session(self) -> DecodeSession:
+        session = DecodeSession()
         self._sessions.opened(session)
         return session
 
-    def close_session(self, session: RouterSession) -> None:
+    def close_session(self, session: DecodeSession) -> None:
         """The stream is over: its attempts wait for another one."""
         session.outbox.close()
         self._sessions.closed(session)
         self.leases.session_lost(session, self._served.values())
 
-    def admit(self, session: RouterSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
+    def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
         """Answered, now or later, with Admitted, Busy or Failed."""
         part, start = self._part, admit.start
         try:
@@ -108,7 +108,7 @@ class DecodeCore:
         remote = bool(admit.prefill_boot) and not nothing_to_send
         own = part.engine.kv_identity.digest
         leads = not remote or admit.prefill_identity in (b"", own)
-        sharing = Sharing(admit.min_shared_tokens, not remote, leads)
+        sharing = SharedPrefix(admit.min_shared_tokens, not remote, leads)
         now = time.monotonic()
         served = Served(
             attempt=admit.attempt,
@@ -135,7 +135,7 @@ class DecodeCore:
             future = part.admit_local(served.attempt, request, sharing)
         when_done(future, partial(self._admitted, served))
 
-    def cancel(self, session: RouterSession, attempt: bytes, choices: Sequence[int]) -> None:
+    def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
         """One-way. Whole: no event follows. Single choices: they finish as ABORTED.
 
         Of a session that no longer owns the attempt it is stale; a parked one has no owner.
@@ -145,7 +145,7 @@ class DecodeCore:
             self.num_stale += 1
             self.leases.forget_kept(attempt)
             return
-        if served.session is not session and served.lease.phase is Phase.OWNED:
+        if served.session is not session and served.lease.phase is LeasePhase.OWNED:
             self.num_stale += 1
             return
         if not choices:
@@ -153,7 +153,7 @@ class DecodeCore:
             self.leases.cancelled(served)
         self._part.cancel(attempt, choices)
 
-    def resume(self, session: RouterSession, resume: wire.Resume) -> None:
+    def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
         """Answered with Resumed and what the asker lacks, or with Gone."""
         if self._part is not None:
             self._part.stay(resume.attempt)  # a move was another session's
@@ -218,7 +218,7 @@ class DecodeCore:
         match event:
             case Scheduled():
                 served.scheduled = now
-            case Computed(_, _, done):
+            case PrefillComputed(_, _, done):
                 if done:
                     served.computed = now
             case NewTokens():
@@ -247,7 +247,7 @@ class DecodeCore:
         if self._served.get(served.attempt) is not served:
             return  # cancelled meanwhile, after the admission: the engine did likewise
         try:
-            admission: Admission | None = future.result()
+            admission: AdmissionRequest | None = future.result()
         except QueueFull:
             self._busy(served)
             return

@@ -13,19 +13,19 @@ from typing import Protocol
 
 from pdserve.engine.api.request import NewTokens
 from pdserve.engine.handoff.lease import (
-    Action,
-    Ended,
+    AttemptEnded,
+    BlocksEvicted,
     Event,
-    Evicted,
-    Phase,
+    LeaseAction,
+    LeasePhase,
+    LeaseTick,
     Resumed,
     SessionLost,
-    Tick,
     step,
 )
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
-from pdserve.services.decode.served import RouterSession, Served
+from pdserve.services.decode.served import DecodeSession, Served
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Leases:
         self._kept: dict[bytes, Served] = {}  # the oldest first
         self._kept_weight = 0
 
-    def session_lost(self, session: RouterSession, live: Iterable[Served]) -> None:
+    def session_lost(self, session: DecodeSession, live: Iterable[Served]) -> None:
         """Its attempts wait for another session from now on."""
         for served in [*live, *self._kept.values()]:
             if served.asked is not None and served.asked[0] is session:
@@ -71,7 +71,7 @@ class Leases:
             if served.session is session:
                 self._advance(served, SessionLost(served.lease.epoch))
 
-    def resume(self, session: RouterSession, resume: wire.Resume, live: Served | None) -> None:
+    def resume(self, session: DecodeSession, resume: wire.Resume, live: Served | None) -> None:
         """Answered with Resumed and what comes after the counts, or with Gone; of an attempt that
         the engine has yet to admit, once it has."""
         served = live or self._kept.get(resume.attempt)
@@ -95,16 +95,16 @@ class Leases:
     def ended(self, served: Served, last: wire.DecodeEvent | None) -> None:
         """It is over, and its blocks are free; `last`: words that a router must not miss."""
         served.last = last
-        self._advance(served, Ended(keep=last is not None))
-        if served.lease.phase is Phase.KEPT:
+        self._advance(served, AttemptEnded(keep=last is not None))
+        if served.lease.phase is LeasePhase.KEPT:
             self._kept[served.attempt] = served
             self._kept_weight += served.transcript.weight
             while self._kept_weight > MAX_KEPT_WEIGHT:
-                self._advance(next(iter(self._kept.values())), Evicted())
+                self._advance(next(iter(self._kept.values())), BlocksEvicted())
 
     def cancelled(self, served: Served) -> None:
         """It is over, and nobody waits for its last words."""
-        self._advance(served, Ended())
+        self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
         """Nobody waits for the last words of this attempt."""
@@ -113,7 +113,7 @@ class Leases:
 
     def evicted(self, served: Served) -> None:
         """The engine gave its blocks to others."""
-        self._advance(served, Evicted())
+        self._advance(served, BlocksEvicted())
 
     # ---
 
@@ -121,53 +121,57 @@ class Leases:
         self,
         served: Served,
         event: Event,
-        asker: RouterSession | None = None,
+        asker: DecodeSession | None = None,
         counts: Sequence[int] = (),
     ) -> None:
         before = served.lease
         served.lease, actions = step(before, event, time.monotonic())
-        self.figures.parked += served.lease.phase is Phase.PARKED
-        self.figures.parked -= before.phase is Phase.PARKED
+        self.figures.parked += served.lease.phase is LeasePhase.PARKED
+        self.figures.parked -= before.phase is LeasePhase.PARKED
         for action in actions:
             self._act(served, action, asker, counts)
         if served.lease.until != before.until and served.lease.until != float("inf"):
             wait_s = served.lease.until - time.monotonic() + TICK_SLACK_S
-            asyncio.get_running_loop().call_later(wait_s, self._advance, served, Tick())
+            asyncio.get_running_loop().call_later(wait_s, self._advance, served, LeaseTick())
 
     def _act(
-        self, served: Served, action: Action, asker: RouterSession | None, counts: Sequence[int]
+        self,
+        served: Served,
+        action: LeaseAction,
+        asker: DecodeSession | None,
+        counts: Sequence[int],
     ) -> None:
         match action:
-            case Action.PARK:
+            case LeaseAction.PARK:
                 log.info("its session is lost: parked", extra={"request": served.name})
                 self._tenants.park(served, True)
-            case Action.UNPARK:
+            case LeaseAction.UNPARK:
                 self._tenants.park(served, False)
-            case Action.HAND_OVER:
+            case LeaseAction.HAND_OVER:
                 assert asker is not None  # who asks for it
                 log.info("handed over", extra={"request": served.name})
                 self._hand_over(served, asker, counts)
-            case Action.GIVE_UP:
+            case LeaseAction.GIVE_UP:
                 log.info("nobody came for it: given up", extra={"request": served.name})
                 self._tenants.give_up(served)
-            case Action.FORGET:
+            case LeaseAction.FORGET:
                 if served.asked is not None:
                     served.asked[0].outbox.put(_gone(served.attempt))
                     served.asked = None
                 if self._kept.pop(served.attempt, None) is not None:
                     self._kept_weight -= served.transcript.weight
-            case Action.SEND_GONE:
+            case LeaseAction.SEND_GONE:
                 (asker or served.session).outbox.put(_gone(served.attempt))
-            case Action.COUNT_STALE:
+            case LeaseAction.COUNT_STALE:
                 self.figures.stale += 1
-            case Action.COUNT_ADOPTED:
+            case LeaseAction.COUNT_ADOPTED:
                 self.figures.adopted += 1
-            case Action.COUNT_EXPIRED:
+            case LeaseAction.COUNT_EXPIRED:
                 self.figures.expired += 1
-            case Action.COUNT_EVICTED:
+            case LeaseAction.COUNT_EVICTED:
                 self.figures.evicted += 1
 
-    def _hand_over(self, served: Served, session: RouterSession, counts: Sequence[int]) -> None:
+    def _hand_over(self, served: Served, session: DecodeSession, counts: Sequence[int]) -> None:
         served.session, served.epoch = session, served.lease.epoch
         resumed = wire.Resumed(attempt=served.attempt, epoch=served.epoch)
         resumed.follows = served.follows

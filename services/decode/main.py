@@ -9,7 +9,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.protos.worker_pb2_grpc import add_DecodeServicer_to_server
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.decode.runtime import DecodePart, Sink
+from pdserve.services.decode.runtime import DecodeRuntime, Sink
 from pdserve.services.decode.servicer import DecodeService
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.lifecycle import Report, silent
@@ -26,13 +26,13 @@ class DecodeRole:
         self.core = DecodeCore()
         self._settings = settings
         self._config = config
-        self._part: DecodePart | None = None
+        self._part: DecodeRuntime | None = None
         self._loop = asyncio.get_running_loop()
 
     def register(self, server: grpc.aio.Server) -> None:
         add_DecodeServicer_to_server(DecodeService(self.core), server)
 
-    def build(self, boot: bytes, progress: Progress) -> DecodePart:
+    def build(self, boot: bytes, progress: Progress) -> DecodeRuntime:
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
         engine, card = build_engine(self._config, progress)
@@ -47,7 +47,7 @@ class DecodeRole:
             departed=on_loop(loop, core.moving.on_departed),
         )
         leases = core.leases.figures
-        self._part = DecodePart(self._settings, engine, card, boot, sink, leases)
+        self._part = DecodeRuntime(self._settings, engine, card, boot, sink, leases)
         return self._part
 
     def attach(self) -> None:

@@ -17,7 +17,7 @@ from pdserve.engine.handoff.protocol.frames import WIRE_VERSION
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.kv.identity import Mixing
@@ -27,9 +27,9 @@ from pdserve.engine.transport.cuda_ipc.device_cupy import opener
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2
 from pdserve.services.decode.leases import LeaseFigures
-from pdserve.services.decode.migration.departures import Departures
+from pdserve.services.decode.migration.departures import OutgoingMigrations
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.decode.single_flight.following import Following, Sharing
+from pdserve.services.decode.single_flight.following import SharedPrefix, SingleFlight
 from pdserve.services.host.addresses import advertised
 from pdserve.services.worker.audit import Audit
 from pdserve.services.worker.card import model_card
@@ -61,14 +61,14 @@ class Sink:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmissionRequest:
     """A promise."""
 
     ticket: Ticket | None = None  # for whoever is to send the KV
     follows: bool = False  # it waits for the KV of others
 
 
-class DecodePart:
+class DecodeRuntime:
     """See services/worker/worker.py Part. Constructed on the loading thread."""
 
     def __init__(
@@ -89,8 +89,8 @@ class DecodePart:
         self._last_command = b""
         self._audit = Audit()
         self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
-        trace = Trace(self._ring)
-        self._following = Following(engine, sink.attached, sink.again, trace)
+        trace = EventLog(self._ring)
+        self._following = SingleFlight(engine, sink.attached, sink.again, trace)
         self._receiver = Receiver(
             engine,
             engine.kv,
@@ -126,9 +126,9 @@ class DecodePart:
             wake=self.thread.wake,
             progress=lambda: (self.thread.steps, True),
             encrypted=settings.encrypt_kv,
-            trace=Trace(self._ring),
+            trace=EventLog(self._ring),
         )
-        self.departures = Departures(engine, self._sender, sink.departed)
+        self.departures = OutgoingMigrations(engine, self._sender, sink.departed)
         self.thread.add_poll(self._poll)
         self._receiver.start()
         self._sender.start()
@@ -168,19 +168,19 @@ class DecodePart:
     # posted by the loop
 
     def admit_local(
-        self, attempt: bytes, request: Request, sharing: Sharing
-    ) -> "Future[Admission | None]":
+        self, attempt: bytes, request: Request, sharing: SharedPrefix
+    ) -> "Future[AdmissionRequest | None]":
         """The engine queues the prompt itself, at once or when what it waits for is there. The
         future raises the engine's errors."""
         chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> Admission | None:
+        def admit(engine: Engine) -> AdmissionRequest | None:
             follows = self._following.follows(request, chain, sharing)
             if not follows:
                 engine.submit(request)
                 self._following.leads(request, chain, sharing)
             self._command(attempt)
-            return Admission(follows=follows)
+            return AdmissionRequest(follows=follows)
 
         return self.thread.post(admit)
 
@@ -190,16 +190,16 @@ class DecodePart:
         request: Request,
         prefill_boot: bytes,
         deadline: float,
-        sharing: Sharing,
-    ) -> "Future[Admission | None]":
+        sharing: SharedPrefix,
+    ) -> "Future[AdmissionRequest | None]":
         """With a ticket for `prefill_boot`, unless it waits; None: there is no room. The future
         raises the engine's errors."""
         chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> Admission | None:
+        def admit(engine: Engine) -> AdmissionRequest | None:
             if self._following.follows(request, chain, sharing):
                 self._command(attempt)
-                return Admission(follows=True)
+                return AdmissionRequest(follows=True)
             engine.limits.check(request)
             ticket = self._receiver.admit(
                 attempt, request, prefill_boot, deadline + DEADLINE_SLACK_S
@@ -208,7 +208,7 @@ class DecodePart:
                 return None
             self._following.leads(request, chain, sharing)
             self._command(attempt)
-            return Admission(ticket)
+            return AdmissionRequest(ticket)
 
         return self.thread.post(admit)
 

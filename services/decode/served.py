@@ -13,7 +13,7 @@ from pdserve.services.host.outbox import Outbox
 
 
 @dataclass(eq=False, slots=True)
-class RouterSession:
+class DecodeSession:
     """One router's stream; its attempts outlive it as their leases say."""
 
     outbox: Outbox[DecodeEvent] = field(default_factory=Outbox[DecodeEvent])
@@ -27,7 +27,7 @@ class Served:
     name: str  # the request's public id
     epoch: int
     request: Request
-    session: RouterSession
+    session: DecodeSession
     remote: bool
     arrived: float
     lease: Lease
@@ -35,7 +35,7 @@ class Served:
     prefill_boot: bytes = b""  # who sends its KV
     ticket: Ticket | None = None  # for whom
     admitted: bool = False  # the router was told
-    asked: tuple[RouterSession, Resume] | None = None  # by another one, before it was admitted
+    asked: tuple[DecodeSession, Resume] | None = None  # by another one, before it was admitted
     follows: bool = False  # it waits for the KV of another
     last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0

@@ -9,7 +9,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeCommand, DecodeEvent, DecodeMessage
 from pdserve.protos.worker_pb2_grpc import DecodeServicer
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.decode.served import RouterSession
+from pdserve.services.decode.served import DecodeSession
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
 
@@ -39,7 +39,7 @@ class DecodeService(DecodeServicer):
             reader.cancel()
             self._core.close_session(session)
 
-    async def _read(self, session: RouterSession, commands: AsyncIterator[DecodeCommand]) -> None:
+    async def _read(self, session: DecodeSession, commands: AsyncIterator[DecodeCommand]) -> None:
         ids = IdsCollector()
         async for command in commands:
             match command.WhichOneof("command"):
@@ -65,7 +65,7 @@ class DecodeService(DecodeServicer):
                 case _:
                     log.warning("an empty or unknown command was ignored")
 
-    def _collect(self, ids: IdsCollector, session: RouterSession, part: pb.IdsPart) -> None:
+    def _collect(self, ids: IdsCollector, session: DecodeSession, part: pb.IdsPart) -> None:
         try:
             ids.add(part)
         except ServiceError as error:

@@ -20,7 +20,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Backpressure:
     """How long, and for how much, a client that does not read is waited for."""
 
     max_buffer_bytes: int = 1 << 20
@@ -30,7 +30,7 @@ class Patience:
 async def deliver(
     messages: AsyncGenerator[MessageT, None],
     write: Callable[[MessageT], Awaitable[Any]],
-    patience: Patience,
+    patience: Backpressure,
 ) -> None:
     """Writes all messages; closes their source in any case.
 

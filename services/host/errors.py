@@ -31,7 +31,7 @@ CATALOGUE: dict[pb.ErrorCode, Mapping] = {
     pb.QUEUE_TIMEOUT: Mapping(503, grpc.StatusCode.UNAVAILABLE),
     pb.DEADLINE_EXCEEDED: Mapping(504, grpc.StatusCode.DEADLINE_EXCEEDED),
     pb.CANCELLED: Mapping(499, grpc.StatusCode.CANCELLED),
-    pb.STRUCK_TWICE: Mapping(500, grpc.StatusCode.ABORTED),
+    pb.POISON_REQUEST: Mapping(500, grpc.StatusCode.ABORTED),
     pb.INTERNAL: Mapping(500, grpc.StatusCode.INTERNAL),
 }
 HTTP_STATUS: dict[pb.ErrorCode, int] = {code: row.http for code, row in CATALOGUE.items()}

@@ -12,7 +12,7 @@ MIN_LOOKS = 16  # a living engine moves once a second: eleven looks at ten a sec
 
 
 @dataclass(slots=True)
-class Stillness:
+class StallDetector:
     """The counter of one engine, as far as it was seen."""
 
     counter: int = -1

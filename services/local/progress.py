@@ -5,7 +5,7 @@ from typing import Any, Protocol, TextIO
 STEP = 0.25  # plain lines are this far apart
 
 
-class Progress(Protocol):
+class ProgressView(Protocol):
     """Where the loading of each worker stands."""
 
     def update(self, name: str, fraction: float) -> None: ...
@@ -57,7 +57,7 @@ class Bars:
         self._bars.stop()
 
 
-def progress_on(out: TextIO) -> Progress:
+def progress_on(out: TextIO) -> ProgressView:
     """Bars if `out` is a terminal and rich is installed."""
     if out.isatty():
         try:

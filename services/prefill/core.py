@@ -1,9 +1,10 @@
 """What prefill does for its routers: attempts from PrefillStart to Done or Failed.
 
-Everything runs on the loop; the engine thread is reached through PrefillPart. A lost session does
-not end its attempts: decode answers the Claim of one that nobody wants any more with Gone. A router
-that adopted an attempt says its PrefillStart again and is told of it from then on: an attempt that
-has ended does not begin anew, its end is said again, since whoever heard of it may be gone.
+Everything runs on the loop; the engine thread is reached through PrefillRuntime. A lost session
+does not end its attempts: decode answers the Claim of one that nobody wants any more with Gone. A
+router that adopted an attempt says its PrefillStart again and is told of it from then on: an
+attempt that has ended does not begin anew, its end is said again, since whoever heard of it may be
+gone.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.outbox import Outbox
-from pdserve.services.prefill.runtime import PrefillPart
+from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.worker.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ MAX_ENDED = 1024  # attempts whose end is remembered, for a router that asks lat
 
 
 @dataclass(eq=False, slots=True)
-class RouterSession:
+class PrefillSession:
     """One router's stream; its attempts outlive it."""
 
     outbox: Outbox[wire.PrefillEvent] = field(default_factory=Outbox[wire.PrefillEvent])
@@ -45,8 +46,8 @@ class PrefillCore:
 
     def __init__(self) -> None:
         self.num_stale = 0  # messages of unknown attempts
-        self._part: PrefillPart | None = None
-        self._sessions: dict[bytes, RouterSession] = {}  # by attempt
+        self._part: PrefillRuntime | None = None
+        self._sessions: dict[bytes, PrefillSession] = {}  # by attempt
         self._tickets: dict[bytes, bytes] = {}  # their public ids, by attempt
         self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
         self._open = Sessions()
@@ -54,7 +55,7 @@ class PrefillCore:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def attach(self, part: PrefillPart) -> None:
+    def attach(self, part: PrefillRuntime) -> None:
         self._part = part
 
     @property
@@ -69,17 +70,17 @@ class PrefillCore:
         await self._empty.wait()
         await self._open.end()
 
-    def open_session(self) -> RouterSession:
-        session = RouterSession()
+    def open_session(self) -> PrefillSession:
+        session = PrefillSession()
         self._open.opened(session)
         return session
 
-    def close_session(self, session: RouterSession) -> None:
+    def close_session(self, session: PrefillSession) -> None:
         session.lost = True
         session.outbox.close()
         self._open.closed(session)
 
-    def start(self, session: RouterSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
+    def start(self, session: PrefillSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
         """Answered with PrefillAccepted, Busy or PrefillFailed; with its end if it is over."""
         if self._again(session, start):
             return
@@ -109,7 +110,7 @@ class PrefillCore:
 
         future.add_done_callback(done)
 
-    def cancel(self, session: RouterSession, attempt: bytes) -> None:
+    def cancel(self, session: PrefillSession, attempt: bytes) -> None:
         """One-way: no event follows, unless it is started again. Stale if another session has
         taken the attempt over."""
         owner = self._sessions.get(attempt)
@@ -130,7 +131,7 @@ class PrefillCore:
         self._remember(sent.attempt, event)
         session.outbox.put(event)
 
-    def _again(self, session: RouterSession, start: wire.PrefillStart) -> bool:
+    def _again(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
         """Whether the attempt is over, or known under this ticket: then the session that says it
         again has it."""
         ended = self._ended.get(start.attempt)
@@ -149,7 +150,7 @@ class PrefillCore:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _ticket(self, start: wire.PrefillStart, part: PrefillPart) -> Ticket:
+    def _ticket(self, start: wire.PrefillStart, part: PrefillRuntime) -> Ticket:
         given = start.ticket
         for name, value, size in (
             ("attempt", start.attempt, ID_BYTES),
@@ -190,7 +191,7 @@ class PrefillCore:
             return
         self._forget(attempt)
 
-    def _forget(self, attempt: bytes) -> RouterSession | None:
+    def _forget(self, attempt: bytes) -> PrefillSession | None:
         session = self._sessions.pop(attempt, None)
         self._tickets.pop(attempt, None)
         if not self._sessions:

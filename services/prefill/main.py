@@ -11,7 +11,7 @@ from pdserve.protos.worker_pb2_grpc import add_PrefillServicer_to_server
 from pdserve.services.host.lifecycle import Report, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.prefill.core import PrefillCore
-from pdserve.services.prefill.runtime import PrefillPart
+from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.prefill.servicer import PrefillService
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.worker import Progress, on_loop, serve_worker
@@ -26,18 +26,18 @@ class PrefillRole:
         self.core = PrefillCore()
         self._settings = settings
         self._config = config
-        self._part: PrefillPart | None = None
+        self._part: PrefillRuntime | None = None
         self._loop = asyncio.get_running_loop()
 
     def register(self, server: grpc.aio.Server) -> None:
         add_PrefillServicer_to_server(PrefillService(self.core), server)
 
-    def build(self, boot: bytes, progress: Progress) -> PrefillPart:
+    def build(self, boot: bytes, progress: Progress) -> PrefillRuntime:
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
         engine, card = build_engine(self._config, progress)
         on_ended = on_loop(self._loop, self.core.on_ended)
-        self._part = PrefillPart(self._settings, engine, card, boot, on_ended)
+        self._part = PrefillRuntime(self._settings, engine, card, boot, on_ended)
         return self._part
 
     def attach(self) -> None:

@@ -12,7 +12,7 @@ from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.frames import WIRE_VERSION
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.kv.identity import Mixing
@@ -29,7 +29,7 @@ from pdserve.services.worker.shm_dir import host_id, shm_folder
 from pdserve.services.worker.worker import Snapshot
 
 
-class PrefillPart:
+class PrefillRuntime:
     """See services/worker/worker.py Part. Constructed on the loading thread.
 
     `on_ended` is called on the engine thread and must not block.
@@ -71,7 +71,7 @@ class PrefillPart:
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
             encrypted=settings.encrypt_kv,
-            trace=Trace(self._ring),
+            trace=EventLog(self._ring),
         )
         self.thread.add_poll(self._sender.poll)
         self._sender.start()

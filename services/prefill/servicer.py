@@ -10,7 +10,7 @@ from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage
 from pdserve.protos.worker_pb2_grpc import PrefillServicer
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
-from pdserve.services.prefill.core import PrefillCore, RouterSession
+from pdserve.services.prefill.core import PrefillCore, PrefillSession
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class PrefillService(PrefillServicer):
             reader.cancel()
             self._core.close_session(session)
 
-    async def _read(self, session: RouterSession, commands: AsyncIterator[PrefillCommand]) -> None:
+    async def _read(self, session: PrefillSession, commands: AsyncIterator[PrefillCommand]) -> None:
         ids = IdsCollector()
         async for command in commands:
             match command.WhichOneof("command"):

@@ -14,10 +14,10 @@ from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
-from pdserve.services.router.fleet.worker_sessions import Event, Links
+from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
-from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.progress import RequestProgress
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class RouterCore:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
         self.fleet = Fleet()
-        self.links = Links(secret, self.boot, self)
+        self.links = WorkerSessions(secret, self.boot, self)
         self.dispatcher = Dispatcher(
             self.fleet,
             rules,
@@ -149,7 +149,7 @@ class RouterCore:
 
     # --- clients
 
-    def submit(self, answer: Answer, client: Client) -> None:
+    def submit(self, answer: RequestProgress, client: Client) -> None:
         """Start a request."""
         self.dispatcher.submit(answer, client, self._loop.time())
 

@@ -9,26 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
 
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router.fleet.compatibility import Kinship
+from pdserve.services.router.fleet.compatibility import KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
 from pdserve.services.router.placement.policy import Rules, decide
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.queues import Queues
-from pdserve.services.router.placement.recompute_budget import Migrations
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.requests import adoption, single_flight, worker_events
 from pdserve.services.router.requests.effects import Attempt, Client
-from pdserve.services.router.requests.migration import Moves, leaving
-from pdserve.services.router.requests.progress import Answer
-from pdserve.services.router.requests.recently_finished import Endings
+from pdserve.services.router.requests.migration import Migrations, leaving
+from pdserve.services.router.requests.progress import RequestProgress
+from pdserve.services.router.requests.recently_finished import RecentlyFinished
 from pdserve.services.router.requests.refusal import refusal
-from pdserve.services.router.requests.request import MAX_CANDIDATES, Flow
+from pdserve.services.router.requests.request import MAX_CANDIDATES, RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -57,25 +57,25 @@ class Dispatcher:
         self._max_queued = max_queued
         self._started = now
         self._num_flows = 0
-        self._flows: dict[tuple[bytes, str], Flow] = {}
-        self._by_attempt: dict[bytes, Flow] = {}
+        self._flows: dict[tuple[bytes, str], RoutedRequest] = {}
+        self._by_attempt: dict[bytes, RoutedRequest] = {}
         self._admitting: Counter[bytes] = Counter()  # by boot of the decode worker
-        self._queues: Queues[Flow] = Queues()
+        self._queues: Queues[RoutedRequest] = Queues()
         self._models: set[str] = set()  # every name that was ever served here
         self.draining = False
-        self.trace = Trace()
+        self.trace = EventLog()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
         self.reasons: Counter[str] = Counter()  # of decisions
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
         self.num_adopted = 0  # attempts that went on where another session had left them
-        self.migrations: Migrations[Flow] = Migrations()
+        self.migrations: RecomputeBudget[RoutedRequest] = RecomputeBudget()
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
-        self.kinship = Kinship(rules.mixing)
-        self._endings = Endings()
+        self.kinship = KvCompatibility(rules.mixing)
+        self._endings = RecentlyFinished()
         self.promised = PromisedChains()
-        self.moves = Moves(self)
+        self.moves = Migrations(self)
 
     @property
     def num_running(self) -> int:
@@ -92,7 +92,7 @@ class Dispatcher:
 
     # --- clients
 
-    def submit(self, answer: Answer, client: Client, now: float) -> None:
+    def submit(self, answer: RequestProgress, client: Client, now: float) -> None:
         """Take a request; whatever is wrong with it arrives as its Failed."""
         start = answer.start
         key = (client.key, start.request)
@@ -105,7 +105,7 @@ class Dispatcher:
             self._forget(old)
         self._endings.restore(key, start)
         self._num_flows += 1
-        flow = Flow(self, answer, client, self._num_flows, now)
+        flow = RoutedRequest(self, answer, client, self._num_flows, now)
         self._flows[key] = flow
         if asked is not None:
             self._by_attempt[asked.id] = flow
@@ -140,7 +140,7 @@ class Dispatcher:
 
     # --- Switchboard
 
-    def emit(self, flow: Flow, event: RequestEvent) -> None:
+    def emit(self, flow: RoutedRequest, event: RequestEvent) -> None:
         if event.HasField("tokens"):
             self.migrations.runs(flow)
         flow.owner.put(event)
@@ -153,7 +153,7 @@ class Dispatcher:
         worker = self.fleet.get(boot)
         return now - self._started < YOUNG_S if worker is None else not worker.frozen
 
-    def adopted(self, flow: Flow) -> None:
+    def adopted(self, flow: RoutedRequest) -> None:
         self.num_adopted += 1
         if flow.answer.begun:
             self.migrations.runs(flow)
@@ -164,7 +164,7 @@ class Dispatcher:
     def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
         self._send(worker, command)
 
-    def opened(self, flow: Flow, attempt: Attempt, now: float) -> None:
+    def opened(self, flow: RoutedRequest, attempt: Attempt, now: float) -> None:
         self._by_attempt[attempt.id] = flow
         if attempt.adopted:  # no new work, and its beginning is in the trace
             return
@@ -191,7 +191,7 @@ class Dispatcher:
         if attempt.prefill is not None:
             attempt.prefill.unreported.pop(attempt.id, None)
 
-    def flows(self) -> Iterable[Flow]:
+    def flows(self) -> Iterable[RoutedRequest]:
         return self._flows.values()
 
     def leaving(self) -> list[Worker]:
@@ -203,13 +203,13 @@ class Dispatcher:
         if not self._admitting[attempt.decode.boot]:
             del self._admitting[attempt.decode.boot]
 
-    def ended(self, flow: Flow, now: float, error: ServiceError | None) -> None:
+    def ended(self, flow: RoutedRequest, now: float, error: ServiceError | None) -> None:
         self._forget(flow)
         if error is None and flow.attempt is not None:
             self._endings.add((flow.owner.key, flow.request), flow.epoch, flow.placement, now)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
 
-    def _forget(self, flow: Flow) -> None:
+    def _forget(self, flow: RoutedRequest) -> None:
         self.kinship.stranded.pop(flow, None)
         key = (flow.owner.key, flow.request)
         if self._flows.get(key) is flow:
@@ -219,14 +219,14 @@ class Dispatcher:
 
     # --- placing
 
-    def place(self, flow: Flow, now: float) -> None:
+    def place(self, flow: RoutedRequest, now: float) -> None:
         if flow.answer.begun:
             self._migrate(flow, now)
         elif not self._can_begin(flow, now) or not self._begin(flow, now):
             flow.refused.clear()
             self._queues.add(flow)
 
-    def _migrate(self, flow: Flow, now: float) -> None:
+    def _migrate(self, flow: RoutedRequest, now: float) -> None:
         """Begin to compute a running request again, or have it wait for its turn."""
         free = self.migrations.room and bool(self._candidates(flow, now))
         if free and self._begin(flow, now):
@@ -235,7 +235,7 @@ class Dispatcher:
             flow.refused.clear()
             self.migrations.wait(flow)
 
-    def _can_begin(self, flow: Flow, now: float) -> bool:
+    def _can_begin(self, flow: RoutedRequest, now: float) -> bool:
         """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
         if flow.deadline is not None and now >= flow.deadline:
             return False
@@ -243,7 +243,7 @@ class Dispatcher:
         first = head is None or head.ordinal >= flow.ordinal
         return first and bool(self._candidates(flow, now))
 
-    def _candidates(self, flow: Flow, now: float) -> list[Worker]:
+    def _candidates(self, flow: RoutedRequest, now: float) -> list[Worker]:
         if len(flow.refused) >= MAX_CANDIDATES:
             return []
         if self.draining and flow.orphan_since is not None:
@@ -257,11 +257,11 @@ class Dispatcher:
             and self._admitting[w.boot] < MAX_ADMITTING
         ]
 
-    def place_for(self, flow: Flow, now: float) -> Worker | None:
+    def place_for(self, flow: RoutedRequest, now: float) -> Worker | None:
         boot = destination(flow, self._candidates(flow, now), self._rules.mixing, self._rng, now)
         return None if boot is None else self.fleet.workers[boot]
 
-    def _begin(self, flow: Flow, now: float) -> bool:
+    def _begin(self, flow: RoutedRequest, now: float) -> bool:
         ids, salt = flow.answer.prefix_ids(), flow.answer.start.cache_salt
         facts = FactsOfWorkers(ids, salt, flow.verified, self.promised, now)
         decodes = [facts.of(w) for w in self._candidates(flow, now)]
@@ -277,7 +277,7 @@ class Dispatcher:
         decode = self.fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
         self.kinship.left_out(decode.boot, decision.refused)
-        shares = single_flight.Shares(self._rules.min_shared_tokens, decision.follows)
+        shares = single_flight.SharedKv(self._rules.min_shared_tokens, decision.follows)
         attempt = flow.begin(decode, prefill, shares, now)
         self.promised.add(attempt.id, decode.boot, facts.chain(decode))
         return True
@@ -364,7 +364,7 @@ class Dispatcher:
         if kind not in ("tokens", "verified"):  # neither makes room
             self.pump(now)
 
-    def _count(self, flow: Flow, attempt: Attempt) -> None:
+    def _count(self, flow: RoutedRequest, attempt: Attempt) -> None:
         if not flow.counted:
             flow.counted = True
             self.prefills["local" if attempt.prefill is None else "remote"] += 1

@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
@@ -36,7 +36,7 @@ class RouterProcess:
         rules = Rules(settings.remote_prefill, threshold, mixing=mixing)
         self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
-        self.core.dispatcher.trace = Trace(self._ring)
+        self.core.dispatcher.trace = EventLog(self._ring)
         self._service = RouterService(self.core, settings)
         self.address = ""
 

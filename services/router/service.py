@@ -14,13 +14,13 @@ import grpc.aio
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterServicer
-from pdserve.services.host.backpressure import Patience, deliver
+from pdserve.services.host.backpressure import Backpressure, deliver
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
 from pdserve.services.host.outbox import Outbox
 from pdserve.services.host.server import is_authorized
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.progress import RequestProgress
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256
@@ -105,7 +105,7 @@ class RouterService(RouterServicer):
                 ids = collector.take(start.request, start.prompt_ids)
                 if not 0 < len(start.request) <= MAX_ID_LEN:
                     raise ServiceError(pb.INVALID_ARGUMENT, "bad request id", "request")
-                self._core.submit(Answer(start, ids), session)
+                self._core.submit(RequestProgress(start, ids), session)
             except ServiceError as error:
                 refuse(session, start, error)
 
@@ -116,11 +116,11 @@ class RouterService(RouterServicer):
         try:
             if not start.model:
                 start.model = self._only_model()
-            self._core.submit(Answer(start, request.prompt_ids), session)
+            self._core.submit(RequestProgress(start, request.prompt_ids), session)
         except ServiceError as error:
             await abort(context, error)
         settings = self._settings
-        patience = Patience(settings.max_buffer_bytes, settings.stall_timeout_s)
+        patience = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
         try:
             await deliver(self._answers(session, start.request), context.write, patience)
         except ServiceError as error:

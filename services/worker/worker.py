@@ -23,7 +23,7 @@ from pdserve.services.host.addresses import advertised
 from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.metrics_http import MetricsHttp
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.stall_detector import Stillness
+from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.worker.blobs import WorkerBlobs
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.metrics import WorkerMetrics
@@ -62,7 +62,7 @@ class Turning(Protocol):
     def post(self, fn: Callable[[Any], object]) -> "Future[Any]": ...
 
 
-class Part(Protocol):
+class WorkerRuntime(Protocol):
     """A role's engine and hand-off, made when the model is loaded."""
 
     @property
@@ -96,7 +96,7 @@ class Role(Protocol):
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers; they refuse work until `attach`."""
 
-    def build(self, boot: bytes, progress: Progress) -> Part:
+    def build(self, boot: bytes, progress: Progress) -> WorkerRuntime:
         """Load; on a thread of its own. `boot` names this life of the process."""
 
     def attach(self) -> None:
@@ -106,13 +106,13 @@ class Role(Protocol):
         """Refuse new work; returns when nothing is left."""
 
 
-class Worker:
+class WorkerProcess:
     """A running worker; tests use it without signals."""
 
     def __init__(self, settings: WorkerSettings, role: Role, report: Report) -> None:
         self.boot = os.urandom(16)
         self.address = ""
-        self.part: Part | None = None
+        self.part: WorkerRuntime | None = None
         self.host = GrpcHost(
             settings.bind, settings.cluster_secret, services=(*role.services, "pdserve.v1.Blobs")
         )
@@ -160,7 +160,7 @@ class Worker:
         if not self.loaded.done():
             self.loaded.cancel()
 
-    async def _close(self, part: Part) -> None:
+    async def _close(self, part: WorkerRuntime) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.to_thread(part.close)
@@ -185,7 +185,7 @@ class Worker:
         if not self.loaded.done():
             self.loaded.set_exception(error)
 
-    def _ready(self, part: Part) -> None:
+    def _ready(self, part: WorkerRuntime) -> None:
         if self._stopped:
             part.close()
             return
@@ -197,7 +197,7 @@ class Worker:
         else:
             self.loaded.set_result(None)
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: WorkerRuntime) -> None:
         """Take work, join the routers, say so. Raises OSError if the metrics port is taken."""
         self._blobs.publish(part.blobs)
         part.thread.start()
@@ -225,7 +225,7 @@ class Worker:
         ]
         self._report("ready", dict(part.figures))
 
-    async def _report_loads(self, part: Part, membership: Membership) -> None:
+    async def _report_loads(self, part: WorkerRuntime, membership: Membership) -> None:
         last = Load()
         waited = IDLE_LOAD_S
         while True:
@@ -245,7 +245,7 @@ class Worker:
     async def _watch(self, thread: Turning) -> None:
         """Found frozen by its turns, not by a call that would wait for it."""
         loop = asyncio.get_running_loop()
-        seen, serving = Stillness(), True
+        seen, serving = StallDetector(), True
         while True:
             await asyncio.sleep(LOOK_S)
             frozen = seen.look(thread.steps, thread.busy, loop.time())
@@ -260,7 +260,7 @@ class Worker:
 
 async def serve_worker(settings: WorkerSettings, role: Role, report: Report) -> int:
     """Serve until a signal; returns the exit code. Raises what loading raised."""
-    worker = Worker(settings, role, report)
+    worker = WorkerProcess(settings, role, report)
     await worker.start()
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

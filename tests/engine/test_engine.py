@@ -7,10 +7,10 @@ from fake_decoder import fake_spec, reference, words
 
 from pdserve.engine.api.request import (
     ChoiceState,
-    Computed,
     Finished,
     FinishReason,
     NewTokens,
+    PrefillComputed,
     Scheduled,
 )
 
@@ -113,7 +113,7 @@ def test_chunk_borders_are_multiples_of_the_chunk(chunk_size: int, window: int) 
     engine = fake_engine(window=window, chunk_size=chunk_size)
     prompt = [(3 * i) % 60 for i in range(41)]
     events = run(engine, ask("a", prompt))
-    borders = [e.num_tokens for e in of(events, Computed)]
+    borders = [e.num_tokens for e in of(events, PrefillComputed)]
     assert borders == [*range(chunk_size, 41, chunk_size), 41]
     assert tokens(events)["a", 0] == expected(prompt, window=window)
 
@@ -122,7 +122,7 @@ def test_chunk_borders_after_a_hit_count_from_token_0() -> None:
     engine = fake_engine(chunk_size=16)
     run(engine, ask("a", range(20), max_tokens=1))
     events = run(engine, ask("b", [*range(20), *range(30)], max_tokens=1))
-    assert [e.num_tokens for e in of(events, Computed)] == [32, 48, 50]
+    assert [e.num_tokens for e in of(events, PrefillComputed)] == [32, 48, 50]
 
 
 @WINDOWS
@@ -262,7 +262,10 @@ def test_waiting_counts_in_proportion_to_the_length() -> None:
 def test_prefill_only_holds_its_blocks() -> None:
     engine = fake_engine(prefix_cache=False)
     events = run(engine, ask("p", range(21), prefill_only=True))
-    assert [(e.num_tokens, e.done) for e in of(events, Computed)] == [(16, False), (21, True)]
+    assert [(e.num_tokens, e.done) for e in of(events, PrefillComputed)] == [
+        (16, False),
+        (21, True),
+    ]
     assert engine._runner._model.kv_only_steps == 2
     assert not of(events, NewTokens)
     assert not of(events, Finished)
@@ -287,7 +290,7 @@ def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
     steps = engine._runner._model.steps
     events = run(engine, ask("q", range(16), prefill_only=True))
     assert engine._runner._model.steps == steps
-    assert events == [Scheduled("q", 16), Computed("q", 16, True)]
+    assert events == [Scheduled("q", 16), PrefillComputed("q", 16, True)]
     for group, blocks in enumerate(engine.held_blocks("q")):
         first = max(0, 16 - window + 1) // 4 if engine.kv.spec.groups[group].window else 0
         assert all(blocks[first:])
@@ -350,7 +353,7 @@ def test_launch_and_collect_are_separate() -> None:
     assert plan is not None
     step = engine.collect(engine.launch(plan))
     assert (step.index, step.num_tokens, step.num_rows) == (1, 5, 1)
-    assert [type(e) for e in step.events] == [Scheduled, Computed, NewTokens, Finished]
+    assert [type(e) for e in step.events] == [Scheduled, PrefillComputed, NewTokens, Finished]
     assert engine.schedule() is None
     assert engine.step() is None
 

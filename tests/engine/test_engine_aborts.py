@@ -7,10 +7,10 @@ from fake_decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.api.request import (
     ChoiceState,
-    Computed,
     Finished,
     FinishReason,
     NewTokens,
+    PrefillComputed,
     RequestFailed,
 )
 from pdserve.engine.execution.batch import Batch, Ints
@@ -44,7 +44,7 @@ def test_abort_in_every_state() -> None:
     step = engine.step()
     assert step is not None
     assert of(step.events, Finished, "queued")
-    assert of(step.events, Computed, "chunked")
+    assert of(step.events, PrefillComputed, "chunked")
     engine.abort("chunked")
     engine.submit(ask("decoding", range(4)))
     for _ in range(3):

@@ -12,7 +12,7 @@ from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import ChoiceState, Computed, Finished, PromptScored
+from pdserve.engine.api.request import ChoiceState, Finished, PrefillComputed, PromptScored
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 
@@ -96,7 +96,7 @@ def test_batched_warm_preempted_and_chunked_are_the_same(
     for chunk_size in (7, 64):
         odd = engine_of(chunk_size=chunk_size, block_size=5)
         events = run(odd, *asked(sampled))
-        assert {e.num_tokens % chunk_size for e in of(events, Computed) if not e.done} == {0}
+        assert {e.num_tokens % chunk_size for e in of(events, PrefillComputed) if not e.done} == {0}
         assert tokens(events) == alone[sampled]
 
 

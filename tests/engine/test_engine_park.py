@@ -3,7 +3,14 @@
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
-from pdserve.engine.api.request import Computed, Event, Evicted, Finished, FinishReason, NewTokens
+from pdserve.engine.api.request import (
+    Event,
+    Evicted,
+    Finished,
+    FinishReason,
+    NewTokens,
+    PrefillComputed,
+)
 from pdserve.engine.engine import Engine
 
 
@@ -174,5 +181,5 @@ def test_failing_all_leaves_the_parked_alone() -> None:
         assert engine.unpark(key)
     events = steps(engine)
     assert {e.key for e in of(events, Finished)} == {"b", "c"}
-    assert not of(events, Computed), "their prompts were computed before"
+    assert not of(events, PrefillComputed), "their prompts were computed before"
     assert_at_rest(engine)

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 from pdserve.engine.api.errors import ContextLengthExceeded
 from pdserve.engine.api.request import (
     ChoiceState,
-    Computed,
     Evicted,
     Finished,
     NewTokens,
+    PrefillComputed,
     Request,
     RequestFailed,
     Step,
@@ -193,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
                 event("evicted")
                 self.aborted.add(e.key)
             if isinstance(e, Finished | Evicted) or (
-                isinstance(e, Computed) and e.done and self.asked[e.key].prefill_only
+                isinstance(e, PrefillComputed) and e.done and self.asked[e.key].prefill_only
             ):
                 self.ends[e.key] += 1
 

@@ -5,14 +5,14 @@ from random import Random
 import pytest
 from engine_kit import ask, fake_engine
 
-from pdserve.engine.liveness import SLACK, Pulse
+from pdserve.engine.liveness import SLACK, LivenessCounter
 from pdserve.engine.scheduling.stats import GROWTH, StepMeter
-from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, Stillness
+from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
 
 
-def verdicts(pulse: Pulse, start: float, end: float, every_s: float) -> list[float]:
+def verdicts(pulse: LivenessCounter, start: float, end: float, every_s: float) -> list[float]:
     """When somebody who looks finds it frozen."""
-    seen, found = Stillness(), []
+    seen, found = StallDetector(), []
     for i in range(int((end - start) / every_s)):
         now = start + i * every_s
         if seen.look(pulse.read(now), True, now):
@@ -22,18 +22,18 @@ def verdicts(pulse: Pulse, start: float, end: float, every_s: float) -> list[flo
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
 def test_a_hung_step_of_the_usual_size_is_found_within_ten_seconds(every_s: float) -> None:
-    pulse = Pulse()
+    pulse = LivenessCounter()
     pulse.beat(0.0, expected_s=0.15)  # a chunk of 100 ms among decode rows
     found = verdicts(pulse, 0.0, 30.0, every_s)
     assert FROZEN_S <= found[0] <= 10.0
     assert found == sorted(found)
     pulse.beat(30.0)
-    assert not Stillness(counter=pulse.read(29.9)).look(pulse.read(30.0), True, 30.0)
+    assert not StallDetector(counter=pulse.read(29.9)).look(pulse.read(30.0), True, 30.0)
 
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
 def test_a_chunk_of_a_minute_is_not_frozen(every_s: float) -> None:
-    pulse = Pulse()
+    pulse = LivenessCounter()
     pulse.beat(0.0, expected_s=60.0)
     assert not verdicts(pulse, 0.0, SLACK * 60.0, every_s)
     assert verdicts(pulse, 0.0, SLACK * 60.0 + 10.0, every_s), "but not for ever"
@@ -41,7 +41,7 @@ def test_a_chunk_of_a_minute_is_not_frozen(every_s: float) -> None:
 
 def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
     rng = Random(3)
-    pulse, now, last, moved_itself = Pulse(), 0.0, 0, 0
+    pulse, now, last, moved_itself = LivenessCounter(), 0.0, 0, 0
     for _ in range(3000):
         now += rng.choice((0.001, 0.4, 1.7, 30.0))
         if rng.random() < 0.4:
@@ -56,7 +56,7 @@ def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
 
 def test_neither_a_stopped_router_nor_a_stopped_worker_is_a_frozen_engine() -> None:
     """SIGSTOP for a minute: heartbeats that were on their way are read late, in a burst."""
-    seen = Stillness()
+    seen = StallDetector()
     for beat in range(200):
         assert not seen.look(beat // 10, True, beat * 0.1)
     for beat in range(200, 800):  # sent meanwhile, read at once
@@ -66,7 +66,7 @@ def test_neither_a_stopped_router_nor_a_stopped_worker_is_a_frozen_engine() -> N
 
 
 def test_without_work_nothing_needs_to_move() -> None:
-    seen = Stillness()
+    seen = StallDetector()
     assert not any(seen.look(5, False, now * 0.1) for now in range(300))
     assert not any(seen.look(5, True, 30.0 + now * 0.1) for now in range(79))
     assert seen.look(5, True, 38.5)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Row
-from pdserve.engine.scheduling.request_state import Job, Sequence
+from pdserve.engine.scheduling.request_state import RequestState, Sequence
 from pdserve.kernels.ops import select
 from pdserve.kernels.reference.candidates import candidates
 from pdserve.kernels.reference.noise import gumbel_noise
@@ -21,13 +21,13 @@ from pdserve.kernels.streams import StreamSettings
 
 VOCAB = 50
 OPS = select("cpu")
-LIMITS = Limits(VOCAB, 100, 4, 100, 64, 16, eos_ids=frozenset({7}))
+LIMITS = EngineLimits(VOCAB, 100, 4, 100, 64, 16, eos_ids=frozenset({7}))
 
 
 def row(generated: tuple[int, ...] = (), choice: int = 0, **params: Any) -> Row:
     prompt = params.pop("prompt", (1, 2, 3))
     request = ask("a", prompt, max_tokens=90, **params)
-    job = Job(request, 1, 0.0, 90, cache_seed(b"", b""))
+    job = RequestState(request, 1, 0.0, 90, cache_seed(b"", b""))
     job.generated[choice] += generated
     ids = [*prompt, *generated]
     sequence = Sequence(job, ids, (choice,), b"")
@@ -235,7 +235,7 @@ def test_everything_masked_fails() -> None:
 
 def test_prompt_scores_follow_the_prompt() -> None:
     request = ask("a", range(10, 15), prompt_logprobs=1, max_tokens=5)
-    job = Job(request, 1, 0.0, 5, b"")
+    job = RequestState(request, 1, 0.0, 5, b"")
     sequence = Sequence(job, list(range(10, 15)), (0,), b"")
     logits = some_logits(5, 5)
     raw = torch.log_softmax(logits, dim=-1)
@@ -251,7 +251,7 @@ def test_prompt_scores_follow_the_prompt() -> None:
 def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.execution.sampler.SCORED_BYTES", 3 * 4 * VOCAB)
     request = ask("a", range(10, 20), prompt_logprobs=1, max_tokens=5)
-    job = Job(request, 1, 0.0, 5, b"")
+    job = RequestState(request, 1, 0.0, 5, b"")
     sequence = Sequence(job, list(range(10, 20)), (0,), b"")
     sizes: list[int] = []
 

@@ -21,7 +21,7 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.kernels.ops import select
 
@@ -35,7 +35,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
     if window:
         groups.append(LayerGroup((2, 3), "window", window, 1, 4, "float32", 0, 1))
     spec = KvSpec(SIZE, tuple(groups))
-    limits = Limits(
+    limits = EngineLimits(
         vocab_size=64,
         context_len=256,
         block_size=SIZE,

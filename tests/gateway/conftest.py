@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from pdserve.gateway.catalog import TextPool
 from pdserve.gateway.http.app import HttpLimits, create_app
 from pdserve.gateway.keys import ApiKeys
-from pdserve.gateway.limits import Limits
+from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
@@ -31,12 +31,12 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def make_service(executor: ThreadPoolExecutor) -> Callable[..., Service]:
-    def make(router: FakeRouter, limits: Limits | None = None) -> Service:
+    def make(router: FakeRouter, limits: AdmissionLimits | None = None) -> Service:
         clock = asyncio.get_running_loop().time
         return Service(
             router,
             TextPool(executor, 5.0),
-            limits or Limits(64, 32),
+            limits or AdmissionLimits(64, 32),
             GatewayMetrics(),
             clock,
             timeout_s=600.0,
@@ -51,7 +51,7 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
     def make(
         router: FakeRouter,
         keys: tuple[str, ...] = (),
-        limits: Limits | None = None,
+        limits: AdmissionLimits | None = None,
         bounds: HttpLimits = BOUNDS,
         open_metrics: bool = True,
     ) -> ASGIApp:

@@ -3,7 +3,7 @@
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.router_client.resumable_request import Flight
+from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
 
@@ -28,7 +28,7 @@ def start(**fields) -> pb.Start:
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.booleans()), max_size=40))
 def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
     """Routers that send any overlapping piece, of any epoch, with re-issues in between."""
-    flight = Flight(start(), 0.0)
+    flight = ResumableRequest(start(), 0.0)
     first = flight.issue(0.0)
     assert first is not None
     epoch, got = first.epoch, []
@@ -52,7 +52,7 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
 
 
 def test_a_gap_ends_it_with_an_error() -> None:
-    flight = Flight(start(), 0.0)
+    flight = ResumableRequest(start(), 0.0)
     flight.issue(0.0)
     taken = flight.take(tokens(0, 1, [5]))
     assert taken is not None
@@ -61,7 +61,7 @@ def test_a_gap_ends_it_with_an_error() -> None:
 
 
 def test_remaining_time_shrinks_and_ends() -> None:
-    flight = Flight(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
+    flight = ResumableRequest(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
     first = flight.issue(10.25)
     assert first is not None
     assert (first.remaining_ms, first.queue_remaining_ms) == (750, 150)
@@ -73,7 +73,7 @@ def test_remaining_time_shrinks_and_ends() -> None:
 
 
 def test_what_has_ended_is_not_asked_for_again() -> None:
-    flight = Flight(start(params=pb.SamplingParams(n=2)), 0.0)
+    flight = ResumableRequest(start(params=pb.SamplingParams(n=2)), 0.0)
     flight.issue(0.0)
     assert flight.take(tokens(0, 0, [5], pb.STOP)) is not None
     again = flight.issue(1.0)
@@ -87,7 +87,7 @@ def test_what_has_ended_is_not_asked_for_again() -> None:
 
 def test_prompt_logprobs_come_once_in_parts() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
-    flight = Flight(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
+    flight = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     flight.issue(0.0)
     truth = [pb.TokenLogprob(logprob=-i) for i in range(1, 5)]
 
@@ -109,7 +109,7 @@ def test_prompt_logprobs_come_once_in_parts() -> None:
 
 def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
-    flight = Flight(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
+    flight = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     part = pb.PromptLogprobs(request="r", position=2, logprobs=[pb.TokenLogprob()])
     taken = flight.take(Event(prompt_logprobs=part))
     assert taken is not None
@@ -117,7 +117,7 @@ def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
 
 
 def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
-    flight = Flight(start(), 0.0)
+    flight = ResumableRequest(start(), 0.0)
     flight.issue(0.0)
     flight.issue(1.0)
     old = Event(failed=pb.Failed(request="r", epoch=0))
@@ -129,13 +129,13 @@ def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
 
 
 def test_where_it_ran_and_its_strikes_travel_with_it() -> None:
-    flight = Flight(start(strikes=0), 0.0)
+    flight = ResumableRequest(start(crash_count=0), 0.0)
     flight.issue(0.0)
     assert not flight.placed
     placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
-    placed = router_pb2.Placed(request="r", epoch=0, placement=placement, strikes=1)
+    placed = router_pb2.Placed(request="r", epoch=0, placement=placement, crash_count=1)
     assert flight.take(Event(placed=placed)) is not None
     assert flight.placed
     again = flight.issue(1.0)
     assert again is not None
-    assert (again.epoch, again.placement, again.strikes) == (1, placement, 1)
+    assert (again.epoch, again.placement, again.crash_count) == (1, placement, 1)

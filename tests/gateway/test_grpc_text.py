@@ -14,11 +14,11 @@ from pdserve.gateway.keys import ApiKeys
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
-from pdserve.services.host.backpressure import Patience
+from pdserve.services.host.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
-PATIENCE = Patience()
+PATIENCE = Backpressure()
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 HI = [ChatMessage(role="user", content="hi")]
 
@@ -28,7 +28,7 @@ async def make_channel(make_service, anyio_backend) -> AsyncIterator[Callable[..
     opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
 
     async def make(
-        router: FakeRouter, keys: tuple[str, ...] = (), patience: Patience = PATIENCE
+        router: FakeRouter, keys: tuple[str, ...] = (), patience: Backpressure = PATIENCE
     ) -> grpc.aio.Channel:
         host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
         text = TextServicer(make_service(router), ApiKeys(keys), patience)
@@ -159,7 +159,7 @@ async def chatty(router, start):
 
 
 @pytest.mark.parametrize(
-    "patience", [Patience(1 << 16, 60.0), Patience(1 << 30, 0.5)], ids=["bytes", "time"]
+    "patience", [Backpressure(1 << 16, 60.0), Backpressure(1 << 30, 0.5)], ids=["bytes", "time"]
 )
 async def test_a_client_that_does_not_read_is_cancelled(make_channel, patience):
     router = FakeRouter(chatty if patience.stall_s > 1 else some)

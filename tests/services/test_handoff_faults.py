@@ -10,9 +10,9 @@ from engine_kit import fake_engine
 from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
-from pdserve.engine.api.request import Computed
+from pdserve.engine.api.request import PrefillComputed
 from pdserve.engine.handoff.connection.data_listeners import MAX_STRANGERS
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
 from pdserve.engine.handoff.receiver import Receiver
@@ -40,7 +40,7 @@ def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
     asked, hits = request(200), []
 
     def hook(step: Any) -> None:
-        chunks = sum(isinstance(e, Computed) for e in step.events)
+        chunks = sum(isinstance(e, PrefillComputed) for e in step.events)
         hits.extend([step.index] * chunks)
         if chunks and len(hits) == chunk:
             if side == "prefill":
@@ -105,7 +105,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     hits: list[int] = []
     original = Receiver.payload
 
-    def payload(receiver: Receiver, link: Link, header: FrameHeader, data: Any) -> None:
+    def payload(receiver: Receiver, link: DataLink, header: FrameHeader, data: Any) -> None:
         if len(hits) < times:
             hits.append(header.sequence)
             if isinstance(data, memoryview):

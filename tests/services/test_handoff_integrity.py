@@ -13,7 +13,7 @@ from engine_kit import fake_engine
 from fake_decoder import words
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.handoff.outgoing import Outgoing
+from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages
 from pdserve.engine.handoff.protocol.layout import encode_spec
 from pdserve.engine.handoff.receiver import Receiver
@@ -141,17 +141,17 @@ def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     """On shm the slot is what others could read; the parts of a frame are what is put there."""
     passed: list[bytes] = []
     records: list[bytes] = []
-    build = Outgoing._build
+    build = OutgoingHandoff._build
 
     @contextmanager
-    def spy(self: Outgoing, *args: Any) -> Iterator[Frame | None]:
+    def spy(self: OutgoingHandoff, *args: Any) -> Iterator[Frame | None]:
         with build(self, *args) as frame:
             if frame is not None:
                 passed.append(b"".join(frame.parts))
                 records.append(frame.record)
             yield frame
 
-    monkeypatch.setattr(Outgoing, "_build", spy)
+    monkeypatch.setattr(OutgoingHandoff, "_build", spy)
     pair = make_pair(transport, encrypted=encrypted)
     asked = request(200)
     pair.hand_off(asked)

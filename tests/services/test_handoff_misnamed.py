@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
 from pdserve.engine.transport.base import Frame, FrameJob
@@ -19,7 +19,7 @@ CACHELESS: dict[str, Any] = {"prefix_cache": False}
 
 def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[int]:
     """The next records of a type are changed, each in one bit of the id; the bits that are left."""
-    left, post, push = list(bits), Link.post, Link.push
+    left, post, push = list(bits), DataLink.post, DataLink.push
 
     def changed(record: bytes) -> bytes:
         if not left or record[3] != kind:
@@ -28,7 +28,7 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
         data[PREFIX_BYTES + bit // 8] ^= 1 << bit % 8
         return bytes(data)
 
-    def pushed(link: Link, *jobs: FrameJob) -> None:
+    def pushed(link: DataLink, *jobs: FrameJob) -> None:
         @contextmanager
         def build(job: FrameJob, slot: int, outlet: Any) -> Iterator[Frame | None]:
             with job(slot, outlet) as frame:
@@ -36,8 +36,8 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
 
         push(link, *(partial(build, job) for job in jobs))
 
-    monkeypatch.setattr(Link, "post", lambda link, record: post(link, changed(record)))
-    monkeypatch.setattr(Link, "push", pushed)
+    monkeypatch.setattr(DataLink, "post", lambda link, record: post(link, changed(record)))
+    monkeypatch.setattr(DataLink, "push", pushed)
     return left
 
 

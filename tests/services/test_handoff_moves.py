@@ -11,17 +11,17 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.services.decode.migration.departures import Departures
+from pdserve.services.decode.migration.departures import OutgoingMigrations
 
 
 class Source:
-    """The pair's first engine as a decode worker: its sender sends what Departures says."""
+    """The pair's first engine as a decode worker: its sender sends what OutgoingMigrations says."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.said: list[int] = []
         self.told: list[tuple[bytes, Sent]] = []
-        self.departures = Departures(pair.prefill, pair.sender, self._ended)
+        self.departures = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
         pair.prefill_hook = self._step
         on_ended = pair.sender._on_ended
 

@@ -10,7 +10,7 @@ from engine_kit import ask
 from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, request
 
-from pdserve.engine.api.request import ChoiceState, Computed, Request, Step
+from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
 from pdserve.engine.handoff.protocol.machine import Action, Phase
 from pdserve.engine.transport.registry import transports
 
@@ -246,7 +246,7 @@ def cancel_at_first_chunk(pair: Pair, key: str) -> Callable[[Step], None]:
     """A prefill hook: decode hears of the cancel before it can have the last frame."""
 
     def hook(step: Step) -> None:
-        if any(isinstance(event, Computed) and event.key == key for event in step.events):
+        if any(isinstance(event, PrefillComputed) and event.key == key for event in step.events):
             pair.decode_thread.post(lambda _: pair.receiver.cancel(bytes.fromhex(key), "cancel"))
 
     return hook

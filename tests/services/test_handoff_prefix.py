@@ -9,7 +9,7 @@ import pytest
 from engine_kit import ask, fake_engine
 from handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.api.request import Computed, Request
+from pdserve.engine.api.request import PrefillComputed, Request
 from pdserve.engine.kv.identity import KvIdentity, Mixing
 
 BLOCK = 4
@@ -30,7 +30,7 @@ class Stop:
         if self.reached.is_set():
             return
         for event in step.events:
-            if not isinstance(event, Computed) or event.done:
+            if not isinstance(event, PrefillComputed) or event.done:
                 continue
             attempt = bytes.fromhex(event.key)
             self._wait(attempt, event.num_tokens)

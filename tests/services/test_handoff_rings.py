@@ -9,11 +9,18 @@ from fleet import wait_for
 from handoff_pair import Pair, local, request
 from rings import assert_conform
 
-from pdserve.engine.api.request import Computed, Step
+from pdserve.engine.api.request import PrefillComputed, Step
 from pdserve.engine.handoff import endpoint
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import Action, Actions, Event, Filled, Granted, Handoff
+from pdserve.engine.handoff.protocol.machine import (
+    Action,
+    Actions,
+    ClaimGranted,
+    Event,
+    Filled,
+    Handoff,
+)
 from pdserve.engine.handoff.recorder.conform import check
 from pdserve.engine.handoff.recorder.ring import read_rings
 
@@ -55,7 +62,8 @@ def test_every_record_of_a_hand_off_is_there(noted: Noted) -> None:
     found = assert_conform(noted.folder)
     for side, event in (
         ("send", "opened"), ("send", "taken"), ("send", "picked"), ("receive", "claimed"),
-        ("receive", "taken"), ("receive", "reserved"), ("send", "granted"), ("receive", "filled"),
+        ("receive", "taken"), ("receive", "reserved"), ("send", "claim granted"),
+        ("receive", "filled"),
         ("receive", "handed"), ("send", "filled"), ("send", "freed"),
     ):  # fmt: skip
         assert found[side, event] == 1, (side, event)
@@ -76,7 +84,7 @@ def test_blocks_that_are_not_given_back(noted: Noted) -> None:
 
     def hook(step: Step) -> None:
         """Cancelled when decode has the blocks; prefill has not gone on meanwhile."""
-        if not hits and any(isinstance(event, Computed) for event in step.events):
+        if not hits and any(isinstance(event, PrefillComputed) for event in step.events):
             wait_for(lambda: not noted.receiver.is_waiting(attempt), 10, "blocks at decode")
             hits.append(noted.at_decode(lambda r: r.cancel(attempt, "cancelled")))
 
@@ -112,7 +120,7 @@ def test_blocks_that_are_given_back_too_early(
 
     def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
         after, actions = machine.step(state, event, now)
-        if isinstance(event, Granted):
+        if isinstance(event, ClaimGranted):
             after, more = machine.step(after, Filled(), now)
             actions += more
         return after, actions

@@ -15,7 +15,7 @@ from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.decode.main import DecodeRole
@@ -146,7 +146,7 @@ class Cluster:
     def _engine(self, process: Process, role: str) -> Engine:
         scenario = self.scenario
         blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
-        limits = Limits(
+        limits = EngineLimits(
             vocab_size=VOCAB,
             context_len=CONTEXT,
             block_size=BLOCK,

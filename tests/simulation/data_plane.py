@@ -1,4 +1,4 @@
-"""The data connection between prefill and decode without threads: the real Link over pipes.
+"""The data connection between prefill and decode without threads: the real DataLink over pipes.
 
 Records, credits and frames are those of engine/handoff/connection/link.py; only its two threads
 are replaced by callbacks. Connecting takes its time, but the introductions then happen at one
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.engine.handoff.connection.dial import DIAL_S
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameError
 from pdserve.engine.transport.base import Target, TransportRefused, WireClosed
 from pdserve.engine.transport.tcp import TcpWire
@@ -112,8 +112,8 @@ class SimWire(TcpWire):
         self._connection.close(self.process)
 
 
-class SimLink(Link):
-    """engine/handoff/connection/link.py Link without threads."""
+class SimLink(DataLink):
+    """engine/handoff/connection/link.py DataLink without threads."""
 
     def __init__(self, wire: Any, transport: str, handler: Any) -> None:
         super().__init__(wire, transport, handler)

@@ -3,7 +3,7 @@
 A killed process has noted what it has; one that ends in order says so.
 """
 
-from pdserve.engine.handoff.recorder.event_log import Mark, Record, Recording
+from pdserve.engine.handoff.recorder.event_log import Record, Recording, RecordKind
 from pdserve.engine.handoff.recorder.ring import FIRST_WORDS
 from simulation.clock import World
 
@@ -30,7 +30,7 @@ class Notes:
         return self._words.setdefault(text, len(self._words))
 
     def close(self) -> None:
-        self.append(Mark.END, b"", 0, 0, 0)
+        self.append(RecordKind.END, b"", 0, 0, 0)
         self._closed = True
 
     def recording(self) -> Recording:

@@ -238,8 +238,8 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     LoopSender.network = LoopLease.network = LoopHost.network = network
     replaced: dict[str, Any] = {
         "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
-        "pdserve.engine.handoff.connection.data_listeners.Link": SimLink,
-        "pdserve.engine.handoff.connection.dial.Link": SimLink,
+        "pdserve.engine.handoff.connection.data_listeners.DataLink": SimLink,
+        "pdserve.engine.handoff.connection.dial.DataLink": SimLink,
         "pdserve.services.decode.runtime.EngineThread": LoopEngineThread,
         "pdserve.services.decode.runtime.Receiver": LoopReceiver,
         "pdserve.services.decode.runtime.Sender": LoopSender,

@@ -14,11 +14,11 @@ from pdserve.engine.handoff.protocol.keys import TagKey
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.gateway.router_client.resumable_request import Flight
+from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.progress import RequestProgress
 from simulation.model import Model, spec
 from simulation.run import make, simulate
 from simulation.scenario import Scenario
@@ -46,9 +46,11 @@ def blocks_of_ended_sequences_are_kept() -> AbstractContextManager[Any]:
 def positions_are_ignored() -> AbstractContextManager[Any]:
     """Router and gateway take every id that comes."""
     both = ExitStack()
-    both.enter_context(patch.object(Answer, "take", lambda _, tokens: tokens))
+    both.enter_context(patch.object(RequestProgress, "take", lambda _, tokens: tokens))
     both.enter_context(
-        patch.object(Flight, "_take_tokens", lambda _, tokens: RequestEvent(tokens=tokens))
+        patch.object(
+            ResumableRequest, "_take_tokens", lambda _, tokens: RequestEvent(tokens=tokens)
+        )
     )
     return both
 

@@ -27,7 +27,7 @@ from link_ends import (
     claim_record,
 )
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.base import Frame, FrameJob, Target, TransportOptions, Wire
@@ -86,10 +86,10 @@ def transport(folder: str, device: FakeDevice) -> CudaIpcTransport:
     return CudaIpcTransport(options)
 
 
-def dial(folder: str, device: FakeDevice) -> Link:
+def dial(folder: str, device: FakeDevice) -> DataLink:
     wire = transport(folder, device).dial(Target("", BOOT), 5.0)
     hello = replace(HELLO, transport="cuda_ipc")
-    link = Link.dial(wire, "cuda_ipc", Recorder(), hello, 5.0)
+    link = DataLink.dial(wire, "cuda_ipc", Recorder(), hello, 5.0)
     link.post(claim_record())
     return link
 
@@ -112,7 +112,7 @@ def serve(folder: str) -> None:
     decode = Recorder()
 
     def accept(wire: Wire) -> None:
-        Link(wire, "cuda_ipc", decode).accept()
+        DataLink(wire, "cuda_ipc", decode).accept()
 
     transport(folder, FakeDevice()).listen(BOOT, accept)
     print("listening", flush=True)

@@ -19,7 +19,7 @@ from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Stage
-from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.progress import RequestProgress
 
 NUM_TOKENS = 12
 
@@ -161,7 +161,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             queue_remaining_ms=queue,
             remaining_ms=left,
         )
-        self.dispatcher.submit(Answer(start, list(range(length))), self.client, self.now)
+        self.dispatcher.submit(RequestProgress(start, list(range(length))), self.client, self.now)
 
     @rule(request=requests, step=st.integers(0, 1))
     def issue_again(self, request: str, step: int) -> None:

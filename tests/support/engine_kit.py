@@ -11,7 +11,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.scheduling.limits import Limits
+from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels.ops import select
 
 made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end
@@ -44,7 +44,7 @@ def _engine(
     return Engine(
         model or FakeDecoder(spec),
         KvCache(spec, num_blocks),
-        Limits(**(options | limits)),
+        EngineLimits(**(options | limits)),
         select("cpu"),
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,

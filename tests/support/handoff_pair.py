@@ -20,7 +20,7 @@ from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.protocol.promises import Promises
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.kv.identity import Mixing
@@ -74,7 +74,7 @@ class Pair:
             progress=lambda: (self.decode_thread.steps, True),
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
-            trace=Trace(self.rings[0]),
+            trace=EventLog(self.rings[0]),
         )
         self.sender = Sender(
             prefill,
@@ -86,7 +86,7 @@ class Pair:
             wake=self.prefill_thread.wake,
             progress=lambda: (self.prefill_thread.steps, True),
             encrypted=encrypted,
-            trace=Trace(self.rings[1]),
+            trace=EventLog(self.rings[1]),
         )
         self.addresses = self.receiver.listen(make_transports(transport, options), True)
         self.prefill_thread.add_poll(self.sender.poll)

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 from fake_device import FakeDevice, pages_of
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
 from pdserve.engine.handoff.protocol.keys import TagKey
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import (
+    DeviceSink,
     Frame,
     FrameJob,
     KvTransport,
-    Outlet,
     Payload,
     Target,
     TransportOptions,
@@ -43,7 +43,7 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
     """An unsigned frame: what a transport moves, not what a Receiver takes."""
 
     @contextmanager
-    def build(slot: int, outlet: Outlet | None) -> Iterator[Frame]:
+    def build(slot: int, outlet: DeviceSink | None) -> Iterator[Frame]:
         if outlet is not None:
             source = np.zeros(_padded(len(payload)), np.uint8)
             source[: len(payload)] = np.frombuffer(payload, np.uint8)
@@ -66,25 +66,25 @@ class Recorder:
         self.accept = accept
         self.messages: list[messages.Message] = []
         self.payloads: list[tuple[int, bytes]] = []
-        self.held: list[tuple[Link, FrameHeader]] = []
+        self.held: list[tuple[DataLink, FrameHeader]] = []
         self._free = threading.Event()
         self._free.set()
         self.reasons: list[str] = []
-        self.links: list[Link] = []
+        self.links: list[DataLink] = []
         self.changed = threading.Condition()
 
-    def introduced(self, link: Link, hello: messages.Hello) -> str:
+    def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return self.refuse
 
-    def message(self, link: Link, message: messages.Message) -> None:
+    def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Signed) and isinstance(message.body, messages.Claim):
             link.trust()
         self._note(lambda: self.messages.append(message))
 
-    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+    def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         return self.accept
 
-    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         if isinstance(payload, memoryview):
             data = bytes(payload)
         else:
@@ -109,7 +109,7 @@ class Recorder:
         for link, header in self.held:
             link.credit(header)
 
-    def closed(self, link: Link, reason: str) -> None:
+    def closed(self, link: DataLink, reason: str) -> None:
         self._note(lambda: self.reasons.append(reason))
 
     def wait(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
@@ -131,12 +131,12 @@ class Ends:
         self.listener = self.transport.listen(BOOT, self._accepted)
         address = self.listener.address if name == "tcp" else ""
         self.target = Target(address, BOOT)
-        self._dialed: list[Link] = []
+        self._dialed: list[DataLink] = []
 
-    def dial(self, handler: Recorder, claim: bool = True) -> Link:
+    def dial(self, handler: Recorder, claim: bool = True) -> DataLink:
         wire = self.transport.dial(self.target, 1.0)
         name = self.transport.name
-        link = Link.dial(wire, name, handler, replace(HELLO, transport=name), 1.0)
+        link = DataLink.dial(wire, name, handler, replace(HELLO, transport=name), 1.0)
         self._dialed.append(link)
         if claim:
             link.post(claim_record())
@@ -149,7 +149,7 @@ class Ends:
         self.transport.close()
 
     def _accepted(self, wire: Wire) -> None:
-        link = Link(wire, self.transport.name, self.decode)
+        link = DataLink(wire, self.transport.name, self.decode)
         self.decode.links.append(link)
         link.accept()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
+    ClaimGranted,
     Event,
     Filled,
-    Granted,
     Handoff,
     Picked,
     Reserved,
@@ -21,11 +21,11 @@ from pdserve.engine.handoff.protocol.machine import (
 from pdserve.engine.handoff.recorder.conform import check
 from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
-    Log,
-    Mark,
+    EventLog,
     Record,
     Recording,
-    Trace,
+    RecordKind,
+    RecordSink,
 )
 from pdserve.engine.handoff.recorder.ring import SUFFIX, read_rings
 from pdserve.engine.handoff.recorder.timeline import event_name
@@ -51,7 +51,7 @@ def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[st
 
 @dataclass
 class Notes:
-    """A trace's Log; several of one clock (ns) are processes of one host."""
+    """A trace's RecordSink; several of one clock (ns) are processes of one host."""
 
     role: str
     boot: bytes
@@ -71,7 +71,7 @@ class Notes:
 
     def close(self) -> None:
         """The process ends in order."""
-        self.append(Mark.END, b"", 0, 0, 0)
+        self.append(RecordKind.END, b"", 0, 0, 0)
 
     def recording(self) -> Recording:
         """As a reader of its ring would have it."""
@@ -82,13 +82,13 @@ class Notes:
 class Played:
     """One side of a made-up hand-off: does what the machine says, and notes it."""
 
-    def __init__(self, log: Log, side: Side, attempt: bytes) -> None:
-        self.trace = Trace(log)
+    def __init__(self, log: RecordSink, side: Side, attempt: bytes) -> None:
+        self.trace = EventLog(log)
         self.attempt = attempt
         self.state = Handoff(side, float("inf"))
-        self.trace.mark(Mark.OPENED, attempt, self.state, 3, MAX_ARGUMENT)
+        self.trace.mark(RecordKind.OPENED, attempt, self.state, 3, MAX_ARGUMENT)
 
-    def mark(self, mark: Mark, detail: int = 0, argument: int = 0) -> None:
+    def mark(self, mark: RecordKind, detail: int = 0, argument: int = 0) -> None:
         self.trace.mark(mark, self.attempt, self.state, detail, argument)
 
     def does(self, event: Event, now: float = 0.0) -> None:
@@ -96,28 +96,30 @@ class Played:
         self.state, actions = step(before, event, now)
         self.trace.step(self.attempt, event, before, self.state, actions)
         if Action.FREE_BLOCKS in actions:
-            self.mark(Mark.FREED)
+            self.mark(RecordKind.FREED)
         if Action.COMMIT in actions:
-            self.mark(Mark.HANDED)
+            self.mark(RecordKind.HANDED)
 
 
-def play(attempt: bytes, request: int, router: Log, decode: Log, prefill: Log) -> None:
+def play(
+    attempt: bytes, request: int, router: RecordSink, decode: RecordSink, prefill: RecordSink
+) -> None:
     """A hand-off without a fault, as three processes note it."""
-    Trace(router).route(attempt, 1, request)
+    EventLog(router).route(attempt, 1, request)
     receive = Played(decode, Side.RECEIVE, attempt)
     send = Played(prefill, Side.SEND, attempt)
-    send.mark(Mark.TAKEN, 3)
+    send.mark(RecordKind.TAKEN, 3)
     send.does(Picked())
     receive.does(Claimed())
-    receive.mark(Mark.TAKEN, 3, CELLS)
+    receive.mark(RecordKind.TAKEN, 3, CELLS)
     receive.does(Reserved())
-    send.does(Granted())
+    send.does(ClaimGranted())
     for frame in (5, 6):
-        send.mark(Mark.SENT, frame, CELLS // 2)
-        receive.mark(Mark.WRITTEN, frame, CELLS // 2)
+        send.mark(RecordKind.SENT, frame, CELLS // 2)
+        receive.mark(RecordKind.WRITTEN, frame, CELLS // 2)
     receive.does(Filled())
     send.does(Filled())
-    Trace(router).unroute(attempt, "")
+    EventLog(router).unroute(attempt, "")
 
 
 def whole_handoff(attempt: bytes, request: int = 1) -> tuple[Notes, Notes, Notes]:

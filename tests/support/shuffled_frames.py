@@ -15,7 +15,7 @@ from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
 from patience import Patience
 
-from pdserve.engine.handoff.outgoing import Outgoing
+from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.handoff.protocol.machine import Action
 
@@ -39,7 +39,7 @@ class ShuffledPair:
         push_computed, write = sender._push_computed, kv.write
         commit = self.pair.receiver.actions[Action.COMMIT]
 
-        def keep_then_push(outgoing: Outgoing) -> None:
+        def keep_then_push(outgoing: OutgoingHandoff) -> None:
             push_computed(outgoing)
             if outgoing.done and outgoing.next_blocks and self._kept:
                 self._send(outgoing)
@@ -56,12 +56,12 @@ class ShuffledPair:
         sender.actions[Action.SEND_FRAMES] = keep_then_push
         kv.write = counted  # type: ignore[method-assign]
         self.pair.receiver.actions[Action.COMMIT] = compared
-        self._push = Outgoing.push
+        self._push = OutgoingHandoff.push
 
     def __enter__(self) -> "ShuffledPair":
         kept = self._kept
         self._patience = Patience()
-        Outgoing.push = (  # type: ignore[method-assign]
+        OutgoingHandoff.push = (  # type: ignore[method-assign]
             lambda outgoing, kv, pieces, table, resends: kept.extend(
                 (kv, piece, table, resends) for piece in pieces
             )
@@ -69,7 +69,7 @@ class ShuffledPair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Outgoing.push = self._push  # type: ignore[method-assign]
+        OutgoingHandoff.push = self._push  # type: ignore[method-assign]
         self.pair.close()
         self._patience.end()
 
@@ -85,7 +85,7 @@ class ShuffledPair:
         assert self.pair.sent[attempt].reason == ""
         assert not self._wrong, self._wrong
 
-    def _send(self, outgoing: Outgoing) -> None:
+    def _send(self, outgoing: OutgoingHandoff) -> None:
         pieces = [part for kept in self._kept for part in self._split(*kept)]
         self._kept.clear()
         sent = pieces + [piece for piece in pieces if self.rng.random() < 0.5]

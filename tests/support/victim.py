@@ -11,7 +11,7 @@ from typing import Any
 from engine_kit import ask, fake_engine
 from patience import Patience
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.receiver import Receiver
@@ -29,21 +29,21 @@ class Watched(Receiver):
     """`taking`: connections with a frame between its record and what becomes of it."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
-        self.taking: set[Link] = set()
+        self.taking: set[DataLink] = set()
         super().__init__(*args, **words)
 
-    def frame(self, link: Link, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+    def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         self.taking.add(link)
         wanted = super().frame(link, header, covered, tag)
         if not wanted:
             self.taking.discard(link)
         return wanted
 
-    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         super().payload(link, header, payload)
         self.taking.discard(link)
 
-    def closed(self, link: Link, reason: str) -> None:
+    def closed(self, link: DataLink, reason: str) -> None:
         self.taking.discard(link)
         super().closed(link, reason)
 

@@ -26,7 +26,7 @@ from pdserve.services.host.fragments import send_ids
 from pdserve.services.host.lifecycle import silent
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.worker import Role, Worker
+from pdserve.services.worker.worker import Role, WorkerProcess
 
 SECRET = "s3cret"
 CARD = CardData(
@@ -124,8 +124,8 @@ class SessionClient:
 class Pair:
     """A prefill and a decode worker with a session to each."""
 
-    decode_worker: Worker
-    prefill_worker: Worker
+    decode_worker: WorkerProcess
+    prefill_worker: WorkerProcess
     decode_role: DecodeRole
     prefill_role: PrefillRole
     decode: SessionClient
@@ -183,8 +183,8 @@ class Pair:
             assert load.running == load.waiting == 0
 
 
-async def start_worker(settings: Any, role: Role) -> Worker:
-    worker = Worker(settings, role, silent)
+async def start_worker(settings: Any, role: Role) -> WorkerProcess:
+    worker = WorkerProcess(settings, role, silent)
     await worker.start()
     await asyncio.wait_for(worker.loaded, 20)
     return worker

@@ -8,24 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdserve.engine.handoff.connection.dial import listen_all
-from pdserve.engine.handoff.connection.link import Link, LinkHandler
+from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
 from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.compatibility import Terms
+from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.transport.base import KvTransport, Listener, Wire
 
 MAX_STRANGERS = 16
 
 
-class Doors:
+class DataListeners:
     """The listeners of one decode process. `links` and `counters` are its endpoint's: each
     connection is added to the one, `strangers_refused` to the other."""
 
     def __init__(
         self,
         boot: bytes,
-        terms: Terms,
-        handler: LinkHandler,
-        links: dict[Link, None],
+        terms: HandoffCompatibility,
+        handler: DataLinkHandler,
+        links: dict[DataLink, None],
         counters: Counter[str],
     ) -> None:
         self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
@@ -45,7 +45,7 @@ class Doors:
         self._listeners += opened.values()
         return {name: listener.address for name, listener in opened.items()}
 
-    def refusal(self, link: Link, hello: messages.Hello) -> str:
+    def refusal(self, link: DataLink, hello: messages.Hello) -> str:
         """Why a process that has introduced itself is turned away; empty: it is not."""
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
@@ -64,6 +64,6 @@ class Doors:
             self._counters["strangers_refused"] += 1
             wire.close()
             return
-        link = Link(wire, transport, self._handler)
+        link = DataLink(wire, transport, self._handler)
         self._links[link] = None
         link.accept()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pdserve.engine.handoff.connection.link import Link, LinkHandler
+from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
 from pdserve.engine.handoff.protocol.messages import Hello
 from pdserve.engine.transport.base import KvTransport, Listener, Target, TransportRefused, Wire
 
@@ -59,12 +59,12 @@ def listen_all(
 class Dialer:
     """Opens links from prefill. `refusals` counts (transport, reason without its address)."""
 
-    def __init__(self, transports: Sequence[KvTransport], handler: LinkHandler) -> None:
+    def __init__(self, transports: Sequence[KvTransport], handler: DataLinkHandler) -> None:
         self._transports = transports
         self._handler = handler
         self.refusals: Counter[str] = Counter()
 
-    def dial(self, target: Target, hello: Hello) -> Link:
+    def dial(self, target: Target, hello: Hello) -> DataLink:
         """Blocks for at most DIAL_S. Raises TransportRefused with every reason."""
         end = time.monotonic() + DIAL_S
         reasons = []
@@ -74,7 +74,7 @@ class Dialer:
                 wire = transport.dial(target, left)
                 left = max(0.01, end - time.monotonic())
                 named = replace(hello, transport=transport.name)
-                link = Link.dial(wire, transport.name, self._handler, named, left)
+                link = DataLink.dial(wire, transport.name, self._handler, named, left)
             except TransportRefused as err:
                 self.refusals[transport.name] += 1
                 reasons.append(f"{transport.name}: {err}")

@@ -42,30 +42,30 @@ INTRODUCTION_S = 5.0  # from accept to the first genuine message
 MAX_POSTED = 4096  # control records waiting for a peer that does not read
 
 
-class LinkHandler(Protocol):
+class DataLinkHandler(Protocol):
     """Called on the link's threads; must not block. A FrameError closes the link."""
 
-    def introduced(self, link: "Link", hello: messages.Hello) -> str:
+    def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
         """decode: why this peer is refused; empty: welcome."""
 
-    def message(self, link: "Link", message: messages.Message) -> None: ...
+    def message(self, link: "DataLink", message: messages.Message) -> None: ...
 
-    def frame(self, link: "Link", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
+    def frame(self, link: "DataLink", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         """decode: may its payload be received? The header's tag is checked here. What is refused
         is passed over; the connection goes on."""
 
-    def payload(self, link: "Link", header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: "DataLink", header: FrameHeader, payload: Payload) -> None:
         """decode: not yet verified: bytes that stay as they are until it returns, or a slot on the
         device, which it is to `credit` when done with."""
 
-    def closed(self, link: "Link", reason: str) -> None:
+    def closed(self, link: "DataLink", reason: str) -> None:
         """Once, whatever the cause."""
 
 
-class Link:
-    """Use `Link.dial` at prefill; `Link(...)`, then `accept()`, at decode."""
+class DataLink:
+    """Use `DataLink.dial` at prefill; `DataLink(...)`, then `accept()`, at decode."""
 
-    def __init__(self, wire: Wire, transport: str, handler: LinkHandler) -> None:
+    def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
         self.hello: messages.Hello | None = None  # decode: what the peer said of itself
@@ -90,10 +90,10 @@ class Link:
         cls,
         wire: Wire,
         transport: str,
-        handler: LinkHandler,
+        handler: DataLinkHandler,
         hello: messages.Hello,
         timeout_s: float,
-    ) -> "Link":
+    ) -> "DataLink":
         """prefill: introduce ourselves on a new wire. Raises TransportRefused."""
         link = cls(wire, transport, handler)
         link.peer = hello.decode_boot
@@ -163,7 +163,7 @@ class Link:
             self._genuine = True
             self._wire.trust()
             if window := self._wire.window():
-                self.post(messages.encode(messages.Window(window)))
+                self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
         """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
@@ -293,7 +293,7 @@ class Link:
         message = self._read_control(prefix)
         if isinstance(message, messages.Credit):
             self._credited(message)
-        elif isinstance(message, messages.Window):
+        elif isinstance(message, messages.SlotWindow):
             self._opened(message.data)
         else:
             self._handler.message(self, message)

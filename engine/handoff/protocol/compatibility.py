@@ -9,7 +9,7 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class HandoffCompatibility:
     """Of one process."""
 
     identity: KvIdentity

@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 MAGIC = 0x4B50
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 TAG_BYTES = 16
 MARK_BYTES = 8  # of a frame's header tag: which record a credit is for
 ID_BYTES = 16

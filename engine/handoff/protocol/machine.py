@@ -5,18 +5,18 @@
     ADMITTED   a promise, nothing pinned        ADMITTED   queued in the engine, nothing pinned
        | Claimed                                   | Picked: its blocks are allocated
        v                                           v
-    CLAIMED    waits for blocks, FIFO           CLAIMED    holds blocks, waits for Granted
-       | Reserved                                  | Granted
+    CLAIMED    waits for blocks, FIFO           CLAIMED    holds blocks, waits for ClaimGranted
+       | Reserved                                  | ClaimGranted
        v                                           v
     RECEIVING  holds blocks, takes frames       RECEIVING  holds blocks, pushes frames
        | Filled                                    | Filled (decode's Complete)
        v                                           v
     COMMITTED  blocks belong to the sequence    COMMITTED  blocks are back
 
-Every state but the last row also goes to RELEASED, at the first of: Ended (cancel, a peer's Abort
-or Gone, a closed connection, a failed check) and what Tick finds (the deadline, a silent peer, a
-frozen peer). COMMITTED and RELEASED are final: a late event is counted and changes nothing, and a
-late Claim is answered Gone.
+Every state but the last row also goes to RELEASED, at the first of: HandoffEnded (cancel, a peer's
+Abort or Gone, a closed connection, a failed check) and what Tick finds (the deadline, a silent
+peer, a frozen peer). COMMITTED and RELEASED are final: a late event is counted and changes nothing,
+and a late Claim is answered Gone.
 
 Invariant: a state that holds blocks (or a promise) gives them back in exactly one action of the
 step that leaves it; `holds` and `promised` are functions of (side, phase), so no flag can differ.
@@ -78,7 +78,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class ClaimGranted:
     """send: decode says where to send from."""
 
 
@@ -95,7 +95,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PeerProgress:
     """The peer's engine has done `steps` steps; `busy`: it has work queued."""
 
     at: float
@@ -109,14 +109,16 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class HandoffEnded:
     """Something ends it. `told`: the peer knows already, or cannot be told."""
 
     reason: str
     told: bool = False
 
 
-Event = Claimed | Picked | Reserved | Granted | Filled | Heard | Progress | Tick | Ended
+Event = (
+    Claimed | Picked | Reserved | ClaimGranted | Filled | Heard | PeerProgress | Tick | HandoffEnded
+)
 Actions = tuple[Action, ...]
 
 FINAL = (Phase.COMMITTED, Phase.RELEASED)
@@ -159,18 +161,18 @@ class Handoff:
 def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
     """The next state and what to do; total: any event is allowed in any state."""
     if state.final:
-        late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | Progress) else ()
+        late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | PeerProgress) else ()
         return state, (*late, Action.SEND_GONE) if isinstance(event, Claimed) else late
     match event:
         case Heard(at):
             return replace(state, heard=max(state.heard, at)), ()
-        case Progress(at, steps, busy):
+        case PeerProgress(at, steps, busy):
             moved = at if steps != state.steps or not busy else state.moved
             return replace(state, heard=max(state.heard, at), steps=steps, moved=moved), ()
         case Tick():
             reason = _overdue(state, now)
-            return _release(state, Ended(reason)) if reason else (state, ())
-        case Ended():
+            return _release(state, HandoffEnded(reason)) if reason else (state, ())
+        case HandoffEnded():
             return _release(state, event)
         case _:
             return _advance(state, event, now)
@@ -189,7 +191,7 @@ def _advance(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions
             return replace(state, phase=Phase.COMMITTED), committed
         case Side.SEND, Phase.ADMITTED, Picked():
             return _linked(state, now), (Action.SEND_CLAIM,)
-        case Side.SEND, Phase.CLAIMED, Granted():
+        case Side.SEND, Phase.CLAIMED, ClaimGranted():
             return replace(state, phase=Phase.RECEIVING), (Action.SEND_FRAMES,)
         case Side.SEND, Phase.RECEIVING, Filled():
             sent = (Action.FREE_BLOCKS, Action.REPORT_DONE)
@@ -212,7 +214,7 @@ def _overdue(state: Handoff, now: float) -> str:
     return ""
 
 
-def _release(state: Handoff, end: Ended) -> tuple[Handoff, Actions]:
+def _release(state: Handoff, end: HandoffEnded) -> tuple[Handoff, Actions]:
     actions = []
     if state.promised:
         actions.append(Action.GIVE_BACK_PROMISE)

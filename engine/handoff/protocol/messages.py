@@ -72,7 +72,7 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SlotWindow:
     """decode -> prefill, once trusted: what a device transport needs to open the window."""
 
     TYPE: ClassVar[int] = 7
@@ -144,7 +144,7 @@ class Abort:
     reason: str
 
 
-Plain = Hello | Welcome | Refused | Gone | Credit | Window
+Plain = Hello | Welcome | Refused | Gone | Credit | SlotWindow
 Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
 
 
@@ -285,7 +285,7 @@ _CODECS: dict[int, _Codec] = {
     Refused.TYPE: _text(Refused),
     Gone.TYPE: _fixed(Gone, f"{ID_BYTES}s", "ticket"),
     Credit.TYPE: _fixed(Credit, f"H{MARK_BYTES}s", "slot", "mark"),
-    Window.TYPE: _Codec(lambda m: bytes(m.data), Window),
+    SlotWindow.TYPE: _Codec(lambda m: bytes(m.data), SlotWindow),
     Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
     Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),

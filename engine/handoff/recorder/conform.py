@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.handoff.protocol.machine import Side
-from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, Mark, Recording
-from pdserve.engine.handoff.recorder.replay import Life
+from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, Recording, RecordKind
+from pdserve.engine.handoff.recorder.replay import Replay
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
 
 AROUND = 4  # records of the attempt that a violation shows before and after
@@ -31,13 +31,17 @@ SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 # The first is noted before the second.
 ORDER = (
     ((SEND, "picked"), (RECEIVE, "claimed")),
-    ((RECEIVE, "reserved"), (SEND, "granted")),
+    ((RECEIVE, "reserved"), (SEND, "claim granted")),
     ((RECEIVE, "filled"), (SEND, "filled")),
     ((RECEIVE, "opened"), (SEND, "opened")),
     ((ROUTE, "opened"), (RECEIVE, "opened")),
     ((ROUTE, "opened"), (FOLLOW, "opened")),
 )
-BY_ENGINE = (Mark.OPENED, Mark.TAKEN, Mark.END)  # besides events: by the engine thread alone
+BY_ENGINE = (
+    RecordKind.OPENED,
+    RecordKind.TAKEN,
+    RecordKind.END,
+)  # besides events: by the engine thread alone
 
 NO_BEGINNING = "nothing says that it was opened"
 
@@ -75,7 +79,7 @@ def _end(recording: Recording) -> tuple[int, bool]:
     """The sequence of the last record of the engine thread; whether the process ended in order."""
     for record in reversed(recording.records):
         if record.event is not None or record.mark in BY_ENGINE:
-            return record.sequence, recording.records[-1].mark is Mark.END
+            return record.sequence, recording.records[-1].mark is RecordKind.END
     return 0, False
 
 
@@ -105,10 +109,14 @@ def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -
             recording = timeline.recordings[source]
             if side in (ROUTE, FOLLOW):
                 yield from _noted_twice(recording, entries)
-                if side == FOLLOW and ends[source][1] and entries[-1].record.mark is Mark.OPENED:
+                if (
+                    side == FOLLOW
+                    and ends[source][1]
+                    and entries[-1].record.mark is RecordKind.OPENED
+                ):
                     yield entries[-1], "it waits at an orderly end"
                 continue
-            life = Life(recording, entries[0])
+            life = Replay(recording, entries[0])
             if not life.begins:
                 yield entries[0], NO_BEGINNING
             for entry in entries:
@@ -123,11 +131,11 @@ def _noted_twice(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wro
         return
     opened = closed = False
     for number, entry in enumerate(entries):
-        if entry.record.mark is Mark.OPENED:
+        if entry.record.mark is RecordKind.OPENED:
             if opened or closed:
                 yield entry, "opened twice"
             opened = True
-        elif entry.record.mark is Mark.CLOSED:
+        elif entry.record.mark is RecordKind.CLOSED:
             if closed:
                 yield entry, "closed twice"
             elif not opened and not (recording.lost and number == 0):
@@ -161,7 +169,7 @@ def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
 def _noted(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
     """The entries of a side whose process has noted it from the beginning; None: there are none."""
     for entries in sides.get(side, {}).values():
-        if entries[0].record.mark is Mark.OPENED and not timeline.of(entries[0]).damaged:
+        if entries[0].record.mark is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
             return entries
     return None
 
@@ -176,9 +184,9 @@ def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
     written = _noted(timeline, sides, RECEIVE)
     if sent is None or written is None:
         return
-    frames = {e.record.detail: e for e in sent if e.record.mark is Mark.SENT}
+    frames = {e.record.detail: e for e in sent if e.record.mark is RecordKind.SENT}
     for entry in written:
-        if entry.record.mark is Mark.WRITTEN:
+        if entry.record.mark is RecordKind.WRITTEN:
             frame = frames.get(entry.record.detail)
             if frame is None:
                 yield entry, "a frame that was never sent"

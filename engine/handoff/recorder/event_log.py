@@ -1,12 +1,12 @@
 """What a process notes of its hand-offs: records of 32 bytes, their codes, who writes them; pure.
 
     bytes   field
-    0-7     time << 8 | kind   ns since its ring began; kind: an event of the machine, or a Mark
+    0-7     time << 8 | kind   ns since its ring began; kind: a machine event, or a RecordKind
     8-15    attempt            the first 8 of its 16 random bytes
     16-19   sequence           of the record in its ring, from 1, modulo 2^32
     20-21   state              side << 12 | phase before << 6 | phase after
-    22-23   detail             see Mark; of an event: TOLD, and the ring's word for the reason
-    24-27   argument           see Mark; of an event: a bit for every action, in Action's order
+    22-23   detail             see RecordKind; of an event: TOLD, and the ring's word for the reason
+    24-27   argument           see RecordKind; of an event: a bit for each action, in order
     28-31   check              CRC-32 of the 28 bytes before: a torn record is no record
 
 Eight bytes name an attempt: among the 10^6 attempts that a few rings hold at most, two are alike
@@ -33,7 +33,7 @@ MAX_DETAIL = (1 << 16) - 1
 MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
-class Mark(IntEnum):
+class RecordKind(IntEnum):
     """What is noted beside the machine's steps: (detail modulo 2^16, argument)."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route:
@@ -63,7 +63,7 @@ _NAMES = (
     *SIDES,
     *(phase.value for phase in PHASES),
     *(action.value for action in ACTIONS),
-    *(mark.name for mark in Mark),
+    *(mark.name for mark in RecordKind),
 )
 VOCABULARY = crc32(" ".join(_NAMES).encode())
 
@@ -74,7 +74,7 @@ _PHASE = {id(phase): number for number, phase in enumerate(PHASES)}
 _BIT = {id(action): 1 << number for number, action in enumerate(ACTIONS)}
 _ROUTE = SIDES.index(ROUTE) << 12
 _FOLLOW = SIDES.index(FOLLOW) << 12
-_MARKS = frozenset(int(mark) for mark in Mark)
+_MARKS = frozenset(int(mark) for mark in RecordKind)
 _BODY = struct.Struct("<Q8sIHHI")
 _CHECK = struct.Struct("<I")
 
@@ -92,12 +92,12 @@ class Record(NamedTuple):
 
     @property
     def event(self) -> type | None:
-        """The machine's event; None: a Mark."""
+        """The machine's event; None: a RecordKind."""
         return EVENTS[self.kind] if self.kind < len(EVENTS) else None
 
     @property
-    def mark(self) -> Mark | None:
-        return Mark(self.kind) if self.kind >= Mark.OPENED else None
+    def mark(self) -> RecordKind | None:
+        return RecordKind(self.kind) if self.kind >= RecordKind.OPENED else None
 
     @property
     def side(self) -> str:
@@ -178,7 +178,7 @@ class Recording:
         return self.words[number] if number < len(self.words) else "?"
 
 
-class Log(Protocol):
+class RecordSink(Protocol):
     """Where records go; any thread."""
 
     def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
@@ -188,10 +188,10 @@ class Log(Protocol):
         """The number of a text in the log, below TOLD."""
 
 
-class Trace:
+class EventLog:
     """Notes steps and marks in a log; without one it does nothing."""
 
-    def __init__(self, log: Log | None = None) -> None:
+    def __init__(self, log: RecordSink | None = None) -> None:
         self._log = log
 
     def step(
@@ -211,7 +211,7 @@ class Trace:
         log.append(_KIND[type(event)], attempt, state, detail, action_bits(actions))
 
     def mark(
-        self, mark: Mark, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
+        self, mark: RecordKind, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
     ) -> None:
         """Something beside the machine, on the attempt's side, in its present phase."""
         if self._log is not None:
@@ -224,20 +224,20 @@ class Trace:
         """The router begins the try `number` of its request number `request`."""
         if self._log is not None:
             tries, which = number & MAX_DETAIL, request & MAX_ARGUMENT
-            self._log.append(Mark.OPENED, attempt, _ROUTE, tries, which)
+            self._log.append(RecordKind.OPENED, attempt, _ROUTE, tries, which)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
         """The router is done with it; `reason`: why it is lost, empty otherwise."""
         if self._log is not None:
-            self._log.append(Mark.CLOSED, attempt, _ROUTE, self._log.word(reason), 0)
+            self._log.append(RecordKind.CLOSED, attempt, _ROUTE, self._log.word(reason), 0)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
         """Decode has it wait for that many blocks of another."""
         if self._log is not None:
             other = int.from_bytes(leader[:4], "big")
-            self._log.append(Mark.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
+            self._log.append(RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
         """That wait is over."""
         if self._log is not None:
-            self._log.append(Mark.CLOSED, attempt, _FOLLOW, self._log.word(reason), 0)
+            self._log.append(RecordKind.CLOSED, attempt, _FOLLOW, self._log.word(reason), 0)

@@ -11,9 +11,9 @@ from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     Actions,
-    Ended,
     Event,
     Handoff,
+    HandoffEnded,
     Phase,
     Side,
     Tick,
@@ -21,25 +21,25 @@ from pdserve.engine.handoff.protocol.machine import (
 from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
     TOLD,
-    Mark,
     Record,
     Recording,
+    RecordKind,
     action_bits,
 )
 from pdserve.engine.handoff.recorder.timeline import Entry
 
 INF = float("inf")
 SLACK_S = 0.1  # between the reading of a clock and its record
-OWES = {Action.FREE_BLOCKS: Mark.FREED, Action.COMMIT: Mark.HANDED}
+OWES = {Action.FREE_BLOCKS: RecordKind.FREED, Action.COMMIT: RecordKind.HANDED}
 
 
-class Life:
+class Replay:
     """The replay. Give it the entries of its side in order, the first one too."""
 
     def __init__(self, recording: Recording, first: Entry) -> None:
         record = first.record
         self._recording = recording
-        self.whole = record.mark is Mark.OPENED and not recording.damaged
+        self.whole = record.mark is RecordKind.OPENED and not recording.damaged
         self.begins = self.whole or bool(recording.lost or recording.damaged)
         self.state = Handoff(Side(record.side), INF, record.before)
         self._last = first
@@ -47,7 +47,7 @@ class Life:
         self._opened: Entry | None = None
         self._linked_ns = first.at_ns
         self._has_blocks = False
-        self._owed: tuple[Mark, Entry] | None = None
+        self._owed: tuple[RecordKind, Entry] | None = None
         self._wanted = 0  # cells
         self._cells = 0
 
@@ -84,7 +84,7 @@ class Life:
             yield f"the machine goes to {after.phase.value}"
         if action_bits(actions) != record.argument:
             yield f"the machine says: {', '.join(action.value for action in actions)}"
-        if isinstance(event, Ended | Tick) and after.phase is Phase.RELEASED:
+        if isinstance(event, HandoffEnded | Tick) and after.phase is Phase.RELEASED:
             yield from self._too_early(record, entry.at_ns)
         if after.phase is Phase.CLAIMED and record.before is not Phase.CLAIMED:
             self._linked_ns = entry.at_ns
@@ -103,7 +103,7 @@ class Life:
                 return replace(state, heard=-INF), Tick()
             if reason == "peer frozen":
                 return replace(state, moved=-INF), Tick()
-            return state, Ended(reason)
+            return state, HandoffEnded(reason)
         assert record.event is not None
         told = bool(record.detail & TOLD)
         known = {"at": now, "reason": reason, "told": told}  # the rest decides nothing
@@ -139,35 +139,35 @@ class Life:
     def _mark(self, entry: Entry) -> Iterator[str]:
         record, phase = entry.record, self.state.phase
         match record.mark:
-            case Mark.OPENED:
+            case RecordKind.OPENED:
                 if self._opened is not None:
                     yield "opened twice"
                 self._opened = entry
-            case Mark.TAKEN:
+            case RecordKind.TAKEN:
                 if self._has_blocks:
                     yield "blocks taken once more"
                 elif self.state.final:
                     yield "blocks taken after the end"
                 self._has_blocks = True
                 self._wanted, self._cells = record.argument, 0
-            case Mark.FREED | Mark.HANDED:
+            case RecordKind.FREED | RecordKind.HANDED:
                 if self._owed is None or self._owed[0] is not record.mark:
                     yield "the machine has not said so"
                 self._has_blocks, self._owed = False, None
-            case Mark.UNDONE:
-                if self._owed is None or self._owed[0] is not Mark.HANDED:
+            case RecordKind.UNDONE:
+                if self._owed is None or self._owed[0] is not RecordKind.HANDED:
                     yield "nothing to undo"
                 self.state, self._owed = self._before, None
-            case Mark.SENT:
+            case RecordKind.SENT:
                 if not self._has_blocks:
                     yield "a frame of blocks that it does not have"
-            case Mark.WRITTEN:
+            case RecordKind.WRITTEN:
                 self._cells += record.argument
                 if not self._has_blocks or phase is not Phase.RECEIVING:
                     yield "written into blocks that it does not have"
                 elif self._cells > self._wanted:
                     yield f"{self._cells} cells, and it asked for {self._wanted}"
-            case Mark.LATE if phase is Phase.RECEIVING:
+            case RecordKind.LATE if phase is Phase.RECEIVING:
                 yield "a frame dropped as late, and it was waiting for it"
             case _:
                 pass

@@ -26,8 +26,8 @@ from zlib import crc32
 from pdserve.engine.handoff.recorder.event_log import (
     RECORD_BYTES,
     VOCABULARY,
-    Mark,
     Recording,
+    RecordKind,
     pack,
     unpack,
 )
@@ -129,7 +129,7 @@ class Ring:
 
     def close(self) -> None:
         """The process ends in order. What is appended later is dropped."""
-        self.append(Mark.END, b"", 0, 0, 0)
+        self.append(RecordKind.END, b"", 0, 0, 0)
         with self._lock:
             if not self._map.closed:
                 self._position.release()

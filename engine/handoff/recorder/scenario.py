@@ -11,7 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from pdserve.engine.handoff.protocol.machine import Phase, Side
-from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, TOLD, Mark
+from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, TOLD, RecordKind
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
 
 BLOCK = 4  # tokens, in the simulation
@@ -32,7 +32,7 @@ REASONS = (
     ("cannot reach", "reset prefill-decode"),
     ("died", "SIGKILL decode"),
 )
-FOLLOWS = (FOLLOW, Mark.OPENED)
+FOLLOWS = (FOLLOW, RecordKind.OPENED)
 SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decode"}
 
 
@@ -76,7 +76,9 @@ def _requests(lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence
     """Tries by request; an attempt that no router tells of is a request of its own."""
     found: dict[str, list[Sequence[Entry]]] = {}
     for attempt, entries in lives.items():
-        opened = [e for e in entries if e.record.side == ROUTE and e.record.mark is Mark.OPENED]
+        opened = [
+            e for e in entries if e.record.side == ROUTE and e.record.mark is RecordKind.OPENED
+        ]
         name = f"{opened[0].source}-{opened[0].record.argument}" if opened else attempt.hex()
         found.setdefault(name, []).append(entries)
     return found
@@ -95,7 +97,7 @@ def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]
 
 def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
     """`tries`: of the owner of its prompt."""
-    taken = [e.record.detail for t in tries for e in t if e.record.mark is Mark.TAKEN]
+    taken = [e.record.detail for t in tries for e in t if e.record.mark is RecordKind.TAKEN]
     length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
     seed = crc32(owner.encode())
     prompt = [(seed + 7 * i + i * i) % 63 + 1 for i in range(length)]
@@ -108,7 +110,7 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
-        if record.side == FOLLOW or (not released and record.mark is not Mark.CLOSED):
+        if record.side == FOLLOW or (not released and record.mark is not RecordKind.CLOSED):
             continue  # a wait that is over is no fault
         reason = timeline.of(entry).word(record.detail & ~TOLD)
         if not reason or reason == "busy":
@@ -126,7 +128,7 @@ def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -
     """A process of the attempt has noted nothing since, and did not end in order."""
     for entry in entries:
         recording = timeline.of(entry)
-        if recording.role == role and recording.records[-1].mark is not Mark.END:
+        if recording.role == role and recording.records[-1].mark is not RecordKind.END:
             last = max(e.at_ns for e in timeline.entries if e.source == entry.source)
             if last <= end.at_ns and end.source != entry.source:
                 return True

@@ -4,6 +4,7 @@ Processes on one host share a monotonic clock, so their records merge in the ord
 were made. With more than one host the time of day decides, and order between hosts means little.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +14,9 @@ from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
     ROUTE,
     TOLD,
-    Mark,
     Record,
     Recording,
+    RecordKind,
 )
 
 
@@ -42,7 +43,7 @@ class Timeline:
         """Entries by the attempt's first eight bytes, in order of each attempt's beginning."""
         found: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
-            if entry.record.kind != Mark.END:
+            if entry.record.kind != RecordKind.END:
                 found.setdefault(entry.record.attempt, []).append(entry)
         return found
 
@@ -66,31 +67,31 @@ def describe(recording: Recording, record: Record) -> str:
     match record.mark:
         case None:
             return _step(recording, record)
-        case Mark.OPENED if record.side == ROUTE:
+        case RecordKind.OPENED if record.side == ROUTE:
             return f"opened: try {detail} of request {argument}"
-        case Mark.OPENED if record.side == FOLLOW:
+        case RecordKind.OPENED if record.side == FOLLOW:
             return f"waits for {detail} blocks of attempt {argument:08x}"
-        case Mark.OPENED:
+        case RecordKind.OPENED:
             left = "no deadline" if argument == MAX_ARGUMENT else f"{argument / 1000:g} s left"
             promised = f", {detail} blocks promised" if detail else ""
             return f"opened: {left}{promised}"
-        case Mark.TAKEN:
+        case RecordKind.TAKEN:
             return f"took {detail} blocks" + (f", {argument} cells to fill" if argument else "")
-        case Mark.FREED:
+        case RecordKind.FREED:
             return "gave the blocks back"
-        case Mark.HANDED:
+        case RecordKind.HANDED:
             return "the blocks belong to the sequence"
-        case Mark.UNDONE:
+        case RecordKind.UNDONE:
             return f"the commit failed: {record.after.value} again"
-        case Mark.SENT:
+        case RecordKind.SENT:
             return f"frame {detail} sent: {argument} cells"
-        case Mark.WRITTEN:
+        case RecordKind.WRITTEN:
             return f"frame {detail} written: {argument} new cells"
-        case Mark.LATE:
+        case RecordKind.LATE:
             return f"frame {detail} dropped: late"
-        case Mark.GONE:
+        case RecordKind.GONE:
             return "answered Gone"
-        case Mark.CLOSED:
+        case RecordKind.CLOSED:
             reason = recording.word(detail)
             return f"closed: {reason}" if reason else "closed"
         case _:
@@ -107,5 +108,7 @@ def _step(recording: Recording, record: Record) -> str:
 
 
 def event_name(record: Record) -> str:
-    """Of the events of the machine: "claimed", "tick", ...; of marks: "opened", ...; lower case."""
-    return (record.event.__name__ if record.event else Mark(record.kind).name).lower()
+    """In lower case: "claim granted", "tick", ... of the machine, else a kind ("opened", ...)."""
+    if record.event is None:
+        return RecordKind(record.kind).name.lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.event.__name__).lower()

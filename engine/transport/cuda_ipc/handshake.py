@@ -1,8 +1,8 @@
 """What the two ends of a cuda_ipc connection tell each other before the first record.
 
-prefill: Place. decode: Answer, and if it does not refuse, an Offer of 4 KiB. prefill copies random
-bytes into them with the transport's own kernel: Answer. decode copies them out again and compares:
-Answer. Whoever refuses says why with one of REASONS; both ends log it. Pure.
+prefill: ProcessPlace. decode: Answer, and if it does not refuse, a HandshakeOffer of 4 KiB. prefill
+copies random bytes into them with the transport's own kernel: Answer. decode copies them out again
+and compares: Answer. Whoever refuses says why with one of REASONS; both ends log it. Pure.
 """
 
 import struct
@@ -35,7 +35,7 @@ PLACE_BYTES, ANSWER_BYTES, OFFER_BYTES = _PLACE.size, _ANSWER.size, _OFFER.size
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """Where a process runs. A namespace is (device, inode) of its file in /proc/self/ns."""
 
     uuid: bytes
@@ -49,7 +49,7 @@ class Place:
         )
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Place":
+    def unpack(cls, data: bytes) -> "ProcessPlace":
         """Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
             raise ValueError("not a cuda_ipc peer")
@@ -80,7 +80,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class HandshakeOffer:
     """4 KiB of decode's device memory, and the signal and the key to use for them."""
 
     memory: bytes
@@ -93,11 +93,11 @@ class Offer:
         return _OFFER.pack(self.memory, self.memory_bytes, self.offset, self.signal, self.key)
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Offer":
+    def unpack(cls, data: bytes) -> "HandshakeOffer":
         return cls(*_OFFER.unpack(data))
 
 
-def namespace_refusal(ours: Place, theirs: Place) -> Refusal:
+def namespace_refusal(ours: ProcessPlace, theirs: ProcessPlace) -> Refusal:
     """decode's part of the comparison."""
     if ours.version != theirs.version:
         return Refusal("version", f"handshake {ours.version} here, {theirs.version} there")

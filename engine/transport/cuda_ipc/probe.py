@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pdserve.engine.kv.pages import Pages
-from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, Offer, Refusal
+from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, HandshakeOffer, Refusal
 from pdserve.engine.transport.device import TAIL_BYTES, Device, DeviceError, Memory, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
@@ -39,8 +39,8 @@ class Cell:
     def copy_address(self) -> int:
         return self.slot.address + PROBE_BYTES + TAIL_BYTES
 
-    def offer(self) -> Offer:
-        return Offer(
+    def offer(self) -> HandshakeOffer:
+        return HandshakeOffer(
             self.memory.handle(), self.memory.size, self.offset, self.slot.signal.handle(), self.key
         )
 

@@ -28,7 +28,7 @@ from pdserve.engine.transport.base import (
 )
 from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES
 from pdserve.engine.transport.cuda_ipc.probe import Probes
-from pdserve.engine.transport.cuda_ipc.windows import Window, Windows
+from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
 from pdserve.engine.transport.cuda_ipc.wires import CudaReader, CudaWriter, slot_stride
 from pdserve.engine.transport.device import Device, DeviceError, Memory, Slot
 from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_path
@@ -57,7 +57,7 @@ class CudaIpcTransport(KvTransport):
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
         path = socket_path(self.options.shm_dir, boot, ".cuda.sock")
         device, size = self._opened(), self.options.device_slot_bytes
-        windows = Windows(lambda: make_window(device, size))
+        windows = DeviceWindows(lambda: make_window(device, size))
         try:
             windows.prepare()
             probes = Probes(device)
@@ -126,8 +126,8 @@ class CudaIpcTransport(KvTransport):
         return device.allocate(PROBE_BYTES)
 
 
-def make_window(device: Device, slot_bytes: int) -> Window:
+def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
     """SLOTS slots side by side, each with room for its tag. Raises DeviceError."""
     memory = device.allocate(SLOTS * slot_stride(slot_bytes))
     addresses = range(memory.address, memory.address + memory.size, slot_stride(slot_bytes))
-    return Window(memory, [Slot(at, slot_bytes, device.make_signal()) for at in addresses])
+    return DeviceWindow(memory, [Slot(at, slot_bytes, device.make_signal()) for at in addresses])

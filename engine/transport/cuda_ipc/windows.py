@@ -24,7 +24,7 @@ class Writer(Protocol):
 
 
 @dataclass(slots=True)
-class Window:
+class DeviceWindow:
     memory: Memory
     slots: list[Slot] = field(repr=False)
 
@@ -42,14 +42,14 @@ def handles_bytes(num_slots: int) -> int:
     return HANDLE_BYTES * (1 + num_slots)
 
 
-class Windows:
+class DeviceWindows:
     """Thread-safe. `make` allocates; what it raises passes through."""
 
-    def __init__(self, make: Callable[[], Window]) -> None:
+    def __init__(self, make: Callable[[], DeviceWindow]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._spare: list[Window] = []
-        self._left: list[tuple[Window, Writer]] = []
+        self._spare: list[DeviceWindow] = []
+        self._left: list[tuple[DeviceWindow, Writer]] = []
         self._closed = False
 
     def prepare(self) -> None:
@@ -58,7 +58,7 @@ class Windows:
             if not self._closed and not self._spare and not self._reclaim():
                 self._spare.append(self._make())
 
-    def take(self, writer: Writer) -> Window:
+    def take(self, writer: Writer) -> DeviceWindow:
         with self._lock:
             for at, (window, other) in enumerate(self._left):
                 if other.pid == writer.pid and not other.exited():
@@ -69,7 +69,7 @@ class Windows:
                 self._spare.append(self._make())
             return self._spare.pop()
 
-    def give_back(self, window: Window, writer: Writer) -> None:
+    def give_back(self, window: DeviceWindow, writer: Writer) -> None:
         """Its connection has ended; the writer may not have."""
         with self._lock:
             if not self._closed:

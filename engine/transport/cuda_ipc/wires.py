@@ -1,7 +1,7 @@
 """The two ends of a cuda_ipc connection: see cuda_ipc.py.
 
-Ownership: decode's end borrows a window from Windows when its peer is trusted and gives it back
-when it is closed; prefill's end has it mapped as long as a copy of its own runs.
+Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and gives it
+back when it is closed; prefill's end has it mapped as long as a copy of its own runs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.base import (
     SLOTS,
-    Outlet,
+    DeviceSink,
     Payload,
     TransportRefused,
     WindowReader,
@@ -31,13 +31,13 @@ from pdserve.engine.transport.cuda_ipc.handshake import (
     OFFER_BYTES,
     PLACE_BYTES,
     PROBE_BYTES,
-    Offer,
-    Place,
+    HandshakeOffer,
+    ProcessPlace,
     Refusal,
     namespace_refusal,
 )
 from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Cell, Probes, probe_pages
-from pdserve.engine.transport.cuda_ipc.windows import Window, Windows, handles_bytes
+from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows, handles_bytes
 from pdserve.engine.transport.device import (
     ALIGN_BYTES,
     HANDLE_BYTES,
@@ -57,7 +57,7 @@ _PEERCRED = struct.Struct("3i")
 
 @dataclass(slots=True)
 class _Spot:
-    """A slot, for a pool to copy into (Outlet) or out of (Inlet)."""
+    """A slot, for a pool to copy into (DeviceSink) or out of (Inlet)."""
 
     device: Device
     slot: Slot
@@ -114,8 +114,8 @@ class CudaWriter(WindowWriter):
         ValueError."""
         self.write(here(self._device).pack())
         _heed(_answer(self))
-        theirs = Place.unpack(self.take(PLACE_BYTES))
-        offer = Offer.unpack(self.take(OFFER_BYTES))
+        theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
+        offer = HandshakeOffer.unpack(self.take(OFFER_BYTES))
         far = self._device.unreachable(theirs.uuid)
         refusal = Refusal(*far) if far else self._probe(offer, source)
         self.write(refusal.pack())
@@ -144,7 +144,7 @@ class CudaWriter(WindowWriter):
         except DeviceError as err:
             raise TransportRefused(f"open_failed: {err}", "open_failed") from None
 
-    def outlet(self, slot: int) -> Outlet:
+    def outlet(self, slot: int) -> DeviceSink:
         return _Spot(self._device, self._slots[slot])
 
     def send_frame(
@@ -164,7 +164,7 @@ class CudaWriter(WindowWriter):
         if self._memory is not None:
             self._memory.close()
 
-    def _probe(self, offer: Offer, source: Memory) -> Refusal:
+    def _probe(self, offer: HandshakeOffer, source: Memory) -> Refusal:
         """Copy random bytes into decode's cell."""
         data = secrets.token_bytes(PROBE_BYTES)
         self._proof = data[:PROOF_BYTES]
@@ -189,19 +189,24 @@ class CudaReader(WindowReader):
     direct = True
 
     def __init__(
-        self, sock: socket.socket, slot_bytes: int, device: Device, windows: Windows, probes: Probes
+        self,
+        sock: socket.socket,
+        slot_bytes: int,
+        device: Device,
+        windows: DeviceWindows,
+        probes: Probes,
     ) -> None:
         super().__init__(sock, slot_bytes)
         self._device = device
         self._windows = windows
         self._probes = probes
         self._peer: _Peer | None = None
-        self._window: Window | None = None
+        self._window: DeviceWindow | None = None
         self._proof = b""
 
     def setup(self) -> None:
         try:
-            theirs = Place.unpack(self.take(PLACE_BYTES))
+            theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
             ours = here(self._device)
             refusal = namespace_refusal(ours, theirs)
             with self._probes.lend() as cell:
@@ -266,10 +271,10 @@ class CudaReader(WindowReader):
             raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
 
 
-def here(device: Device) -> Place:
+def here(device: Device) -> ProcessPlace:
     """This process."""
     pid, ipc = (os.stat(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
-    return Place(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))
+    return ProcessPlace(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))
 
 
 def slot_stride(slot_bytes: int) -> int:

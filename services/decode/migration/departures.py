@@ -21,7 +21,7 @@ from pdserve.engine.handoff.sender import Sender
 MOVE_S = 2.0  # of a hand-off that keeps a stream waiting; then it goes on here
 
 
-class Departures:
+class OutgoingMigrations:
     """`told(attempt, sent)` for every hand-off that `stay` did not end."""
 
     def __init__(self, engine: Engine, sender: Sender, told: Callable[[bytes, Sent], None]) -> None:

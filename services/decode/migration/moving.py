@@ -12,25 +12,25 @@ from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.frames import ID_BYTES
 from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.decode.runtime import DecodePart
-from pdserve.services.decode.served import RouterSession, Served
+from pdserve.services.decode.runtime import DecodeRuntime
+from pdserve.services.decode.served import DecodeSession, Served
 from pdserve.services.worker.sessions import when_done
 
 log = logging.getLogger(__name__)
 
 
-class Moving:
+class MigrationSource:
     """`served`: what runs here, by attempt; `moved` is told of each that went on elsewhere."""
 
     def __init__(self, served: Mapping[bytes, Served], moved: Callable[[Served], None]) -> None:
         self._served = served
         self._moved = moved
-        self._part: DecodePart | None = None
+        self._part: DecodeRuntime | None = None
 
-    def attach(self, part: DecodePart) -> None:
+    def attach(self, part: DecodeRuntime) -> None:
         self._part = part
 
-    def hold(self, session: RouterSession, attempt: bytes) -> None:
+    def hold(self, session: DecodeSession, attempt: bytes) -> None:
         """Answered with Held after all that it has generated, or with Stayed."""
         served = self._of(session, attempt)
         if served is None or self._part is None:
@@ -50,7 +50,7 @@ class Moving:
 
         when_done(self._part.hold(attempt), answered)
 
-    def move(self, session: RouterSession, move: wire.Move) -> None:
+    def move(self, session: DecodeSession, move: wire.Move) -> None:
         """Answered when the hand-off is over, with Moved or Stayed."""
         part, given = self._part, move.ticket
         sizes = (len(move.to), len(given.id), len(given.decode_boot), len(given.secret))
@@ -69,7 +69,7 @@ class Moving:
         address, receiver = given.data_address, move.kv_identity.digest
         when_done(part.move(move.attempt, ticket, address, receiver), answered)
 
-    def stay(self, session: RouterSession, attempt: bytes) -> None:
+    def stay(self, session: DecodeSession, attempt: bytes) -> None:
         """One-way; without effect on what has ended."""
         if self._of(session, attempt) is not None and self._part is not None:
             self._part.stay(attempt)
@@ -88,7 +88,7 @@ class Moving:
         moved = wire.Moved(attempt=attempt, to=sent.attempt, sent_bytes=sent.num_bytes)
         served.session.outbox.put(wire.DecodeEvent(moved=moved))
 
-    def _of(self, session: RouterSession, attempt: bytes) -> Served | None:
+    def _of(self, session: DecodeSession, attempt: bytes) -> Served | None:
         served = self._served.get(attempt)
         return served if served is not None and served.session is session else None
 

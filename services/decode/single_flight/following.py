@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
-    Computed,
     Evicted,
     Finished,
+    PrefillComputed,
     Request,
     RequestFailed,
     Scheduled,
@@ -20,15 +20,15 @@ from pdserve.engine.api.request import (
     prefix_ids,
 )
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.recorder.event_log import Trace
-from pdserve.services.decode.single_flight.promised_prefixes import Common, Flights
+from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.services.decode.single_flight.promised_prefixes import Common, PromisedPrefixes
 
 LOST = "what it waited for is lost"
 TAIL = "the rest is worth a hand-off"
 
 
 @dataclass(slots=True)
-class FollowFigures:
+class SingleFlightStats:
     """Counters since the start."""
 
     attached: int = 0
@@ -36,7 +36,7 @@ class FollowFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedPrefix:
     """What a router says of an admission."""
 
     min_tokens: int = 0  # missing ones worth waiting for, and a tail worth a hand-off; 0: none is
@@ -48,12 +48,12 @@ class Sharing:
 class _Waiting:
     request: Request
     chain: Sequence[bytes]
-    sharing: Sharing
+    sharing: SharedPrefix
     parked: bool = False
     cancelled: set[int] = field(default_factory=set)  # choices
 
 
-class Following:
+class SingleFlight:
     """`attached(attempt)` and `again(attempt, tokens cached, reason)` are called in `poll`."""
 
     def __init__(
@@ -61,22 +61,22 @@ class Following:
         engine: Engine,
         attached: Callable[[bytes], None],
         again: Callable[[bytes, int, str], None],
-        trace: Trace,
+        trace: EventLog,
     ) -> None:
-        self.figures = FollowFigures()
+        self.figures = SingleFlightStats()
         self._engine = engine
         self._size = engine.kv.spec.block_size
         self._attached = attached
         self._again = again
         self._trace = trace
-        self._flights = Flights()
+        self._flights = PromisedPrefixes()
         self._waiting: dict[str, _Waiting] = {}
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def follows(self, request: Request, chain: Sequence[bytes], sharing: Sharing) -> bool:
+    def follows(self, request: Request, chain: Sequence[bytes], sharing: SharedPrefix) -> bool:
         """Whether it waits for the KV of others from now on. Raises what Engine.submit raises."""
         common = self._worth(request, chain, sharing)
         if common is None:
@@ -90,7 +90,7 @@ class Following:
         self._trace.follow(attempt, common.blocks, leader)
         return True
 
-    def leads(self, request: Request, chain: Sequence[bytes], sharing: Sharing) -> None:
+    def leads(self, request: Request, chain: Sequence[bytes], sharing: SharedPrefix) -> None:
         """Its KV is on its way."""
         if chain and sharing.leads:
             self._flights.lead(request.key, chain, sharing.local)
@@ -140,7 +140,7 @@ class Following:
             match event:
                 case Scheduled(key, _):
                     flights.begun(key)
-                case Computed(key, num_tokens, done):
+                case PrefillComputed(key, num_tokens, done):
                     flights.arrived(key, num_tokens // self._size)
                     if done:
                         flights.over(key)
@@ -159,7 +159,9 @@ class Following:
             for key in landing.lost:
                 self._give_back(key, LOST)
 
-    def _worth(self, request: Request, chain: Sequence[bytes], sharing: Sharing) -> Common | None:
+    def _worth(
+        self, request: Request, chain: Sequence[bytes], sharing: SharedPrefix
+    ) -> Common | None:
         """Whom to wait for: it must save as much as a hand-off has to, and half of the work."""
         if not sharing.min_tokens or request.params.prompt_logprobs is not None:
             return None
@@ -173,7 +175,7 @@ class Following:
         enough = shared >= self._least(sharing) and 2 * shared >= needed - there
         return common if enough else None
 
-    def _least(self, sharing: Sharing) -> int:
+    def _least(self, sharing: SharedPrefix) -> int:
         """Less than a block is never sent for its own sake."""
         return max(sharing.min_tokens, self._size)
 

@@ -58,7 +58,7 @@ class Landing:
     lost: list[str] = field(default_factory=list)
 
 
-class Flights:
+class PromisedPrefixes:
     """The leaders and followers of one decode worker, by their keys."""
 
     def __init__(self) -> None:

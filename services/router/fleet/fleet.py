@@ -21,7 +21,7 @@ from enum import Enum
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.host.stall_detector import Stillness
+from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.fleet.worker_card import identity_of, layout_of
 
@@ -51,7 +51,7 @@ class Worker:
     suspect_since: float = 0.0
     said_goodbye: bool = False
     frozen: bool = False
-    engine: Stillness = field(default_factory=Stillness)
+    engine: StallDetector = field(default_factory=StallDetector)
     connected: bool = False  # the router's session to it is up
     busy_until: float = 0.0  # it answered Busy; a new load clears it
     load: pb.Load = field(default_factory=pb.Load)

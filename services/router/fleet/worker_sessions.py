@@ -33,7 +33,7 @@ Command = wire.DecodeCommand | wire.PrefillCommand
 Event = wire.DecodeEvent | wire.PrefillEvent
 
 
-class Listener(Protocol):
+class SessionListener(Protocol):
     """Who is told what the sessions say; every call is on the loop and returns at once."""
 
     def up(self, worker: Worker) -> None:
@@ -60,10 +60,10 @@ class Reach(Enum):
     SILENT = "silent"
 
 
-class Link:
+class WorkerSession:
     """The session with one worker; `run` ends only when the port refuses, or by cancellation."""
 
-    def __init__(self, worker: Worker, secret: str, boot: bytes, listener: Listener) -> None:
+    def __init__(self, worker: Worker, secret: str, boot: bytes, listener: SessionListener) -> None:
         self._worker = worker
         self._address = worker.hello.address
         self._secret = secret
@@ -135,19 +135,19 @@ class Link:
                     await writer
 
 
-class Links:
+class WorkerSessions:
     """All sessions by worker. Owns their tasks."""
 
-    def __init__(self, secret: str, router_boot: bytes, listener: Listener) -> None:
+    def __init__(self, secret: str, router_boot: bytes, listener: SessionListener) -> None:
         self._secret = secret
         self._boot = router_boot
         self._listener = listener
-        self._links: dict[bytes, tuple[Link, asyncio.Task[None]]] = {}
+        self._links: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
         """Begin, and keep, a session with a worker; no effect if there is one."""
         if worker.boot not in self._links:
-            link = Link(worker, self._secret, self._boot, self._listener)
+            link = WorkerSession(worker, self._secret, self._boot, self._listener)
             name = f"link {worker.hello.address}"
             self._links[worker.boot] = (link, asyncio.create_task(link.run(), name=name))
 

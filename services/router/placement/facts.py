@@ -11,7 +11,7 @@ from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, m
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.requests.request import RoutedRequest
 
 
 class FactsOfWorkers:
@@ -64,7 +64,7 @@ class FactsOfWorkers:
 
 
 def destination(
-    flow: "Flow", workers: Iterable[Worker], mixing: Mixing, rng: Random, now: float
+    flow: "RoutedRequest", workers: Iterable[Worker], mixing: Mixing, rng: Random, now: float
 ) -> bytes | None:
     """Boot id of the decode worker of least cost that has room for a running request's KV and
     takes it from the one where it runs; None: there is none."""

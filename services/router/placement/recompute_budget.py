@@ -21,7 +21,7 @@ class Ordered(Protocol):
 RequestT = TypeVar("RequestT", bound=Ordered)
 
 
-class Migrations(Generic[RequestT]):
+class RecomputeBudget(Generic[RequestT]):
     """Invariant: at most max(1, SHARE of the running) are under way; each waits or is under way."""
 
     def __init__(self) -> None:

@@ -18,19 +18,19 @@ from pdserve.services.router.requests import commands
 from pdserve.services.router.requests.effects import Attempt, Stage
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.progress import Answer
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.requests.progress import RequestProgress
+    from pdserve.services.router.requests.request import RoutedRequest
 
 SEEK_S = 5.0  # for its worker to join a router that has just started, or to be reached again
 MAX_TURNS = 256  # sessions that the tries of one Start may outlive; then each loss is a failed try
 
 
-def claim(flow: "Flow") -> int:
+def claim(flow: "RoutedRequest") -> int:
     """A flow's epoch towards decode: higher with each re-issue, and with each session between."""
     return flow.epoch * MAX_TURNS + flow.turn
 
 
-def outlives(flow: "Flow", attempt: Attempt, worker: Worker, now: float) -> bool:
+def outlives(flow: "RoutedRequest", attempt: Attempt, worker: Worker, now: float) -> bool:
     """The session with a worker that lives is lost: whether the attempt goes on all the same.
 
     Decode parks what it has admitted, and prefill does not mind.
@@ -44,7 +44,7 @@ def outlives(flow: "Flow", attempt: Attempt, worker: Worker, now: float) -> bool
     return False
 
 
-def seek(flow: "Flow", now: float) -> None:
+def seek(flow: "RoutedRequest", now: float) -> None:
     """Ask the decode worker of the placement if it is there; place anew if it will not be."""
     flow.stage = Stage.SEEKING
     boot = flow.placement.decode_boot
@@ -66,7 +66,7 @@ def seek(flow: "Flow", now: float) -> None:
         flow.retry("its decode worker is not there", now)
 
 
-def resumed(flow: "Flow", message: wire.Resumed, now: float) -> None:
+def resumed(flow: "RoutedRequest", message: wire.Resumed, now: float) -> None:
     """The attempt is this flow's, again or for the first time: what the gateway lacks follows."""
     attempt = flow.attempt
     if attempt is None or flow.stage is not Stage.RESUMING or message.epoch != claim(flow):
@@ -88,7 +88,7 @@ def resumed(flow: "Flow", message: wire.Resumed, now: float) -> None:
         seek_prefill(flow, attempt, message.ticket, now)
 
 
-def leave_out_aborted(flow: "Flow", attempt: Attempt) -> None:
+def leave_out_aborted(flow: "RoutedRequest", attempt: Attempt) -> None:
     """Say which choices its client has cancelled: the attempt may not have heard of them."""
     aborted = [i for i, c in enumerate(flow.answer.choices) if c.finish == pb.ABORTED]
     if aborted:
@@ -96,7 +96,7 @@ def leave_out_aborted(flow: "Flow", attempt: Attempt) -> None:
         flow.board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
 
 
-def seek_prefill(flow: "Flow", attempt: Attempt, ticket: wire.Ticket, now: float) -> None:
+def seek_prefill(flow: "RoutedRequest", attempt: Attempt, ticket: wire.Ticket, now: float) -> None:
     """Say PrefillStart again if the prefill worker is there; try anew if it will not be."""
     boot = attempt.prefill_boot if attempt.prefill is None else attempt.prefill.boot
     worker = flow.board.find(boot)
@@ -107,13 +107,13 @@ def seek_prefill(flow: "Flow", attempt: Attempt, ticket: wire.Ticket, now: float
         flow.retry("its prefill worker is not there", now)
 
 
-def hand_on(flow: "Flow", start: pb.Start, answer: "Answer") -> Attempt | None:
+def hand_on(flow: "RoutedRequest", start: pb.Start, answer: "RequestProgress") -> Attempt | None:
     """The same request was issued again, under a higher epoch: end without an event.
 
     An attempt that decode has admitted goes on under the new flow, which will find it. One that it
     has yet to answer is returned: the new flow takes it over, and the answer with it.
     """
-    start.strikes = max(start.strikes, flow.strikes)
+    start.crash_count = max(start.crash_count, flow.crash_count)
     attempt, asking = flow.attempt, flow.stage is Stage.ADMITTING
     takes_over = asking and answer.choices == flow.answer.choices
     if attempt is None or (asking and not takes_over):
@@ -128,7 +128,7 @@ def hand_on(flow: "Flow", start: pb.Start, answer: "Answer") -> Attempt | None:
     return attempt if takes_over else None
 
 
-def take_over(flow: "Flow", attempt: Attempt) -> None:
+def take_over(flow: "RoutedRequest", attempt: Attempt) -> None:
     """Wait for decode's answer to what an earlier flow of the request has asked."""
     flow.attempt = attempt
     flow.num_attempts = 1

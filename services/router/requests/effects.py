@@ -1,6 +1,7 @@
 """What a flow needs of the world around it, and the record of one try; no behaviour.
 
-A Flow knows a Switchboard only, so the same automaton runs under sockets and under a test's clock.
+A RoutedRequest knows its Effects only, so the same code runs under sockets and under a test's
+clock.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.router.fleet.fleet import Worker
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.requests.request import RoutedRequest
 
 
 class Stage(Enum):
@@ -72,13 +73,13 @@ class Attempt:
         return local or self.filled
 
 
-class Switchboard(Protocol):
-    """What a Flow needs done."""
+class Effects(Protocol):
+    """What a RoutedRequest needs done."""
 
-    def emit(self, flow: "Flow", event: RequestEvent) -> None:
+    def emit(self, flow: "RoutedRequest", event: RequestEvent) -> None:
         """Pass an event to whoever asked."""
 
-    def place(self, flow: "Flow", now: float) -> None:
+    def place(self, flow: "RoutedRequest", now: float) -> None:
         """Begin an attempt now, or queue the flow in order of arrival."""
 
     def find(self, boot: bytes) -> Worker | None:
@@ -87,10 +88,10 @@ class Switchboard(Protocol):
     def may_join(self, boot: bytes, now: float) -> bool:
         """Whether that worker may be heard of yet."""
 
-    def adopted(self, flow: "Flow") -> None:
+    def adopted(self, flow: "RoutedRequest") -> None:
         """It goes on where another session left it."""
 
-    def opened(self, flow: "Flow", attempt: Attempt, now: float) -> None:
+    def opened(self, flow: "RoutedRequest", attempt: Attempt, now: float) -> None:
         """Messages of this attempt belong to the flow."""
 
     def closed(self, attempt: Attempt) -> None:
@@ -102,7 +103,7 @@ class Switchboard(Protocol):
     def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
         """Send; dropped if the session is down."""
 
-    def ended(self, flow: "Flow", now: float, error: ServiceError | None) -> None:
+    def ended(self, flow: "RoutedRequest", now: float, error: ServiceError | None) -> None:
         """The terminal event is out."""
 
 

@@ -12,8 +12,9 @@ The source stops and says its last ids (Held); the target admits the request wit
 would after a lost worker, but with the source as the one who sends the KV. So nothing is computed
 again, and no step of the source falls between its last id and the KV that it sends.
 
-Invariant: whose tokens are passed on says `Flow.attempt`, the source's until the one switch to the
-target's; either side ends by itself when the other is lost, and what it still says is stale.
+Invariant: whose tokens are passed on says `RoutedRequest.attempt`, the source's until the one
+switch to the target's; either side ends by itself when the other is lost, and what it still says is
+stale.
 """
 
 import os
@@ -28,13 +29,13 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.placement.rebalance import Pressure, Running, drain_order, relief_order
-from pdserve.services.router.placement.recompute_budget import Migrations
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.requests.adoption import leave_out_aborted
-from pdserve.services.router.requests.effects import Attempt, Stage, Switchboard
+from pdserve.services.router.requests.effects import Attempt, Effects, Stage
 
 if TYPE_CHECKING:
-    from pdserve.services.router.fleet.compatibility import Kinship
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.fleet.compatibility import KvCompatibility
+    from pdserve.services.router.requests.request import RoutedRequest
 
 MOVE_S = 3.0  # from Hold to the switch; a source gives the hand-off itself up after 2 s
 WORD_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
@@ -44,7 +45,7 @@ FIRST_WORDS = ("tokens", "prompt_logprobs", "finished")
 OF_SOURCE = ("held", "moved", "stayed")
 
 
-class Step(Enum):
+class MigrationStep(Enum):
     """How far a move is."""
 
     HOLDING = "holding"
@@ -53,42 +54,42 @@ class Step(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Move:
+class Migration:
     """One move of one flow."""
 
     source: Attempt
     target: Worker
     began: float
-    step: Step = Step.HOLDING
+    step: MigrationStep = MigrationStep.HOLDING
     attempt: Attempt | None = None  # at the target
     parted: bool = False  # the session with the target broke meanwhile: it is parked there
     so_far: pb.Finished | None = None
 
 
-class Floor(Switchboard, Protocol):
-    """What Moves needs of the dispatcher."""
+class MigrationEffects(Effects, Protocol):
+    """What Migrations needs of the dispatcher."""
 
-    kinship: "Kinship"
-    migrations: "Migrations[Flow]"
+    kinship: "KvCompatibility"
+    migrations: "RecomputeBudget[RoutedRequest]"
     fleet: Fleet
 
-    def flows(self) -> "Iterable[Flow]":
+    def flows(self) -> "Iterable[RoutedRequest]":
         """All of them."""
 
     def leaving(self) -> list[Worker]:
         """Decode workers that drain."""
 
-    def place_for(self, flow: "Flow", now: float) -> Worker | None:
+    def place_for(self, flow: "RoutedRequest", now: float) -> Worker | None:
         """Another decode worker that can take a running request with its KV."""
 
     def answered(self, attempt: Attempt) -> None:
         """Its Admit was."""
 
 
-class Moves:
+class Migrations:
     """All moves of a router, and their counters."""
 
-    def __init__(self, floor: Floor) -> None:
+    def __init__(self, floor: MigrationEffects) -> None:
         self.num_begun = 0
         self.num_done = 0
         self.failed: Counter[str] = Counter()  # by how far they were
@@ -96,8 +97,10 @@ class Moves:
         self.num_tokens = 0  # whose KV has moved
         self._floor = floor
         self._pressure = Pressure()
-        self._under_way: dict[Flow, Move] = {}
-        self._awaited: dict[Flow, tuple[Attempt, float]] = {}  # whose source died, and when
+        self._under_way: dict[RoutedRequest, Migration] = {}
+        self._awaited: dict[
+            RoutedRequest, tuple[Attempt, float]
+        ] = {}  # whose source died, and when
 
     @property
     def num_under_way(self) -> int:
@@ -147,7 +150,7 @@ class Moves:
 
     def _empty(self, leaving: list[Worker], now: float) -> None:
         """What runs on workers that drain goes elsewhere, as far as there is room."""
-        candidates: dict[Running, Flow] = {}
+        candidates: dict[Running, RoutedRequest] = {}
         for flow in self._floor.flows():
             attempt = flow.attempt
             if attempt is not None and attempt.decode in leaving and may_move(flow, now):
@@ -160,11 +163,11 @@ class Moves:
             if target is not None:
                 self.begin(flow, target, now)
 
-    def begin(self, flow: "Flow", target: Worker, now: float) -> None:
+    def begin(self, flow: "RoutedRequest", target: Worker, now: float) -> None:
         """Move a request that `may_move`."""
         source = flow.attempt
         assert source is not None  # it runs
-        flow.move = self._under_way[flow] = Move(source, target, now)
+        flow.move = self._under_way[flow] = Migration(source, target, now)
         self.num_begun += 1
         self._floor.migrations.moves(flow)
         hold = wire.Hold(attempt=source.id)
@@ -172,7 +175,9 @@ class Moves:
 
     # --- what workers say
 
-    def took(self, flow: "Flow", worker: Worker, kind: str, message: Any, now: float) -> bool:
+    def took(
+        self, flow: "RoutedRequest", worker: Worker, kind: str, message: Any, now: float
+    ) -> bool:
         """Whether an event of a decode worker was a move's alone; else it is the flow's."""
         move, attempt = flow.move, flow.attempt
         if move is not None and move.attempt is not None and message.attempt == move.attempt.id:
@@ -183,7 +188,12 @@ class Moves:
             return False
         if move is not None and kind == "resumed":  # over a new session: there it has stayed
             self._fail(flow, "resumed", now, told=True)
-        elif move is not None and kind == "gone" and move.step is Step.SENDING and move.attempt:
+        elif (
+            move is not None
+            and kind == "gone"
+            and move.step is MigrationStep.SENDING
+            and move.attempt
+        ):
             attempt.decode_over = True
             self._switch(flow, move, move.attempt, now)
             return True
@@ -193,23 +203,29 @@ class Moves:
             self._moved(flow, attempt, message, now)
         elif move is not None and kind == "stayed":
             self._fail(flow, message.reason, now, told=True)
-        elif move is not None and move.step is Step.HOLDING:
+        elif move is not None and move.step is MigrationStep.HOLDING:
             self._held(flow, move, message, now)
         return True
 
-    def _held(self, flow: "Flow", move: Move, held: wire.Held, now: float) -> None:
+    def _held(self, flow: "RoutedRequest", move: Migration, held: wire.Held, now: float) -> None:
         ids = flow.answer.prefix_ids()[:-1]
         if held.tokens != len(ids):
             self._fail(flow, "ids are missing", now)
             return
         move.so_far = held.so_far
-        move.step = Step.ADMITTING
+        move.step = MigrationStep.ADMITTING
         move.attempt = Attempt(os.urandom(16), move.target, None, ids, now, now, moves=True)
         self._floor.opened(flow, move.attempt, now)
         flow.admit(move.attempt, move.source.decode, 0, now)
 
     def _of_target(
-        self, flow: "Flow", move: Move, attempt: Attempt, kind: str, message: Any, now: float
+        self,
+        flow: "RoutedRequest",
+        move: Migration,
+        attempt: Attempt,
+        kind: str,
+        message: Any,
+        now: float,
     ) -> bool:
         if not attempt.answered:
             self._floor.answered(attempt)
@@ -218,8 +234,8 @@ class Moves:
             return False
         if kind == "admitted" and not message.HasField("ticket"):
             self._fail(flow, "target: no ticket", now)
-        elif kind == "admitted" and move.step is Step.ADMITTING:
-            move.step = Step.SENDING
+        elif kind == "admitted" and move.step is MigrationStep.ADMITTING:
+            move.step = MigrationStep.SENDING
             identity = pb.KvIdentity(**move.target.identity.parts())
             command = wire.Move(
                 attempt=move.source.id, to=attempt.id, ticket=message.ticket, kv_identity=identity
@@ -230,7 +246,7 @@ class Moves:
             self._fail(flow, f"target: {kind}", now)
         return True
 
-    def _moved(self, flow: "Flow", source: Attempt, moved: wire.Moved, now: float) -> None:
+    def _moved(self, flow: "RoutedRequest", source: Attempt, moved: wire.Moved, now: float) -> None:
         source.decode_over = True
         move = flow.move
         if move is not None and move.attempt is not None and move.attempt.id == moved.to:
@@ -238,14 +254,14 @@ class Moves:
         else:
             flow.retry("it has moved to where it has ended", now)
 
-    def worker_lost(self, flow: "Flow", worker: Worker, dead: bool, now: float) -> None:
+    def worker_lost(self, flow: "RoutedRequest", worker: Worker, dead: bool, now: float) -> None:
         """A worker died or froze, or only the session to it broke: while the KV is on its way the
         other side still says what has become of it."""
         move = flow.move
         if move is None or worker not in (move.target, move.source.decode):
             return
         dead = dead or self._floor.fleet.get(worker.boot) is not worker  # also one that has drained
-        sending = move.step is Step.SENDING
+        sending = move.step is MigrationStep.SENDING
         if worker is move.target and sending and not dead:
             move.parted = True
         elif worker is move.target:
@@ -261,7 +277,7 @@ class Moves:
 
     # --- ends
 
-    def _switch(self, flow: "Flow", move: Move, attempt: Attempt, now: float) -> None:
+    def _switch(self, flow: "RoutedRequest", move: Migration, attempt: Attempt, now: float) -> None:
         """From here on the target's tokens count."""
         source = move.source
         self._over(flow)
@@ -282,7 +298,7 @@ class Moves:
         flow.place_at(attempt)
         leave_out_aborted(flow, attempt)
 
-    def _fail(self, flow: "Flow", reason: str, now: float, told: bool = False) -> None:
+    def _fail(self, flow: "RoutedRequest", reason: str, now: float, told: bool = False) -> None:
         """It goes on at the source; `told`: which has said so."""
         move = self._under_way[flow]
         self.failed[move.step.value] += 1
@@ -293,7 +309,7 @@ class Moves:
             stay = wire.Stay(attempt=move.source.id)
             self._floor.to_decode(move.source.decode, wire.DecodeCommand(stay=stay))
 
-    def drop(self, flow: "Flow", reason: str) -> None:
+    def drop(self, flow: "RoutedRequest", reason: str) -> None:
         """Forget the move, and end its attempt at the target; the source is another's to tell."""
         move = flow.move
         if move is None:
@@ -308,13 +324,13 @@ class Moves:
         attempt.lost = reason
         self._floor.closed(attempt)
 
-    def _over(self, flow: "Flow") -> None:
+    def _over(self, flow: "RoutedRequest") -> None:
         flow.move = None
         del self._under_way[flow]
         self._floor.migrations.moved(flow)
 
 
-def may_move(flow: "Flow", now: float) -> bool:
+def may_move(flow: "RoutedRequest", now: float) -> bool:
     """Whether it generates, and its KV is one chain: with several unfinished choices it stays."""
     return (
         flow.stage is Stage.RUNNING
@@ -327,7 +343,7 @@ def may_move(flow: "Flow", now: float) -> bool:
     )
 
 
-def running(flow: "Flow") -> Running:
+def running(flow: "RoutedRequest") -> Running:
     """What the choice of what moves needs of it."""
     generated = sum(len(c.generated_ids) for c in flow.answer.choices if not c.finish)
     most = flow.answer.start.params.max_tokens

@@ -15,7 +15,7 @@ class LostTokens(Exception):
     """A message of tokens or scores left a gap: what comes before it never arrived."""
 
 
-class Answer:
+class RequestProgress:
     """A request's state, from which a Start for any worker can be made at any time.
 
     Takes the Start over. Raises ServiceError(INVALID_ARGUMENT) on what no worker could take.
@@ -110,7 +110,7 @@ class Answer:
             return [*self.prompt_ids, *unfinished[0].generated_ids]
         return self.prompt_ids
 
-    def to_start(self, epoch: int, strikes: int, remaining_ms: int, queue_ms: int) -> pb.Start:
+    def to_start(self, epoch: int, crash_count: int, remaining_ms: int, queue_ms: int) -> pb.Start:
         """The Start of the next try, without prompt ids: they may travel in parts.
 
         Generated ids do not: above some 60,000 of them the message exceeds the usual 256 KiB, and
@@ -119,7 +119,7 @@ class Answer:
         start = pb.Start()
         start.CopyFrom(self.start)
         start.epoch = epoch
-        start.strikes = strikes
+        start.crash_count = crash_count
         start.remaining_ms = remaining_ms
         start.queue_remaining_ms = queue_ms
         start.ClearField("placement")

@@ -14,7 +14,7 @@ KEEP_S = 5.0  # as long as decode keeps them
 Key = tuple[bytes, str]  # client, request
 
 
-class Endings:
+class RecentlyFinished:
     """Placements of ended requests, for KEEP_S seconds."""
 
     def __init__(self) -> None:

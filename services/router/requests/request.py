@@ -12,7 +12,7 @@
 
 SEEKING and RESUMING are adoption.py's. Messages of another attempt never reach this object.
 Invariant: exactly one terminal event, and on the way into QUEUED or ENDED the attempt is
-cancelled on every worker that may still run it. `Switchboard` is all it knows of the world.
+cancelled on every worker that may still run it. `Effects` is all it knows of the world.
 """
 
 import logging
@@ -27,29 +27,29 @@ from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import adoption, commands, single_flight
 from pdserve.services.router.requests.beginning import Beginning
-from pdserve.services.router.requests.effects import ASKING, Attempt, Client, Stage, Switchboard
-from pdserve.services.router.requests.migration import Move
-from pdserve.services.router.requests.progress import Answer
-from pdserve.services.router.requests.single_flight import Shares
+from pdserve.services.router.requests.effects import ASKING, Attempt, Client, Effects, Stage
+from pdserve.services.router.requests.migration import Migration
+from pdserve.services.router.requests.progress import RequestProgress
+from pdserve.services.router.requests.single_flight import SharedKv
 from pdserve.services.router.requests.times import FirstToken
 
 log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 3  # decode workers asked in a row before the request queues
 MAX_ATTEMPTS = 12  # Busy answers aside; a request that ends sessions must not do so for ever
-MAX_STRIKES = 2
+MAX_CRASHES = 2
 ANSWER_S = 10.0  # for Admitted, Busy or PrefillAccepted
 ORPHAN_S = 5.0  # a lost gateway may come back and issue again
 OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
 
 
-class Flow:
+class RoutedRequest:
     """One request of one client."""
 
     def __init__(
         self,
-        board: Switchboard,
-        answer: Answer,
+        board: Effects,
+        answer: RequestProgress,
         owner: Client,
         ordinal: int,
         now: float,
@@ -63,7 +63,7 @@ class Flow:
         self.model = start.model
         self.epoch = start.epoch
         self.turn, self.sought = 0, now  # sessions outlived; since when its worker is sought
-        self.strikes = start.strikes
+        self.crash_count = start.crash_count
         self.arrived = now
         self.deadline = now + start.remaining_ms / 1000 if start.remaining_ms else None
         queue_ms = start.queue_remaining_ms
@@ -77,7 +77,7 @@ class Flow:
         self.num_prefill_failures = 0
         self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
         self.beginning = Beginning(FirstToken(now))
-        self.move: Move | None = None
+        self.move: Migration | None = None
         self.num_stuck = 0  # moves that failed in a row
         self.stays_until = 0.0  # before it the next one does not begin
         self.orphan_since: float | None = None
@@ -100,7 +100,9 @@ class Flow:
 
     # --- tries
 
-    def begin(self, decode: Worker, prefill: Worker | None, shares: Shares, now: float) -> Attempt:
+    def begin(
+        self, decode: Worker, prefill: Worker | None, shares: SharedKv, now: float
+    ) -> Attempt:
         """Send Admit to the decode worker that the policy chose."""
         ids = self.answer.prefix_ids()[:-1]
         attempt = Attempt(os.urandom(16), decode, prefill, ids, now, now)
@@ -118,7 +120,7 @@ class Flow:
         # A request that had its first step does not wait for one again.
         queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
         left_ms = _left_ms(self.deadline, now)
-        start = self.answer.to_start(adoption.claim(self), self.strikes, left_ms, queue_ms)
+        start = self.answer.to_start(adoption.claim(self), self.crash_count, left_ms, queue_ms)
         admit = wire.Admit(attempt=attempt.id, min_shared_tokens=min_shared)
         if sender is not None:
             admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
@@ -156,7 +158,7 @@ class Flow:
             epoch=self.epoch,
             placement=self.placement,
             prefill_address="" if prefill is None else prefill.hello.address,
-            strikes=self.strikes,
+            crash_count=self.crash_count,
         )
         self.board.emit(self, RequestEvent(placed=placed))
 
@@ -220,8 +222,8 @@ class Flow:
         self.close_attempt(reason)
         if self.answer.complete:  # only the worker's Finished was missing
             self._finish_here(now)
-        elif self.strikes >= MAX_STRIKES:
-            self.fail(pb.STRUCK_TWICE, "the request was running on two workers that died", now)
+        elif self.crash_count >= MAX_CRASHES:
+            self.fail(pb.POISON_REQUEST, "the request was running on two workers that died", now)
         elif self.num_attempts >= MAX_ATTEMPTS:
             self.fail(pb.INTERNAL, "the request failed on every try", now)
         else:
@@ -250,7 +252,7 @@ class Flow:
         if attempt.decode is worker:
             unknown = self.stage in ASKING and (attempt.adopted or not attempt.answered)
             if strike and attempt.computing and not unknown:
-                self.strikes += 1
+                self.crash_count += 1
             self.retry(f"decode {worker.hello.address} {how}", now)
         elif attempt.prefill is worker:
             self.prefill_lost(how, now)

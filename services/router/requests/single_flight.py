@@ -13,13 +13,13 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.services.router.requests.effects import Attempt
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.requests.request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class SharedKv:
     """What an Admit says of the KV of other prompts."""
 
     min_tokens: int  # of them that are worth waiting for
@@ -39,7 +39,7 @@ def settle(attempt: Attempt, admitted: wire.Admitted, now: float) -> None:
         prefill.commanded(attempt.id, len(attempt.ids), now)
 
 
-def verified(flow: "Flow", message: wire.Verified) -> None:
+def verified(flow: "RoutedRequest", message: wire.Verified) -> None:
     """Decode keeps what it has verified, whatever becomes of the attempt."""
     if flow.attempt is not None:
         _keeps(flow, flow.attempt, message.tokens)
@@ -47,13 +47,13 @@ def verified(flow: "Flow", message: wire.Verified) -> None:
             flow.beginning.hit = message.cached_tokens
 
 
-def attached(flow: "Flow") -> None:
+def attached(flow: "RoutedRequest") -> None:
     """What it waited for is there: decode may compute it from now on."""
     if flow.attempt is not None:
         flow.attempt.follows = False
 
 
-def placed_again(flow: "Flow", message: wire.PlaceAgain, now: float) -> None:
+def placed_again(flow: "RoutedRequest", message: wire.PlaceAgain, now: float) -> None:
     """Its wait was in vain, or the rest is worth a hand-off."""
     if flow.attempt is not None:
         log.info("placed again: %s", message.reason, extra={"request": flow.request})
@@ -61,6 +61,6 @@ def placed_again(flow: "Flow", message: wire.PlaceAgain, now: float) -> None:
         flow.not_tried(message.reason, now)
 
 
-def _keeps(flow: "Flow", attempt: Attempt, tokens: int) -> None:
+def _keeps(flow: "RoutedRequest", attempt: Attempt, tokens: int) -> None:
     boot = attempt.decode.boot
     flow.verified[boot] = max(flow.verified.get(boot, 0), tokens)

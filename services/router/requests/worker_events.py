@@ -13,13 +13,13 @@ from pdserve.services.router.requests.effects import Stage
 from pdserve.services.router.requests.progress import LostTokens
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.request import Flow
+    from pdserve.services.router.requests.request import RoutedRequest
 
 PRODUCTS = ("tokens", "prompt_logprobs", "finished")
 ANSWERS = ("admitted", "busy", "failed", "gone", "resumed")  # to Admit or Resume
 
 
-def of_decode(flow: "Flow", kind: str, message: Any, now: float) -> None:
+def of_decode(flow: "RoutedRequest", kind: str, message: Any, now: float) -> None:
     """An event of a decode session, by its name in the proto."""
     match kind:
         case "tokens":
@@ -48,7 +48,7 @@ def of_decode(flow: "Flow", kind: str, message: Any, now: float) -> None:
             _handoff_lost(flow, message.reason, now)
 
 
-def of_prefill(flow: "Flow", kind: str, message: Any, now: float) -> None:
+def of_prefill(flow: "RoutedRequest", kind: str, message: Any, now: float) -> None:
     """An event of a prefill session, by its name in the proto."""
     match kind:
         case "accepted":
@@ -62,7 +62,7 @@ def of_prefill(flow: "Flow", kind: str, message: Any, now: float) -> None:
             _prefill_failed(flow, kind, now)
 
 
-def _tokens(flow: "Flow", tokens: pb.Tokens, now: float) -> None:
+def _tokens(flow: "RoutedRequest", tokens: pb.Tokens, now: float) -> None:
     """New ids: pass on what continues the answer."""
     attempt = flow.attempt
     if attempt is None or flow.stage is Stage.RESUMING:  # of before: it is said again
@@ -83,7 +83,7 @@ def _tokens(flow: "Flow", tokens: pb.Tokens, now: float) -> None:
         flow.board.emit(flow, RequestEvent(tokens=fresh))
 
 
-def _prompt_logprobs(flow: "Flow", logprobs: pb.PromptLogprobs, now: float) -> None:
+def _prompt_logprobs(flow: "RoutedRequest", logprobs: pb.PromptLogprobs, now: float) -> None:
     """Once per request, though every attempt may compute them."""
     attempt = flow.attempt
     if attempt is None or flow.stage is Stage.RESUMING:
@@ -100,7 +100,7 @@ def _prompt_logprobs(flow: "Flow", logprobs: pb.PromptLogprobs, now: float) -> N
         flow.board.emit(flow, RequestEvent(prompt_logprobs=fresh))
 
 
-def _finished(flow: "Flow", finished: pb.Finished, now: float) -> None:
+def _finished(flow: "RoutedRequest", finished: pb.Finished, now: float) -> None:
     """Every choice has ended at decode."""
     attempt = flow.attempt
     if attempt is None or flow.stage is Stage.RESUMING:
@@ -112,7 +112,7 @@ def _finished(flow: "Flow", finished: pb.Finished, now: float) -> None:
     flow.end(RequestEvent(finished=finished), now, None)
 
 
-def _handoff_lost(flow: "Flow", reason: str, now: float) -> None:
+def _handoff_lost(flow: "RoutedRequest", reason: str, now: float) -> None:
     """Decode gave up waiting for the KV; its blocks are free."""
     attempt = flow.attempt
     if attempt is not None:
@@ -123,27 +123,27 @@ def _handoff_lost(flow: "Flow", reason: str, now: float) -> None:
         flow.prefill_lost(reason, now)
 
 
-def _prefill_done(flow: "Flow") -> None:
+def _prefill_done(flow: "RoutedRequest") -> None:
     """Decode has verified every block."""
     if flow.attempt is not None:
         flow.attempt.prefill_done = flow.attempt.prefill_over = True
 
 
-def _prefill_failed(flow: "Flow", reason: str, now: float, fault: bool = True) -> None:
+def _prefill_failed(flow: "RoutedRequest", reason: str, now: float, fault: bool = True) -> None:
     """Prefill ended it, or never began."""
     if flow.attempt is not None:
         flow.attempt.prefill_over = True
     flow.prefill_lost(reason, now, fault)
 
 
-def _gone(flow: "Flow", now: float) -> None:
+def _gone(flow: "RoutedRequest", now: float) -> None:
     """Decode does not know the attempt."""
     if flow.attempt is not None:
         flow.attempt.decode_over = True
     flow.retry("decode does not know the attempt", now)
 
 
-def _failed(flow: "Flow", failure: pb.Failure, now: float) -> None:
+def _failed(flow: "RoutedRequest", failure: pb.Failure, now: float) -> None:
     """Decode refused or failed it: terminal, unless another worker may still take it."""
     if flow.stage is Stage.RESUMING:
         return

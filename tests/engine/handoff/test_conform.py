@@ -12,21 +12,21 @@ from rings import CELLS, Notes, Played, whole_handoff
 
 from pdserve.engine.handoff.protocol.machine import (
     Claimed,
-    Ended,
+    ClaimGranted,
     Event,
     Filled,
-    Granted,
     Handoff,
+    HandoffEnded,
+    PeerProgress,
     Phase,
     Picked,
-    Progress,
     Reserved,
     Side,
     Tick,
     step,
 )
 from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import Mark, Record, Recording, Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog, Record, Recording, RecordKind
 from pdserve.engine.handoff.recorder.timeline import merge
 
 ATTEMPT = bytes(range(16))
@@ -47,7 +47,7 @@ def test_a_whole_hand_off_conforms() -> None:
 
 def number_of(notes: Notes, kind: str, nth: int = 0) -> int:
     """The place of the nth record of an event or mark."""
-    names = [r.event.__name__ if r.event else Mark(r.kind).name for r in notes.records]
+    names = [r.event.__name__ if r.event else RecordKind(r.kind).name for r in notes.records]
     return [at for at, name in enumerate(names) if name == kind][nth]
 
 
@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "blocks never freed": (lambda r, d, p: without(p, "FREED"), "it owes FREED"),
     "blocks never handed": (lambda r, d, p: without(d, "HANDED"), "it owes HANDED"),
     "freed before the end": (
-        lambda r, d, p: changed(d, "WRITTEN", kind=int(Mark.FREED)),
+        lambda r, d, p: changed(d, "WRITTEN", kind=int(RecordKind.FREED)),
         "the machine has not said so",
     ),
     "written after the end": (
@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "the machine says: queue_claim",
     ),
     "another phase": (
-        lambda r, d, p: changed(p, "Granted", state=_state(Phase.CLAIMED, Phase.COMMITTED)),
+        lambda r, d, p: changed(p, "ClaimGranted", state=_state(Phase.CLAIMED, Phase.COMMITTED)),
         "the machine goes to receiving",
     ),
     "opened twice": (lambda r, d, p: twice(d, "OPENED"), "opened twice"),
@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "it is alive at an orderly end",
     ),
     "late, but waited for": (
-        lambda r, d, p: changed(d, "WRITTEN", kind=int(Mark.LATE)),
+        lambda r, d, p: changed(d, "WRITTEN", kind=int(RecordKind.LATE)),
         "a frame dropped as late, and it was waiting for it",
     ),
     "a frame from nowhere": (
@@ -138,7 +138,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "granted first": (
         lambda r, d, p: shifted(p, -3),
-        "granted on send before reserved on receive",
+        "claim granted on send before reserved on receive",
     ),
     "done first": (
         lambda r, d, p: shifted(p, -9),
@@ -202,14 +202,14 @@ def test_a_commit_that_raised_is_undone() -> None:
     notes = fresh("decode")
     side = Played(notes, Side.RECEIVE, ATTEMPT)
     side.does(Claimed())
-    side.mark(Mark.TAKEN, 3, 0)
+    side.mark(RecordKind.TAKEN, 3, 0)
     side.does(Reserved())
     before = side.state
     after, actions = step(before, Filled(), 0.0)
     side.trace.step(ATTEMPT, Filled(), before, after, actions)
     assert rules(notes) == [], "the process may have been killed here"
-    side.mark(Mark.UNDONE)
-    side.does(Ended("internal error"))
+    side.mark(RecordKind.UNDONE)
+    side.does(HandoffEnded("internal error"))
     notes.close()
     assert rules(notes) == []
     without(notes, "UNDONE")
@@ -245,11 +245,18 @@ def test_clocks_of_different_hosts_order_nothing() -> None:
 
 
 HAPPY: dict[Side, list[Event]] = {
-    Side.SEND: [Picked(), Granted(), Filled()],
+    Side.SEND: [Picked(), ClaimGranted(), Filled()],
     Side.RECEIVE: [Claimed(), Reserved(), Filled()],
 }
-EVENTS: list[Event] = [Claimed(), Picked(), Reserved(), Granted(), Tick(), Progress(1.0, 2, True)]
-EVENTS += [Ended("cancel"), Ended("peer: cancel", told=True)]
+EVENTS: list[Event] = [
+    Claimed(),
+    Picked(),
+    Reserved(),
+    ClaimGranted(),
+    Tick(),
+    PeerProgress(1.0, 2, True),
+]
+EVENTS += [HandoffEnded("cancel"), HandoffEnded("peer: cancel", told=True)]
 reached: dict[Phase, int] = {}
 
 
@@ -270,7 +277,7 @@ def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
         event = chosen or next(happy, Tick())
         taking = (Side.SEND, Phase.ADMITTED, Picked()), (Side.RECEIVE, Phase.CLAIMED, Reserved())
         if (side, played.state.phase, event) in taking:
-            played.mark(Mark.TAKEN, 3)
+            played.mark(RecordKind.TAKEN, 3)
         played.does(event)
     reached[played.state.phase] = reached.get(played.state.phase, 0) + 1
     assert rules(notes) == []
@@ -304,8 +311,8 @@ def test_names_of_other_attempts_do_not_matter() -> None:
 
 def test_the_trace_leaves_out_what_changes_nothing() -> None:
     notes = fresh("decode")
-    trace, state = Trace(notes), Handoff(Side.RECEIVE, 1.0)
-    for event in (Tick(), Progress(0.0, 1, True)):
+    trace, state = EventLog(notes), Handoff(Side.RECEIVE, 1.0)
+    for event in (Tick(), PeerProgress(0.0, 1, True)):
         after, actions = step(state, event, 0.5)
         trace.step(ATTEMPT, event, state, after, actions)
     assert notes.records == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.handoff.device_frames import DirectFrames, Parcel
+from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
 from pdserve.engine.kv.pages import Pages
@@ -84,7 +84,7 @@ class Run:
         self.nacked: deque[Piece] = deque()
         self.inlets: list[Inlet] = []
         self.num_sent = 0
-        self.frames = DirectFrames(self.pool, self, self.guarded)
+        self.frames = DeviceFrames(self.pool, self, self.guarded)
 
     def send(self, piece: Piece, content: str) -> None:
         header = FrameHeader(
@@ -100,27 +100,27 @@ class Run:
         )
         self.num_sent += 1
         self.inlets.append(Inlet(self, content))
-        self.frames.arrived(Parcel(self.attempt, self.link, header, self.inlets[-1]))
+        self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.inlets[-1]))
 
     def guarded(self, attempt: Any, act: Any) -> bool:
         act(attempt)
         return True
 
-    def took(self, parcel: Parcel, written: Piece | None) -> None:
+    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
             assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
             self.attempt.bitmap.add(written)
 
-    def damaged(self, parcel: Parcel) -> None:
+    def damaged(self, parcel: ReceivedFrame) -> None:
         self.told["damaged"] += 1
         assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
         self.nacked.append(self.attempt.bitmap.piece(parcel.header))
 
-    def refused(self, parcel: Parcel, error: Exception) -> None:
+    def refused(self, parcel: ReceivedFrame, error: Exception) -> None:
         self.told[str(error)] += 1
 
-    def late(self, parcel: Parcel) -> None:
+    def late(self, parcel: ReceivedFrame) -> None:
         self.told["late"] += 1
 
     def check(self) -> None:

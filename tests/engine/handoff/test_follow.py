@@ -7,7 +7,7 @@ from rings import Notes, play
 
 from pdserve.engine.handoff.recorder import scenario
 from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import Trace
+from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.timeline import describe, merge
 
 LEADER, OTHER = bytes(range(16)), bytes(range(100, 116))
@@ -22,14 +22,14 @@ class Processes:
         self.router, self.decode, self.prefill = (
             Notes(role, role.encode().ljust(16), clock) for role in roles
         )
-        Trace(self.router).route(OTHER, 1, 2)
+        EventLog(self.router).route(OTHER, 1, 2)
 
     def follows(self, reason: str = "attached") -> None:
-        Trace(self.decode).follow(OTHER, 3, LEADER)
+        EventLog(self.decode).follow(OTHER, 3, LEADER)
         play(LEADER, 1, self.router, self.decode, self.prefill)
         if reason:
-            Trace(self.decode).unfollow(OTHER, reason)
-        Trace(self.router).unroute(OTHER, "")
+            EventLog(self.decode).unfollow(OTHER, reason)
+        EventLog(self.router).unroute(OTHER, "")
         for notes in (self.router, self.decode, self.prefill):
             notes.close()
 
@@ -62,12 +62,12 @@ def test_what_is_wrong_is_found(broken: str, rule: str) -> None:
     made = Processes()
     if broken == "before":
         made.router.records.clear()
-        Trace(made.decode).follow(OTHER, 3, LEADER)
-        Trace(made.decode).unfollow(OTHER, "attached")
-        Trace(made.router).route(OTHER, 1, 2)
+        EventLog(made.decode).follow(OTHER, 3, LEADER)
+        EventLog(made.decode).unfollow(OTHER, "attached")
+        EventLog(made.router).route(OTHER, 1, 2)
     elif broken == "handed":
-        Trace(made.decode).follow(OTHER, 3, LEADER)
-        Trace(made.decode).unfollow(OTHER, "attached")
+        EventLog(made.decode).follow(OTHER, 3, LEADER)
+        EventLog(made.decode).unfollow(OTHER, "attached")
         play(OTHER, 2, Notes("router", b"r", made.router.clock), made.decode, made.prefill)
     else:
         made.follows("" if broken == "waits" else "attached")

@@ -7,24 +7,24 @@ import pytest
 
 from pdserve.engine.handoff.lease import (
     PARK_S,
-    Action,
-    Ended,
+    AttemptEnded,
+    BlocksEvicted,
     Event,
-    Evicted,
     Lease,
-    Phase,
+    LeaseAction,
+    LeasePhase,
+    LeaseTick,
     Resumed,
     SessionLost,
-    Tick,
     step,
 )
 
-KINDS = (SessionLost, SessionLost, Resumed, Resumed, Tick, Evicted, Ended)
+KINDS = (SessionLost, SessionLost, Resumed, Resumed, LeaseTick, BlocksEvicted, AttemptEnded)
 WALKS = 4000
 
 
-def run(lease: Lease, *events: Event, now: float = 0.0) -> tuple[Lease, list[Action]]:
-    done: list[Action] = []
+def run(lease: Lease, *events: Event, now: float = 0.0) -> tuple[Lease, list[LeaseAction]]:
+    done: list[LeaseAction] = []
     for event in events:
         lease, actions = step(lease, event, now)
         done += actions
@@ -33,24 +33,28 @@ def run(lease: Lease, *events: Event, now: float = 0.0) -> tuple[Lease, list[Act
 
 def test_a_lost_session_parks_and_a_higher_epoch_adopts() -> None:
     lease, done = run(Lease(3), SessionLost(3), now=10.0)
-    assert (lease.phase, lease.until, done) == (Phase.PARKED, 10.0 + PARK_S, [Action.PARK])
-    lease, done = run(lease, Tick(), Resumed(4), now=10.0 + PARK_S - 0.01)
+    assert (lease.phase, lease.until, done) == (
+        LeasePhase.PARKED,
+        10.0 + PARK_S,
+        [LeaseAction.PARK],
+    )
+    lease, done = run(lease, LeaseTick(), Resumed(4), now=10.0 + PARK_S - 0.01)
     assert lease == Lease(4)
-    assert done == [Action.HAND_OVER, Action.UNPARK, Action.COUNT_ADOPTED]
+    assert done == [LeaseAction.HAND_OVER, LeaseAction.UNPARK, LeaseAction.COUNT_ADOPTED]
 
 
 @pytest.mark.parametrize("ticked", [True, False])
 def test_a_resume_after_the_park_time_is_answered_gone(ticked: bool) -> None:
     lease, _ = run(Lease(3), SessionLost(3))
-    early: tuple[Event, ...] = (Tick(),) if ticked else ()
+    early: tuple[Event, ...] = (LeaseTick(),) if ticked else ()
     lease, done = run(lease, *early, Resumed(4), now=PARK_S)
-    assert lease.phase is Phase.GIVEN_UP
+    assert lease.phase is LeasePhase.GIVEN_UP
     assert done == [
-        Action.GIVE_UP,
-        Action.COUNT_EXPIRED,
-        Action.FORGET,
-        Action.COUNT_STALE,
-        Action.SEND_GONE,
+        LeaseAction.GIVE_UP,
+        LeaseAction.COUNT_EXPIRED,
+        LeaseAction.FORGET,
+        LeaseAction.COUNT_STALE,
+        LeaseAction.SEND_GONE,
     ]
 
 
@@ -58,42 +62,45 @@ def test_a_resume_after_the_park_time_is_answered_gone(ticked: bool) -> None:
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lower_or_equal_epoch_is_counted_and_ignored(epoch: int, lost: bool) -> None:
     lease, _ = run(Lease(3), *([SessionLost(3)] if lost else []))
-    assert step(lease, Resumed(epoch), 1.0) == (lease, (Action.COUNT_STALE,))
+    assert step(lease, Resumed(epoch), 1.0) == (lease, (LeaseAction.COUNT_STALE,))
 
 
 def test_a_higher_epoch_takes_it_over_and_the_old_session_has_no_say() -> None:
     lease, done = run(Lease(3), Resumed(5))
-    assert (lease, done) == (Lease(5), [Action.HAND_OVER])
+    assert (lease, done) == (Lease(5), [LeaseAction.HAND_OVER])
     assert run(lease, SessionLost(3)) == (Lease(5), [])
 
 
 def test_eviction_gives_up_and_tells_an_owner_that_came_too_late() -> None:
     parked, _ = run(Lease(3), SessionLost(3))
-    lease, done = run(parked, Evicted())
-    assert (lease.phase, done) == (Phase.GIVEN_UP, [Action.COUNT_EVICTED, Action.FORGET])
-    lease, done = run(parked, Resumed(4), Evicted())
-    assert lease.phase is Phase.GIVEN_UP
-    assert Action.SEND_GONE in done
+    lease, done = run(parked, BlocksEvicted())
+    assert (lease.phase, done) == (
+        LeasePhase.GIVEN_UP,
+        [LeaseAction.COUNT_EVICTED, LeaseAction.FORGET],
+    )
+    lease, done = run(parked, Resumed(4), BlocksEvicted())
+    assert lease.phase is LeasePhase.GIVEN_UP
+    assert LeaseAction.SEND_GONE in done
 
 
 def test_last_words_are_kept_for_the_park_time_after_the_end_or_the_loss() -> None:
-    lease, done = run(Lease(3), Ended(keep=True), now=1.0)
-    assert (lease.phase, lease.until, done) == (Phase.KEPT, 1.0 + PARK_S, [])
+    lease, done = run(Lease(3), AttemptEnded(keep=True), now=1.0)
+    assert (lease.phase, lease.until, done) == (LeasePhase.KEPT, 1.0 + PARK_S, [])
     lease, _ = run(lease, SessionLost(3), now=3.0)
     assert lease.until == 3.0 + PARK_S
     lease, done = run(lease, Resumed(4), now=4.0)
-    assert (lease.phase, lease.until) == (Phase.KEPT, 4.0 + PARK_S)
-    assert done == [Action.HAND_OVER, Action.COUNT_ADOPTED]
-    lease, done = run(lease, Tick(), Resumed(5), now=4.0 + PARK_S)
-    assert done == [Action.FORGET, Action.COUNT_STALE, Action.SEND_GONE]
+    assert (lease.phase, lease.until) == (LeasePhase.KEPT, 4.0 + PARK_S)
+    assert done == [LeaseAction.HAND_OVER, LeaseAction.COUNT_ADOPTED]
+    lease, done = run(lease, LeaseTick(), Resumed(5), now=4.0 + PARK_S)
+    assert done == [LeaseAction.FORGET, LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE]
 
 
 def test_what_was_cancelled_is_not_kept() -> None:
-    for events in ((), (SessionLost(3),), (Ended(keep=True),)):
+    for events in ((), (SessionLost(3),), (AttemptEnded(keep=True),)):
         lease, _ = run(Lease(3), *events)
-        lease, done = run(lease, Ended())
-        assert (lease.phase, done) == (Phase.ENDED, [Action.FORGET])
-        assert run(lease, Resumed(9))[1] == [Action.COUNT_STALE, Action.SEND_GONE]
+        lease, done = run(lease, AttemptEnded())
+        assert (lease.phase, done) == (LeasePhase.ENDED, [LeaseAction.FORGET])
+        assert run(lease, Resumed(9))[1] == [LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE]
 
 
 EDGES = (
@@ -113,7 +120,13 @@ def made(kind: type, epoch: int) -> Event:
     if kind in (SessionLost, Resumed):
         event: Event = kind(epoch)
         return event
-    return Ended(keep=epoch % 2 == 0) if kind is Ended else Tick() if kind is Tick else Evicted()
+    return (
+        AttemptEnded(keep=epoch % 2 == 0)
+        if kind is AttemptEnded
+        else LeaseTick()
+        if kind is LeaseTick
+        else BlocksEvicted()
+    )
 
 
 def test_every_path_frees_once_forgets_once_and_never_goes_back() -> None:
@@ -122,7 +135,7 @@ def test_every_path_frees_once_forgets_once_and_never_goes_back() -> None:
     for seed in range(WALKS):
         rng = Random(seed)
         lease, now, frees = Lease(2), 0.0, 0
-        count: Counter[Action] = Counter()
+        count: Counter[LeaseAction] = Counter()
         for _ in range(rng.randrange(1, 16)):
             now += rng.uniform(0, 0.7 * PARK_S)
             before = lease
@@ -133,23 +146,23 @@ def test_every_path_frees_once_forgets_once_and_never_goes_back() -> None:
             assert lease.epoch >= before.epoch
             if before.final:
                 assert lease == before
-                assert set(actions) <= {Action.COUNT_STALE, Action.SEND_GONE}
+                assert set(actions) <= {LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE}
             if before.live and not lease.live:
-                told = isinstance(event, Ended | Evicted) and now < before.until
-                assert told != (Action.GIVE_UP in actions)
+                told = isinstance(event, AttemptEnded | BlocksEvicted) and now < before.until
+                assert told != (LeaseAction.GIVE_UP in actions)
                 frees += 1
             else:
-                assert Action.GIVE_UP not in actions
+                assert LeaseAction.GIVE_UP not in actions
                 assert not lease.live or before.live
-            if Action.HAND_OVER in actions:
+            if LeaseAction.HAND_OVER in actions:
                 assert isinstance(event, Resumed)
                 assert lease.epoch == event.epoch > before.epoch
                 assert now < before.until
-                assert (Action.UNPARK in actions) == (before.phase is Phase.PARKED)
+                assert (LeaseAction.UNPARK in actions) == (before.phase is LeasePhase.PARKED)
         assert frees == int(not lease.live)
-        assert count[Action.FORGET] == int(lease.final)
-        assert count[Action.PARK] - count[Action.UNPARK] in (0, 1)
-        if lease.phase is not Phase.OWNED and not lease.final:
-            assert step(lease, Tick(), lease.until)[0].final, "nothing waits for ever"
+        assert count[LeaseAction.FORGET] == int(lease.final)
+        assert count[LeaseAction.PARK] - count[LeaseAction.UNPARK] in (0, 1)
+        if lease.phase is not LeasePhase.OWNED and not lease.final:
+            assert step(lease, LeaseTick(), lease.until)[0].final, "nothing waits for ever"
     print({f"{a} -> {b}": count for (a, b), count in walked.items()})
     assert all(walked[edge] for edge in EDGES), walked

@@ -11,15 +11,15 @@ from pdserve.engine.handoff.protocol.machine import (
     SILENCE_S,
     Action,
     Claimed,
-    Ended,
+    ClaimGranted,
     Event,
     Filled,
-    Granted,
     Handoff,
+    HandoffEnded,
     Heard,
+    PeerProgress,
     Phase,
     Picked,
-    Progress,
     Reserved,
     Side,
     Tick,
@@ -28,10 +28,10 @@ from pdserve.engine.handoff.protocol.machine import (
 
 INF = float("inf")
 EVENTS = st.one_of(
-    st.sampled_from([Claimed(), Picked(), Reserved(), Granted(), Filled(), Tick()]),
-    st.builds(Ended, st.just("cancel"), st.booleans()),
+    st.sampled_from([Claimed(), Picked(), Reserved(), ClaimGranted(), Filled(), Tick()]),
+    st.builds(HandoffEnded, st.just("cancel"), st.booleans()),
     st.builds(Heard, st.floats(0, 50)),
-    st.builds(Progress, st.floats(0, 50), st.integers(0, 3), st.booleans()),
+    st.builds(PeerProgress, st.floats(0, 50), st.integers(0, 3), st.booleans()),
 )
 TIMED = st.lists(st.tuples(EVENTS, st.floats(0, 2)), max_size=30)
 
@@ -66,7 +66,7 @@ def test_decode_path() -> None:
 
 
 def test_prefill_path() -> None:
-    state, done = run(send(), Picked(), Granted(), Filled())
+    state, done = run(send(), Picked(), ClaimGranted(), Filled())
     assert state.phase is Phase.COMMITTED
     assert done == [
         Action.SEND_CLAIM,
@@ -113,7 +113,7 @@ def test_silence_and_frozen_peer_end_it(start: Handoff) -> None:
     state, now = start, 0.0
     while not state.final and now < 60:
         now += 0.5
-        state, _ = run(state, Progress(now, steps=7, busy=True), Tick(), now=now)
+        state, _ = run(state, PeerProgress(now, steps=7, busy=True), Tick(), now=now)
     assert state.reason == "peer frozen"
     assert now == pytest.approx(0.5 + FROZEN_S)
 
@@ -122,7 +122,7 @@ def test_idle_peer_is_not_frozen() -> None:
     state = run(receive(), Claimed())[0]
     for i in range(100):
         now = i * 0.5
-        state, _ = run(state, Progress(now, steps=7, busy=False), Tick(), now=now)
+        state, _ = run(state, PeerProgress(now, steps=7, busy=False), Tick(), now=now)
     assert state.phase is Phase.CLAIMED
 
 
@@ -131,7 +131,7 @@ def test_no_progress_is_expected_before_the_claim() -> None:
 
 
 def test_a_late_claim_is_answered_gone() -> None:
-    state, _ = run(receive(), Ended("cancel"))
+    state, _ = run(receive(), HandoffEnded("cancel"))
     assert step(state, Claimed(), 1.0)[1] == (Action.COUNT_STALE, Action.SEND_GONE)
 
 
@@ -142,6 +142,6 @@ def test_a_duplicate_claim_changes_nothing() -> None:
 
 def test_the_peer_that_ended_it_is_not_told() -> None:
     state, _ = run(send(), Picked())
-    assert Action.SEND_ABORT in step(state, Ended("cancel"), 1.0)[1]
-    assert Action.SEND_ABORT not in step(state, Ended("gone", told=True), 1.0)[1]
-    assert Action.LEAVE_QUEUE in step(send(), Ended("cancel"), 1.0)[1]
+    assert Action.SEND_ABORT in step(state, HandoffEnded("cancel"), 1.0)[1]
+    assert Action.SEND_ABORT not in step(state, HandoffEnded("gone", told=True), 1.0)[1]
+    assert Action.LEAVE_QUEUE in step(send(), HandoffEnded("cancel"), 1.0)[1]

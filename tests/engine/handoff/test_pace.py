@@ -3,12 +3,14 @@
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, Pace, granted
+from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, SlowPeerDetector, granted
 
 STEP_S = 0.1
 
 
-def wait(pace: Pace, start: float, seconds: float) -> tuple[Pace, float, float | None]:
+def wait(
+    pace: SlowPeerDetector, start: float, seconds: float
+) -> tuple[SlowPeerDetector, float, float | None]:
     """Looks every 0.1 s; the pace, the time, and when it was first called slow."""
     for tick in range(1, round(seconds / STEP_S) + 1):
         now = start + tick * STEP_S

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import assert_conform, whole_handoff
 
-from pdserve.engine.handoff.protocol.machine import Action, Ended, Handoff, Side, step
+from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Side, step
 from pdserve.engine.handoff.recorder import ring as ring_file
 from pdserve.engine.handoff.recorder.conform import check
 from pdserve.engine.handoff.recorder.event_log import (
@@ -23,10 +23,10 @@ from pdserve.engine.handoff.recorder.event_log import (
     PHASES,
     RECORD_BYTES,
     SIDES,
-    Mark,
+    EventLog,
     Record,
     Recording,
-    Trace,
+    RecordKind,
     pack,
     unpack,
 )
@@ -50,7 +50,7 @@ ATTEMPT = bytes(range(100, 116))
 RECORDS = st.builds(
     Record,
     time_ns=st.integers(0, (1 << 56) - 1),
-    kind=st.sampled_from([*range(len(EVENTS)), *Mark]),
+    kind=st.sampled_from([*range(len(EVENTS)), *RecordKind]),
     attempt=st.binary(min_size=8, max_size=8),
     sequence=st.integers(0, (1 << 32) - 1),
     state=st.builds(
@@ -71,7 +71,7 @@ def make(folder: Path, num_records: int = 100, **options: object) -> Ring:
 
 def fill(ring: Ring, number: int, first: int = 0) -> None:
     for argument in range(first, first + number):
-        ring.append(Mark.SENT, ATTEMPT, 0, 7, argument)
+        ring.append(RecordKind.SENT, ATTEMPT, 0, 7, argument)
 
 
 def arguments_of(recording: Recording) -> list[int]:
@@ -79,7 +79,7 @@ def arguments_of(recording: Recording) -> list[int]:
 
 
 def test_the_codes_fit() -> None:
-    assert len(EVENTS) <= Mark.OPENED
+    assert len(EVENTS) <= RecordKind.OPENED
     assert len(PHASES) <= 64
     assert len(ACTIONS) <= 32
     assert len(SIDES) <= 16
@@ -117,7 +117,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (found.role, found.boot, found.name) == ("decode", BOOT, "decode-000102")
     assert [r.argument for r in live.records] == list(range(30))
     assert found.records[:-1] == live.records
-    assert found.records[-1].mark is Mark.END
+    assert found.records[-1].mark is RecordKind.END
     assert (found.lost, found.damaged) == (0, 0)
     assert found.records[0].attempt == ATTEMPT[:8]
     assert [r.sequence for r in found.records] == list(range(1, 32))
@@ -150,7 +150,7 @@ def test_a_torn_last_record_costs_no_other(tmp_path: Path, before: int, done: in
     path = tmp_path / "a.ring"
     data = bytearray(path.read_bytes())
     at = HEADER_BYTES + (before + 1) % 100 * RECORD_BYTES
-    data[at : at + done] = pack(1, Mark.LATE, ATTEMPT, before + 1, 0, 7, 99999)[:done]
+    data[at : at + done] = pack(1, RecordKind.LATE, ATTEMPT, before + 1, 0, 7, 99999)[:done]
     found = parse_ring(bytes(data))
     kept = range(max(0, before - 99), before)
     assert [r.argument for r in found.records] == list(kept)
@@ -176,10 +176,10 @@ def test_threads_append_in_one_order(tmp_path: Path) -> None:
 
 def test_words(tmp_path: Path) -> None:
     ring = make(tmp_path, 1000)
-    trace, state = Trace(ring), Handoff(Side.SEND, 1.0)
+    trace, state = EventLog(ring), Handoff(Side.SEND, 1.0)
     reasons = [f"peer {n}: " + "é" * 60 for n in range(2 * NUM_WORDS)]
     for reason in ("deadline", *reasons, "deadline"):
-        event = Ended(reason, told=True)
+        event = HandoffEnded(reason, told=True)
         after, actions = step(state, event, 0.0)
         trace.step(ATTEMPT, event, state, after, actions)
     found = read_ring(tmp_path / "a.ring")
@@ -195,12 +195,12 @@ KILLED = """
 import sys, threading
 from pathlib import Path
 from pdserve.engine.handoff.recorder.ring import Ring
-from pdserve.engine.handoff.recorder.event_log import Mark
+from pdserve.engine.handoff.recorder.event_log import RecordKind
 ring = Ring(Path(sys.argv[1]), "decode", bytes(16), 4096 + int(sys.argv[2]) * 32)
 def write(side):
     number = 0
     while True:
-        ring.append(Mark.SENT, bytes(8), side << 12, 7, number)
+        ring.append(RecordKind.SENT, bytes(8), side << 12, 7, number)
         number += 1
 threading.Thread(target=write, args=(1,), daemon=True).start()
 threading.Thread(target=lambda: print("go", flush=True)).start()

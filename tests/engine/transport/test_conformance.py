@@ -16,9 +16,9 @@ from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix
 from pdserve.engine.transport.base import (
     SLOTS,
+    DeviceSink,
     Frame,
     FrameJob,
-    Outlet,
     Target,
     TransportOptions,
     TransportRefused,
@@ -129,7 +129,7 @@ def test_credits_of_waiting_frames_share_writes(
 
 
 def counted(job: FrameJob, number: int, built: list[int]) -> FrameJob:
-    def build(slot: int, outlet: Outlet | None) -> AbstractContextManager[Frame | None]:
+    def build(slot: int, outlet: DeviceSink | None) -> AbstractContextManager[Frame | None]:
         built.append(number)
         return job(slot, outlet)
 

@@ -14,7 +14,7 @@ from cuda_child import SIZE, frame, payload
 from fake_device import FakeSignal, pages_of
 from link_ends import COPY_KEY, Ends, Recorder
 
-from pdserve.engine.handoff.connection.link import Link
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.transport.base import SLOTS, Payload
 
@@ -27,9 +27,9 @@ class Keeper(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlets: list[tuple[Link, FrameHeader, Any]] = []
+        self.inlets: list[tuple[DataLink, FrameHeader, Any]] = []
 
-    def payload(self, link: Link, header: FrameHeader, payload: Payload) -> None:
+    def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         self._note(lambda: self.inlets.append((link, header, payload)))
 
 

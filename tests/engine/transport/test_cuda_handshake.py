@@ -20,7 +20,7 @@ from pdserve.engine.transport.base import (
     TransportRefused,
 )
 from pdserve.engine.transport.cuda_ipc import wires
-from pdserve.engine.transport.cuda_ipc.handshake import REASONS, Place
+from pdserve.engine.transport.cuda_ipc.handshake import REASONS, ProcessPlace
 from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES
 from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import DeviceError, Slot
@@ -99,7 +99,7 @@ def test_another_namespace(
 ) -> None:
     here = wires.here
 
-    def elsewhere(device: FakeDevice) -> Place:
+    def elsewhere(device: FakeDevice) -> ProcessPlace:
         place = here(device)  # type: ignore[arg-type]
         return replace(place, **{name: (4, 4026539999)}) if device is prefill else place
 
@@ -127,7 +127,7 @@ def test_another_version(
 ) -> None:
     here, prefill = wires.here, FakeDevice()
 
-    def newer(device: FakeDevice) -> Place:
+    def newer(device: FakeDevice) -> ProcessPlace:
         return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(wires, "here", newer)

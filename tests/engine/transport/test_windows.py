@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from pdserve.engine.transport.cuda_ipc.windows import Window, Windows
+from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
 from pdserve.engine.transport.device import DeviceError
 
 
@@ -36,14 +36,14 @@ def test_random_lives() -> None:
     reached: Counter[str] = Counter()
     for seed in range(200):
         rng = random.Random(seed)
-        made: list[Window] = []
+        made: list[DeviceWindow] = []
 
-        def make(made: list[Window] = made) -> Window:
-            made.append(Window(FakeMemory(), []))
+        def make(made: list[DeviceWindow] = made) -> DeviceWindow:
+            made.append(DeviceWindow(FakeMemory(), []))
             return made[-1]
 
-        windows, dead = Windows(make), set[int]()
-        lent: list[tuple[Window, FakeWriter]] = []
+        windows, dead = DeviceWindows(make), set[int]()
+        lent: list[tuple[DeviceWindow, FakeWriter]] = []
         last: dict[int, int] = {}  # id of window -> the pid that had it last
         writers: list[FakeWriter] = []
         for _ in range(60):
@@ -80,15 +80,15 @@ def test_random_lives() -> None:
 
 
 def test_a_spare_window_is_made_once() -> None:
-    made: list[Window] = []
+    made: list[DeviceWindow] = []
 
-    def make() -> Window:
+    def make() -> DeviceWindow:
         if len(made) == 2:
             raise DeviceError("out of memory")
-        made.append(Window(FakeMemory(), []))
+        made.append(DeviceWindow(FakeMemory(), []))
         return made[-1]
 
-    windows = Windows(make)
+    windows = DeviceWindows(make)
     for _ in range(3):
         windows.prepare()
     assert len(made) == 1, "strangers cost one window together"

@@ -6,7 +6,7 @@ import json
 import pytest
 from fake_router import FakeRouter, saying, served
 
-from pdserve.gateway.limits import Limits
+from pdserve.gateway.limits import AdmissionLimits
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -339,7 +339,7 @@ async def test_more_requests_than_there_is_room_for(make_http, limits, words):
         async for event in saying("hello")(router, start):
             yield event
 
-    client = make_http(FakeRouter(play), limits=Limits(*limits))
+    client = make_http(FakeRouter(play), limits=AdmissionLimits(*limits))
     first = asyncio.create_task(client.post(CHAT, json={"messages": HI}))
     await asyncio.sleep(0.05)
     reply = await client.post(CHAT, json={"messages": HI})

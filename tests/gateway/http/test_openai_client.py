@@ -337,7 +337,7 @@ async def test_keys(make_openai):
         (pb.UNAVAILABLE, 503, openai.InternalServerError),
         (pb.QUEUE_TIMEOUT, 503, openai.InternalServerError),
         (pb.DEADLINE_EXCEEDED, 504, openai.InternalServerError),
-        (pb.STRUCK_TWICE, 500, openai.InternalServerError),
+        (pb.POISON_REQUEST, 500, openai.InternalServerError),
         (pb.MODEL_NOT_FOUND, 404, openai.NotFoundError),
     ],
 )
@@ -358,7 +358,7 @@ async def test_failures_before_the_first_token(make_openai, code, status, error,
 async def test_failure_in_the_middle_of_a_stream(make_openai):
     async def play(router, start):
         yield tokens(start, router.encode("hello"), 0)
-        yield failed(start, pb.STRUCK_TWICE, "struck twice")
+        yield failed(start, pb.POISON_REQUEST, "struck twice")
 
     stream = await make_openai(play).chat.completions.create(model="tiny", messages=HI, stream=True)
     seen: list[str] = []

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from pdserve.gateway.text.errors import UnsupportedModel
+from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 
 
@@ -45,5 +45,5 @@ def test_senseless_values_are_left_out(value: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("text", ["[", "[]", "3", "[" * 100_000])
 def test_other_files_are_refused(text: str) -> None:
-    with pytest.raises(UnsupportedModel, match="generation_config"):
+    with pytest.raises(UnsupportedTokenizer, match="generation_config"):
         GenerationDefaults.from_json(text)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.sandbox import RenderLimits
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def test_format_shows_nothing_of_python(smollm: Tokenizer) -> None:
 
 
 def test_templates_cannot_name_the_budget(smollm: Tokenizer) -> None:
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnsupportedTokenizer):
         render(smollm, "{{ 1 | a loop }}")
 
 

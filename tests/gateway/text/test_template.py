@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.gateway.text.card import TextCard
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 
@@ -226,7 +226,7 @@ def test_what_transformers_offers_to_templates(tokenizer: Tokenizer) -> None:
 
 def test_templates_that_do_not_parse(tokenizer: Tokenizer) -> None:
     for source in ("{% for %}", "{{ a", "{% nonsense %}", "x" * (1 << 19), "{{ " + "(" * 5000):
-        with pytest.raises(UnsupportedModel, match="template"):
+        with pytest.raises(UnsupportedTokenizer, match="template"):
             ChatTemplate(source, tokenizer)
 
 

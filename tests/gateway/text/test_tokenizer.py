@@ -10,7 +10,7 @@ from hard_strings import HARD_STRINGS
 from tiny_spm import spm_tokenizer
 
 from pdserve.gateway.text.card import TextCard
-from pdserve.gateway.text.errors import TextError, UnsupportedModel
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 
 CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
@@ -158,5 +158,5 @@ def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> N
     ],
 )
 def test_unusable_files_say_why(data: bytes, reason: str) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
+    with pytest.raises(UnsupportedTokenizer, match=reason):
         Tokenizer(data, TextCard(1))

@@ -9,15 +9,15 @@ from simulation.scenario import Scenario
 
 from pdserve.engine.handoff.protocol.machine import (
     Claimed,
-    Ended,
-    Granted,
+    ClaimGranted,
     Handoff,
+    HandoffEnded,
     Picked,
     Reserved,
     Side,
     step,
 )
-from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, Mark, Trace
+from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, RecordKind
 from pdserve.engine.handoff.recorder.ring import Ring, open_ring
 from pdserve.services.cli.main import main
 
@@ -69,8 +69,8 @@ def test_check_tells_violations_by_its_code(
     assert capsys.readouterr().out == "2 attempts, 36 records, 0 violations\n"
     extra = Ring(rings / "z.ring", "prefill", b"wrong" * 3, 1 << 16)
     state = Handoff(Side.SEND, 1.0)
-    trace, event = Trace(extra), Ended("cancelled")
-    trace.mark(Mark.OPENED, b"x" * 16, state, 0, MAX_ARGUMENT)
+    trace, event = EventLog(extra), HandoffEnded("cancelled")
+    trace.mark(RecordKind.OPENED, b"x" * 16, state, 0, MAX_ARGUMENT)
     trace.step(b"x" * 16, event, state, step(state, event, 0.0)[0], ())
     extra.close()
     assert main(["replay", str(rings), "--check"]) == 1
@@ -116,17 +116,17 @@ def test_what_ended_an_attempt_is_the_fault(
     made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ROLES]
     router, decode, prefill = (ring for ring in made if ring is not None)
     play(FIRST, 1, router, decode, prefill)
-    Trace(router).route(SECOND, 1, 2)
+    EventLog(router).route(SECOND, 1, 2)
     receive, send = Played(decode, Side.RECEIVE, SECOND), Played(prefill, Side.SEND, SECOND)
-    send.mark(Mark.TAKEN, 7)
+    send.mark(RecordKind.TAKEN, 7)
     send.does(Picked())
     receive.does(Claimed())
-    receive.mark(Mark.TAKEN, 7, 14)
+    receive.mark(RecordKind.TAKEN, 7, 14)
     receive.does(Reserved())
-    send.does(Granted())
-    send.mark(Mark.SENT, 3, 2)
-    (send if side == "send" else receive).does(Ended(reason))
-    Trace(router).unroute(SECOND, "prefill p: hand-off lost")
+    send.does(ClaimGranted())
+    send.mark(RecordKind.SENT, 3, 2)
+    (send if side == "send" else receive).does(HandoffEnded(reason))
+    EventLog(router).unroute(SECOND, "prefill p: hand-off lost")
     if side != "killed":
         prefill.close()
     decode.close()
@@ -156,8 +156,8 @@ def test_what_is_no_ring_is_named(
 def test_losses_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ring = Ring(tmp_path / "a.ring", "router", b"r" * 16, 4096 + 10 * 32)
     for number in range(10):
-        Trace(ring).route(FIRST, number, 5)
-        Trace(ring).unroute(FIRST, "busy")
+        EventLog(ring).route(FIRST, number, 5)
+        EventLog(ring).unroute(FIRST, "busy")
     ring.close()
     data = bytearray((tmp_path / "a.ring").read_bytes())
     for slot in (5, 6):  # one may be torn

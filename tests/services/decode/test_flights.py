@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.services.decode.single_flight.promised_prefixes import Common, Flights, Landing
+from pdserve.services.decode.single_flight.promised_prefixes import (
+    Common,
+    Landing,
+    PromisedPrefixes,
+)
 
 BLOCK = 4
 
@@ -21,13 +25,13 @@ def chain(blocks: int, tail: int = 0, own: int = 0, salt: bytes = b"") -> list[b
     return chain_hashes(ids, BLOCK, cache_seed(b"kv", salt))
 
 
-def one_leader(blocks: int = 10, landed: bool = False) -> Flights:
-    flights = Flights()
+def one_leader(blocks: int = 10, landed: bool = False) -> PromisedPrefixes:
+    flights = PromisedPrefixes()
     flights.lead("leader", chain(blocks), landed)
     return flights
 
 
-def join(flights: Flights, key: str, prompt: list[bytes], found: int = 0) -> Common:
+def join(flights: PromisedPrefixes, key: str, prompt: list[bytes], found: int = 0) -> Common:
     common = flights.common(prompt, found)
     assert common is not None
     flights.follow(key, prompt, common)
@@ -126,7 +130,7 @@ class FlightsMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.flights = Flights()
+        self.flights = PromisedPrefixes()
         self.chains: dict[str, list[bytes]] = {}  # live leaders and followers
         self.arrived: dict[str, int] = {}
         self.waits: dict[str, Common] = {}

@@ -13,7 +13,7 @@ from worker_kit import Pair, SessionClient, expected, prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.single_flight.promised_prefixes import Flights
+from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes
 
 IDS = prompt(200)
 BLOCK, CHUNK = 4, 16
@@ -78,13 +78,13 @@ async def follow(pair: Pair, ids: Sequence[int] = IDS, **change: Any) -> bytes:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    made, arrived = Bench(), Flights.arrived
+    made, arrived = Bench(), PromisedPrefixes.arrived
 
-    def note(flights: Flights, key: str, blocks: int, landed: bool = False) -> None:
+    def note(flights: PromisedPrefixes, key: str, blocks: int, landed: bool = False) -> None:
         made.model.arrived.set()
         arrived(flights, key, blocks, landed)
 
-    monkeypatch.setattr(Flights, "arrived", note)
+    monkeypatch.setattr(PromisedPrefixes, "arrived", note)
     return made
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.backpressure import Patience, deliver
+from pdserve.services.host.backpressure import Backpressure, deliver
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ class Client:
         self.got += 1
 
 
-async def ended(source: Source, client: Client, patience: Patience) -> ServiceError:
+async def ended(source: Source, client: Client, patience: Backpressure) -> ServiceError:
     """How it ends for a client that reads again after the source was closed."""
     running = asyncio.create_task(deliver(source(), client.write, patience))
     async with asyncio.timeout(10):
@@ -63,7 +63,7 @@ async def ended(source: Source, client: Client, patience: Patience) -> ServiceEr
 @pytest.mark.parametrize("error", [None, ServiceError(pb.INTERNAL, "broken")])
 async def test_everything_is_written_before_the_end(error: Exception | None) -> None:
     source, client = Source(50, error), Client()
-    running = asyncio.create_task(deliver(source(), client.write, Patience()))
+    running = asyncio.create_task(deliver(source(), client.write, Backpressure()))
     while not source.closed:  # noqa: ASYNC110 (another task)
         await asyncio.sleep(0)
     assert (client.got, source.given) == (0, 50), "the source never waits for the client"
@@ -78,7 +78,7 @@ async def test_everything_is_written_before_the_end(error: Exception | None) -> 
 
 async def test_more_than_the_cap_unread_ends_it() -> None:
     source, client = Source(10_000), Client()
-    patience = Patience(max_buffer_bytes=20_000, stall_s=60)
+    patience = Backpressure(max_buffer_bytes=20_000, stall_s=60)
     error = await ended(source, client, patience)
     assert "bytes of the answer were not read" in error.message
     assert source.given <= 22
@@ -87,7 +87,7 @@ async def test_more_than_the_cap_unread_ends_it() -> None:
 
 async def test_nothing_read_for_too_long_ends_it() -> None:
     source, client = Source(3, then_wait=True), Client()
-    error = await ended(source, client, Patience(stall_s=0.05))
+    error = await ended(source, client, Backpressure(stall_s=0.05))
     assert error.message == "nothing of the answer was read for 0.05 s"
     assert client.got == 1
 
@@ -95,7 +95,7 @@ async def test_nothing_read_for_too_long_ends_it() -> None:
 async def test_a_source_that_says_nothing_is_waited_for() -> None:
     source, client = Source(3, then_wait=True), Client()
     client.open.set()
-    running = asyncio.create_task(deliver(source(), client.write, Patience(stall_s=0.02)))
+    running = asyncio.create_task(deliver(source(), client.write, Backpressure(stall_s=0.02)))
     await asyncio.sleep(0.1)
     assert (running.done(), client.got) == (False, 3)
     running.cancel()  # the client leaves

@@ -281,14 +281,14 @@ async def test_strikes_are_told_and_survive_a_router(make_cluster: Any, expected
     await first.kill()
     await gateway.until(lambda: len(gateway.ids("r")) == 4)
     placed = gateway.of("r", "placed")
-    assert [p.strikes for p in placed] == [0, 1]
+    assert [p.crash_count for p in placed] == [0, 1]
     await cluster.restart()
     again = await issue_again(
-        cluster, gateway, "r", SHORT, choices=have(gateway, "r"), strikes=placed[-1].strikes
+        cluster, gateway, "r", SHORT, choices=have(gateway, "r"), crash_count=placed[-1].crash_count
     )
     await second.until(lambda: bool(second.of("resume")))
     await again.until(lambda: bool(again.of("r", "placed")))
     third = await cluster.decode()
     await second.kill()
-    assert (await again.end("r")).failure.code == pb.STRUCK_TWICE
+    assert (await again.end("r")).failure.code == pb.POISON_REQUEST
     assert not third.of("admit")

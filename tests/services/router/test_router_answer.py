@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router.requests.progress import Answer, LostTokens
+from pdserve.services.router.requests.progress import LostTokens, RequestProgress
 
 TRUTH = list(range(100, 140))
 
 
-def answer(n: int = 1, prompt: list[int] | None = None) -> Answer:
-    return Answer(pb.Start(request="r", params=pb.SamplingParams(n=n)), prompt or [1, 2, 3])
+def answer(n: int = 1, prompt: list[int] | None = None) -> RequestProgress:
+    return RequestProgress(
+        pb.Start(request="r", params=pb.SamplingParams(n=n)), prompt or [1, 2, 3]
+    )
 
 
 def message(start: int, end: int, choice: int = 0) -> pb.Tokens:
@@ -62,16 +64,16 @@ def test_start_of_a_resume() -> None:
     state = answer(n=2)
     assert not state.to_start(1, 0, 0, 0).choices
     state.take(pb.Tokens(choice=1, ids=[8], finish=pb.STOP))
-    start = state.to_start(epoch=4, strikes=1, remaining_ms=10, queue_ms=0)
+    start = state.to_start(epoch=4, crash_count=1, remaining_ms=10, queue_ms=0)
     assert [list(c.generated_ids) for c in start.choices] == [[], [8]]
     assert [c.finish for c in start.choices] == [0, pb.STOP]
-    assert (start.epoch, start.strikes, start.remaining_ms) == (4, 1, 10)
+    assert (start.epoch, start.crash_count, start.remaining_ms) == (4, 1, 10)
     assert not start.prompt_ids
 
 
 def test_prompt_logprobs_are_wanted_once() -> None:
     params = pb.SamplingParams(prompt_logprobs=2)
-    state = Answer(pb.Start(params=params), [1, 2, 3, 4])
+    state = RequestProgress(pb.Start(params=params), [1, 2, 3, 4])
 
     def scores(start: int, end: int) -> pb.PromptLogprobs:
         logprobs = [pb.TokenLogprob(logprob=-i) for i in range(start, end)]
@@ -94,5 +96,5 @@ def test_prompt_logprobs_are_wanted_once() -> None:
 def test_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
     start = pb.Start(params=pb.SamplingParams(n=n), choices=[pb.ChoiceState()] * choices)
     with pytest.raises(ServiceError) as caught:
-        Answer(start, prompt)
+        RequestProgress(start, prompt)
     assert caught.value.param == param

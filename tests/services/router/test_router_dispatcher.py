@@ -81,7 +81,7 @@ def test_long_runs_reach_every_interesting_state() -> None:
     for seed in range(300):
         drive(DispatcherMachine(), Random(seed), 150)
     wanted = [
-        *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "STRUCK_TWICE"),
+        *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "POISON_REQUEST"),
         *("OVERLOADED", "cancelled", "lost", "replaced", "repeated", "tokens", "handoff lost"),
         *("adopted", "adopted with a ticket", "resume gone"),
         *("admit follows", "attached", "placed again"),

@@ -1,20 +1,20 @@
 """Placements of requests that have just ended."""
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.requests.recently_finished import KEEP_S, Endings
+from pdserve.services.router.requests.recently_finished import KEEP_S, RecentlyFinished
 
 KEY = (b"gateway", "r")
 PLACE = pb.Placement(attempt=b"a" * 16)
 
 
-def restored(endings: Endings, epoch: int, key: tuple[bytes, str] = KEY) -> pb.Start:
+def restored(endings: RecentlyFinished, epoch: int, key: tuple[bytes, str] = KEY) -> pb.Start:
     start = pb.Start(epoch=epoch)
     endings.restore(key, start)
     return start
 
 
 def test_only_a_later_epoch_of_the_same_request_is_told() -> None:
-    endings = Endings()
+    endings = RecentlyFinished()
     endings.add(KEY, 3, PLACE, 10.0)
     assert restored(endings, 4).placement == PLACE
     assert restored(endings, 9).placement == PLACE, "it may be issued again more than once"
@@ -23,7 +23,7 @@ def test_only_a_later_epoch_of_the_same_request_is_told() -> None:
 
 
 def test_what_the_gateway_knows_itself_stays() -> None:
-    endings = Endings()
+    endings = RecentlyFinished()
     endings.add(KEY, 3, PLACE, 10.0)
     start = pb.Start(epoch=4, placement=pb.Placement(attempt=b"b" * 16))
     endings.restore(KEY, start)
@@ -31,7 +31,7 @@ def test_what_the_gateway_knows_itself_stays() -> None:
 
 
 def test_forgotten_in_order_and_in_time() -> None:
-    endings = Endings()
+    endings = RecentlyFinished()
     endings.add(KEY, 1, PLACE, 10.0)
     endings.add((b"gateway", "s"), 1, PLACE, 12.0)
     endings.tick(10.0 + KEEP_S - 0.1)

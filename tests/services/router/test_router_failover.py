@@ -87,7 +87,7 @@ async def test_decode_worker_dies_mid_stream(make_cluster: Any, expected: Any, n
         assert gateway.ids("r", choice) == expected(SHORT, 12, choice)
     (admit,) = survivor.of("admit")
     assert [len(c.generated_ids) for c in admit.start.choices] == [5] * n
-    assert admit.start.strikes == 1
+    assert admit.start.crash_count == 1
     placed = gateway.of("r", "placed")
     assert [p.placement.decode_boot for p in placed] == [dying.boot, survivor.boot]
 
@@ -119,8 +119,8 @@ async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expecte
         await gateway.until(lambda: len(gateway.ids("r")) == 2 * len(victims))
         await victims[-1].kill()
     third = await cluster.decode()
-    assert (await gateway.end("r")).failure.code == pb.STRUCK_TWICE
-    assert victims[1].of("admit")[0].start.strikes == 1
+    assert (await gateway.end("r")).failure.code == pb.POISON_REQUEST
+    assert victims[1].of("admit")[0].start.crash_count == 1
     assert gateway.ids("r") == expected(SHORT, 4)
     assert not third.of("admit")
 
@@ -139,7 +139,7 @@ async def test_dead_worker_that_has_not_begun_is_no_strike(make_cluster: Any) ->
     await decode.kill()
     assert isinstance(await gateway.end("r"), pb.Finished)
     (admit,) = other.of("admit")
-    assert admit.start.strikes == 0
+    assert admit.start.crash_count == 0
     assert len(prefill.cancelled) == 1
 
 
@@ -200,7 +200,7 @@ async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike(
     assert isinstance(await gateway.end("r"), pb.Finished)
     assert gateway.ids("r") == expected(SHORT, 8)
     (admit,) = other.of("admit")
-    assert admit.start.strikes == 1
+    assert admit.start.crash_count == 1
 
 
 async def test_what_is_cancelled_while_its_session_is_down_is_cancelled_in_the_next(

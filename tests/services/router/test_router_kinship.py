@@ -19,7 +19,7 @@ from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.compatibility import STRANDED_S
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests.progress import Answer
+from pdserve.services.router.requests.progress import RequestProgress
 
 SPEC = pb.KvSpec(
     block_size=16,
@@ -78,7 +78,7 @@ class World:
     def submit(self, request: str, **start: Any) -> None:
         start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
         message = pb.Start(request=request, model="m", params=pb.SamplingParams(n=1), **start)
-        self.dispatcher.submit(Answer(message, list(range(40))), self, self.now)
+        self.dispatcher.submit(RequestProgress(message, list(range(40))), self, self.now)
 
     def commands(self, kind: str) -> list[tuple[Worker, Any]]:
         return [(w, getattr(c, kind)) for w, c in self.sent if c.WhichOneof("command") == kind]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.placement.recompute_budget import SHARE, Migrations
+from pdserve.services.router.placement.recompute_budget import SHARE, RecomputeBudget
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ def test_at_most_a_share_of_the_running_is_under_way() -> None:
     waited = 0
     for seed in range(200):
         rng = Random(seed)
-        migrations: Migrations[Asked] = Migrations()
+        migrations: RecomputeBudget[Asked] = RecomputeBudget()
         asked = [Asked(n) for n in range(rng.randrange(1, 60))]
         for request in asked:
             migrations.runs(request)

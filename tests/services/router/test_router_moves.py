@@ -16,7 +16,7 @@ from pdserve.services.router.placement.rebalance import (
     drain_order,
     relief_order,
 )
-from pdserve.services.router.placement.recompute_budget import Migrations
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.requests.beginning import Beginning
 from pdserve.services.router.requests.migration import MAX_FAILED
 from pdserve.services.router.requests.times import FirstToken
@@ -299,7 +299,7 @@ async def test_a_worker_that_preempts_gives_a_request_away(
 
 def test_moves_count_among_what_changes_its_worker() -> None:
     asked = [Running(n, 0, 0) for n in range(10)]
-    migrations: Migrations[Running] = Migrations()
+    migrations: RecomputeBudget[Running] = RecomputeBudget()
     for request in asked:
         migrations.runs(request)
     migrations.moves(asked[0])

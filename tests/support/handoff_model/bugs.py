@@ -10,7 +10,7 @@ from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import Action, Ended, Handoff, Phase, Side
+from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Phase, Side
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Sequence as Tokens
@@ -78,7 +78,7 @@ def frees_for_the_reaper(
 ) -> tuple[Handoff, machine.Actions]:
     """A peer that died gives the blocks back at once, and the deadline ends the attempt."""
     after, actions = machine.step(state, event, now)
-    died = isinstance(event, Ended) and event.reason.startswith("connection")
+    died = isinstance(event, HandoffEnded) and event.reason.startswith("connection")
     if died and Action.FREE_BLOCKS in actions:
         return state, (Action.FREE_BLOCKS,)
     return after, actions
@@ -88,8 +88,8 @@ def adopts_what_expired(
     state: Lease, event: lease.Event, now: float
 ) -> tuple[Lease, lease.Actions]:
     """A Resume finds the attempt, although its time has passed."""
-    if isinstance(event, lease.Resumed) and state.phase is lease.Phase.GIVEN_UP:
-        return Lease(event.epoch), (lease.Action.HAND_OVER, lease.Action.COUNT_ADOPTED)
+    if isinstance(event, lease.Resumed) and state.phase is lease.LeasePhase.GIVEN_UP:
+        return Lease(event.epoch), (lease.LeaseAction.HAND_OVER, lease.LeaseAction.COUNT_ADOPTED)
     return lease.step(state, event, now)
 
 

@@ -57,14 +57,14 @@ def moves(w: World) -> Iterator[Move]:
 
 def _lease_moves(w: World, a: int, it: Attempt) -> Iterator[Move]:
     found = w.model.leases.all[it.lease]
-    if found.phase in (lease.Phase.PARKED, lease.Phase.KEPT):
+    if found.phase in (lease.LeasePhase.PARKED, lease.LeasePhase.KEPT):
         yield let_lease_expire, a
     in_batch = str(a) in w.decode_blocks().roster.waiting
-    if found.phase is lease.Phase.PARKED and in_batch and w.may_strike("evict"):
+    if found.phase is lease.LeasePhase.PARKED and in_batch and w.may_strike("evict"):
         yield evict_parked, a
     if it.evicted:
         yield notice_evicted, a
-    if found.phase is lease.Phase.OWNED and in_batch:
+    if found.phase is lease.LeasePhase.OWNED and in_batch:
         yield run_row, a
     if found.live and w.request(w.model.request_of(a)).expired:
         yield end_at_deadline, a
@@ -126,12 +126,12 @@ def _belongs(it: Attempt, epoch: int, present: bool) -> None:
 def _cancel(w: World, a: int, present: bool) -> None:
     """DecodeCore.cancel: no event follows. A session that another one has followed is not heard."""
     it = w.attempt(a)
-    if not present and it.alive and w.model.leases.all[it.lease].phase is lease.Phase.OWNED:
+    if not present and it.alive and w.model.leases.all[it.lease].phase is lease.LeasePhase.OWNED:
         return
     served = [x for x in w.present if w.model.live_lease(w.attempt(x).lease)]
     found = w.model.rules.named(served, a)
     if found is not None:
-        _lease(w, found, lease.Ended())
+        _lease(w, found, lease.AttemptEnded())
         _stop(w, found)
 
 
@@ -139,11 +139,11 @@ def _resume(w: World, a: int, epoch: int, present: bool) -> None:
     """DecodeCore.resume."""
     it = w.attempt(a)
     for action in _lease(w, a, lease.Resumed(epoch)):
-        if action is lease.Action.HAND_OVER:
+        if action is lease.LeaseAction.HAND_OVER:
             _belongs(it, epoch, present)
             if it.last:
                 emit(it, it.last)
-        elif action is lease.Action.SEND_GONE and present:
+        elif action is lease.LeaseAction.SEND_GONE and present:
             it.from_decode += ("gone",)
 
 
@@ -158,14 +158,16 @@ def _stop(w: World, a: int) -> None:
 # its lease
 
 
-def _lease(w: World, a: int, event: lease.Event, late: bool = False) -> tuple[lease.Action, ...]:
+def _lease(
+    w: World, a: int, event: lease.Event, late: bool = False
+) -> tuple[lease.LeaseAction, ...]:
     """One step of the lease; its actions, those on blocks done."""
     it = w.attempt(a)
     it.lease, actions = w.model.leases.step(it.lease, event, late)
     for action in actions:
-        if action is lease.Action.GIVE_UP:
+        if action is lease.LeaseAction.GIVE_UP:
             _stop(w, a)
-        elif action is lease.Action.FORGET:
+        elif action is lease.LeaseAction.FORGET:
             it.last = ""
     return actions
 
@@ -178,7 +180,7 @@ def notice_lost_session(w: World, a: int) -> None:
 
 
 def let_lease_expire(w: World, a: int) -> None:
-    _lease(w, a, lease.Tick(), late=True)
+    _lease(w, a, lease.LeaseTick(), late=True)
 
 
 def evict_parked(w: World, a: int) -> None:
@@ -192,7 +194,7 @@ def notice_evicted(w: World, a: int) -> None:
     """The loop hears of it; a router may have asked for the request in between."""
     it = w.attempt(a)
     it.evicted = False
-    if lease.Action.SEND_GONE in _lease(w, a, lease.Evicted()):
+    if lease.LeaseAction.SEND_GONE in _lease(w, a, lease.BlocksEvicted()):
         emit(it, "gone")
 
 
@@ -209,7 +211,7 @@ def say_last(w: World, a: int, word: str) -> None:
         return
     keep = word in ("finished", "failed")
     it.last = word if keep else ""
-    _lease(w, a, lease.Ended(keep))
+    _lease(w, a, lease.AttemptEnded(keep))
     emit(it, word)
 
 

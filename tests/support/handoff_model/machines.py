@@ -16,15 +16,15 @@ from pdserve.engine.handoff.protocol.machine import (
     SILENCE_S,
     Action,
     Claimed,
-    Ended,
+    ClaimGranted,
     Event,
     Filled,
-    Granted,
     Handoff,
+    HandoffEnded,
     Heard,
+    PeerProgress,
     Phase,
     Picked,
-    Progress,
     Reserved,
     Side,
     Tick,
@@ -38,18 +38,18 @@ HANDOFF_EVENTS: dict[str, tuple[tuple[Event, float], ...]] = {
     "claimed": ((Claimed(), 0.0),),
     "picked": ((Picked(), 0.0),),
     "reserved": ((Reserved(), 0.0),),
-    "granted": ((Granted(), 0.0),),
+    "granted": ((ClaimGranted(), 0.0),),
     "filled": ((Filled(), 0.0),),
-    "ended": ((Ended("cancelled"), 0.0),),
-    "told": ((Ended("peer: cancelled", told=True), 0.0),),
-    "disconnected": ((Ended("connection: closed", told=True), 0.0),),
+    "ended": ((HandoffEnded("cancelled"), 0.0),),
+    "told": ((HandoffEnded("peer: cancelled", told=True), 0.0),),
+    "disconnected": ((HandoffEnded("connection: closed", told=True), 0.0),),
     "silent": ((Tick(), SILENCE_S),),
     "no progress": (
         (Heard(FROZEN_S), FROZEN_S),
-        (Progress(FROZEN_S, -1, True), FROZEN_S),
+        (PeerProgress(FROZEN_S, -1, True), FROZEN_S),
         (Tick(), FROZEN_S),
     ),
-    "alive": ((Heard(SILENCE_S), SILENCE_S), (Progress(FROZEN_S, 0, True), 0.0), (Tick(), 0.5)),
+    "alive": ((Heard(SILENCE_S), SILENCE_S), (PeerProgress(FROZEN_S, 0, True), 0.0), (Tick(), 0.5)),
     "deadline": ((Tick(), DEADLINE),),
 }
 
@@ -126,9 +126,11 @@ class Leases(States[Lease]):
     def __init__(self, step: LeaseStep) -> None:
         super().__init__()
         self._step = step
-        self._steps: dict[tuple[int, lease.Event, bool], tuple[int, tuple[lease.Action, ...]]] = {}
+        self._steps: dict[
+            tuple[int, lease.Event, bool], tuple[int, tuple[lease.LeaseAction, ...]]
+        ] = {}
         self.live: list[bool] = []
-        self.number(Lease(-1, lease.Phase.ENDED))
+        self.number(Lease(-1, lease.LeasePhase.ENDED))
 
     def _added(self, state: Lease) -> None:
         self.live.append(state.live)
@@ -138,7 +140,7 @@ class Leases(States[Lease]):
 
     def step(
         self, number: int, event: lease.Event, late: bool = False
-    ) -> tuple[int, tuple[lease.Action, ...]]:
+    ) -> tuple[int, tuple[lease.LeaseAction, ...]]:
         """`late`: at the end of its time."""
         key = number, event, late
         found = self._steps.get(key)

@@ -16,8 +16,8 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.scheduling import reservation as reservations
-from pdserve.engine.scheduling.job_table import Roster
-from pdserve.engine.scheduling.request_state import Job
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.reservation import Reservation
 
 BLOCK_SIZE = 2
@@ -58,7 +58,7 @@ class DecodeBlocks:
     def __init__(self, config: Config, rules: Rules) -> None:
         self.prompts = config.prompts
         self.attempts = config.attempts
-        self.roster = Roster(rules.tables(SPEC, config.blocks), num_slots=8)
+        self.roster = JobTable(rules.tables(SPEC, config.blocks), num_slots=8)
         self.open: dict[int, Reservation] = {}
 
     @property
@@ -69,7 +69,7 @@ class DecodeBlocks:
         """Engine.reserve."""
         prompt = self.prompts[attempt // self.attempts]
         request = Request(str(attempt), prompt, SamplingParams(max_tokens=1), seed=0)
-        job = Job(request, order=attempt, arrived_s=0.0, max_tokens=1, seed_hash=SEED)
+        job = RequestState(request, order=attempt, arrived_s=0.0, max_tokens=1, seed_hash=SEED)
         made = reservations.reserve(self.roster, job)
         if made is None:
             return None
