@@ -80,7 +80,7 @@ class System:
         def there() -> bool:
             return sum(w.connected for w in known.values()) == len(self.odd)
 
-        await eventually(there, 60)
+        await eventually(there)
         found = {
             n: w for n, o in self.odd.items() for w in known.values() if o.is_at(w.hello.address)
         }
@@ -119,10 +119,11 @@ async def health(worker: Worker) -> int:
         return int(answer.status)
 
 
-async def health_becomes(worker: Worker, status: int, limit_s: float) -> None:
-    async with asyncio.timeout(limit_s):
-        while await health(worker) != status:  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+async def health_becomes(worker: Worker, status: int) -> None:
+    async def told() -> bool:
+        return await health(worker) == status
+
+    await eventually(told, f"health {status}")
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         began = time.monotonic()
         long_step = asyncio.create_task(made.generate("slow", prompt(40), 4))
         stream = asyncio.create_task(made.generate("tiny", prompt(20), 60))
-        await eventually(lambda: any(f.answer.begun for f in core.dispatcher._flows.values()), 10)
+        await eventually(lambda: any(f.answer.begun for f in core.dispatcher._flows.values()))
         (flow,) = [f for f in core.dispatcher._flows.values() if f.model == "tiny"]
         assert flow.attempt is not None
         victim = flow.attempt.decode
@@ -150,9 +151,9 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         (folder / "hang").touch()
         await eventually((folder / "hung").exists)
         hung_at = time.monotonic()
-        await eventually(lambda: states.add(slow.state) or victim.state is State.FROZEN, 12)
+        await eventually(lambda: states.add(slow.state) or victim.state is State.FROZEN)
         found_s = time.monotonic() - hung_at
-        await health_becomes(victim, NOT_SERVING, 12)
+        await health_becomes(victim, NOT_SERVING)
         unready_s = time.monotonic() - hung_at
         assert found_s < 10, found_s
         assert unready_s < 10, unready_s
@@ -162,9 +163,9 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert await health(slow) == SERVING
         # It moves again: it does what it was told meanwhile, and takes work.
         (folder / "hang").unlink()
-        await eventually(lambda: victim.state is State.LIVE, 5)
-        await health_becomes(victim, SERVING, 5)
-        await eventually(lambda: not victim.load.blocks_used and not victim.load.running, 5)
+        await eventually(lambda: victim.state is State.LIVE)
+        await health_becomes(victim, SERVING)
+        await eventually(lambda: not victim.load.blocks_used and not victim.load.running)
         assert await long_step == expected(prompt(40), max_tokens=4)[0]
         assert time.monotonic() - began > 13, "the slow step was that slow"
         assert states | {slow.state} == {State.LIVE}

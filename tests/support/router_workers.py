@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from eventually import eventually
+
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -54,7 +56,6 @@ class FakeWorker(ABC):
         self.outboxes: list[Outbox[Any]] = []
         self.received: list[Any] = []
         self.cancelled: list[tuple[bytes, tuple[int, ...]]] = []
-        self.changed = asyncio.Condition()
         self.tasks: dict[bytes, asyncio.Task[None]] = {}
         self.membership: Membership | None = None
         self.address = ""
@@ -80,13 +81,10 @@ class FakeWorker(ABC):
         """Add the role's servicer."""
 
     async def note(self, command: Any) -> None:
-        async with self.changed:
-            self.received.append(command)
-            self.changed.notify_all()
+        self.received.append(command)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self.changed:
-            await self.changed.wait_for(condition)
+        await eventually(condition, self.received)
 
     def of(self, kind: str) -> list[Any]:
         return [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]

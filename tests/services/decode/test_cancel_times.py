@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,12 +44,6 @@ async def held(worker: Any) -> int:
     return int(await asked(worker, count))
 
 
-async def until(holds: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    async with asyncio.timeout(20):
-        while not await holds():  # noqa: ASYNC110 (another thread)
-            await asyncio.sleep(0.005)
-
-
 async def queued(pair: Pair) -> bytes:
     """Behind another request that has the one place in the batch."""
     other = pair.admit(prompt(4, 1), remote=False, params={"max_tokens": 200})
@@ -64,7 +58,7 @@ async def queued(pair: Pair) -> bytes:
 async def prefilling(pair: Pair) -> bytes:
     attempt = pair.admit(prompt(LONG), remote=False)
     worker = pair.decode_worker
-    await until(lambda: asked(worker, lambda e: e.stats().prompt_tokens >= 32))
+    await eventually(lambda: asked(worker, lambda e: e.stats().prompt_tokens >= 32))
     assert (await asked(worker, lambda e: e.stats())).waiting_tokens > 64
     return attempt
 
@@ -77,7 +71,7 @@ async def decoding(pair: Pair) -> bytes:
 
 async def receiving(pair: Pair) -> bytes:
     attempt = await pair.hand_off(prompt(LONG))
-    await until(lambda: asked(pair.decode_worker, lambda e: e.stats().blocks.reserved))
+    await eventually(lambda: asked(pair.decode_worker, lambda e: e.stats().blocks.reserved))
     assert await held(pair.prefill_worker)
     return attempt
 
@@ -90,7 +84,7 @@ async def claiming(pair: Pair) -> bytes:
     taken = await asked(pair.decode_worker, lambda engine: engine.reserve(hog))
     assert taken is not None
     attempt = await pair.hand_off(prompt(LONG))
-    await eventually(lambda: part._receiver._claims, 20)
+    await eventually(lambda: part._receiver._claims)
     assert not await held(pair.decode_worker)
     assert await held(pair.prefill_worker)
     return attempt
@@ -99,7 +93,7 @@ async def claiming(pair: Pair) -> bytes:
 async def parked(pair: Pair) -> bytes:
     attempt = await decoding(pair)
     await pair.decode.close()
-    await eventually(lambda: pair.decode_role.core.leases.figures.parked == 1, 20)
+    await eventually(lambda: pair.decode_role.core.leases.figures.parked == 1)
     pair.decode = SessionClient(DecodeStub, pair.decode_worker.address)
     return attempt
 
@@ -118,7 +112,7 @@ async def leave(pair: Pair, attempt: bytes, remote: bool) -> list[float]:
         async def free() -> bool:
             return not await held(worker)
 
-        await until(free)
+        await eventually(free)
         return time.monotonic() - began
 
     return await asyncio.gather(*map(freed, workers))
@@ -171,7 +165,7 @@ def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., No
             began = time.monotonic()
             cancel = wire.CancelAttempt(attempt=follower)
             pair.decode.send(wire.DecodeCommand(cancel=cancel))
-            await until(none)
+            await eventually(none)
             tried.append(time.monotonic() - began)
             assert pair.decode_role.core.num_served == 1
             await leave(pair, leader, remote=True)

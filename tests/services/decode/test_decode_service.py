@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import (
@@ -270,12 +271,15 @@ def test_metrics_when_asked(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(40), remote=False)
         await pair.decode.wait("finished", attempt)
-        text = ""
-        while 'generation_tokens_total{model_name="tiny"} 8.0' not in text:
-            await asyncio.sleep(0.02)
-            text = await asyncio.to_thread(fetch)
+        texts: list[str] = []
+
+        async def counted() -> bool:
+            texts.append(await asyncio.to_thread(fetch))
+            return 'generation_tokens_total{model_name="tiny"} 8.0' in texts[-1]
+
+        await eventually(counted, texts)
         worker = pair.decode_worker.address
-        assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in text
+        assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in texts[-1]
 
     with_pair(test, decode_metrics_port=port)
 
@@ -327,11 +331,10 @@ def test_a_frozen_engine_is_not_serving(
             return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
 
     async def until(pair: Pair, status: int) -> None:
-        for _ in range(200):
-            if await health(pair) == status:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"health never became {status}")
+        async def told() -> bool:
+            return await health(pair) == status
+
+        await eventually(told, f"health {status}")
 
     async def test(pair: Pair) -> None:
         serving = health_pb2.HealthCheckResponse

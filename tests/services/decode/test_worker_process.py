@@ -5,11 +5,11 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import wait_until
 from worker_kit import SECRET, build_with, engine_maker
 
 from pdserve.engine.api.config import EngineConfig
@@ -67,8 +67,7 @@ def test_a_signal_while_loading_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
     loading = threading.Event()
 
     def slow() -> Any:
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            time.sleep(0.01)
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         loading.wait(20)
         return engine_maker()()

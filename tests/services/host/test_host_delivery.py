@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from eventually import eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.backpressure import Backpressure, deliver
@@ -49,9 +50,7 @@ class Client:
 async def ended(source: Source, client: Client, patience: Backpressure) -> ServiceError:
     """How it ends for a client that reads again after the source was closed."""
     running = asyncio.create_task(deliver(source(), client.write, patience))
-    async with asyncio.timeout(10):
-        while not source.closed:  # noqa: ASYNC110 (another task)
-            await asyncio.sleep(0)
+    await eventually(lambda: source.closed)
     assert not running.done()
     client.open.set()
     with pytest.raises(ServiceError) as caught:
@@ -64,8 +63,7 @@ async def ended(source: Source, client: Client, patience: Backpressure) -> Servi
 async def test_everything_is_written_before_the_end(error: Exception | None) -> None:
     source, client = Source(50, error), Client()
     running = asyncio.create_task(deliver(source(), client.write, Backpressure()))
-    while not source.closed:  # noqa: ASYNC110 (another task)
-        await asyncio.sleep(0)
+    await eventually(lambda: source.closed)
     assert (client.got, source.given) == (0, 50), "the source never waits for the client"
     client.open.set()
     if error is None:

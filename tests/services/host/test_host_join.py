@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
@@ -62,14 +63,6 @@ class Router(FleetServicer):
                 return
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
-
-
 @pytest.fixture
 async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     routers: list[Router] = []
@@ -98,7 +91,7 @@ async def test_hello_state_load_heartbeats(make: Any) -> None:
     member.prefixes([], [b"1" * 16])
     member.report(pb.Load(running=1))
     member.start()
-    await until(lambda: bool(router.leases) and len(router.leases[0].of("heartbeat")) >= 5)
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].of("heartbeat")) >= 5)
     (lease,) = router.leases
     kinds = [r.WhichOneof("report") for _, r in lease.reports]
     assert kinds[0] == "hello"
@@ -114,12 +107,12 @@ async def test_hello_state_load_heartbeats(make: Any) -> None:
 async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> None:
     (router,), member = await make()
     member.start()
-    await until(lambda: bool(router.leases))
+    await eventually(lambda: bool(router.leases))
     began = time.monotonic()
     for running in range(1, 301):
         member.report(pb.Load(running=running))
         await asyncio.sleep(0.001)
-    await until(lambda: bool(router.leases[0].of("load")[-1:]) and
+    await eventually(lambda: bool(router.leases[0].of("load")[-1:]) and
                 router.leases[0].of("load")[-1].running == 300)  # fmt: skip
     loads = router.leases[0].of("load")
     assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
@@ -130,13 +123,13 @@ async def test_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:
     (router,), member = await make()
     member.prefixes([bytes([i]) * 16 for i in range(5)], [])
     member.start()
-    await until(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 5)
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 5)
     router.leases[0].cut.set()
     member.prefixes([b"x" * 16], [bytes(16)])
-    await until(lambda: len(router.leases) == 2 and bool(router.leases[1].of("prefixes")))
+    await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("prefixes")))
     member.prefixes([b"y" * 16], [])
     expected = {*(bytes([i]) * 16 for i in range(1, 5)), b"x" * 16, b"y" * 16}
-    await until(lambda: router.leases[1].hashes() == expected)
+    await eventually(lambda: router.leases[1].hashes() == expected)
     assert router.leases[1].of("hello")[0].boot == b"b" * 16
 
 
@@ -145,12 +138,12 @@ async def test_large_state_is_split(make: Any) -> None:
     hashes = [i.to_bytes(16) for i in range(20_000)]
     member.prefixes(hashes, [])
     member.start()
-    await until(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 20_000)
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 20_000)
     sizes = [event.ByteSize() for event in router.leases[0].of("prefixes")]
     assert len(sizes) == 3
     assert max(sizes) < 256 << 10
     member.prefixes(hashes[:1], [])
-    await until(lambda: len(router.leases[0].of("prefixes")) == 4)
+    await eventually(lambda: len(router.leases[0].of("prefixes")) == 4)
     assert router.leases[0].hashes() == set(hashes)
 
 
@@ -158,24 +151,24 @@ async def test_joins_every_router_and_one_that_comes_back(make: Any) -> None:
     routers, member = await make(2)
     address = routers[0].address
     member.start()
-    await until(lambda: all(r.leases for r in routers))
+    await eventually(lambda: all(r.leases for r in routers))
     second = Router()
     await routers[0].host.stop(0)
-    await until(lambda: len(routers[1].leases[0].of("heartbeat")) >= 2)
+    await eventually(lambda: len(routers[1].leases[0].of("heartbeat")) >= 2)
     await second.start(int(address.rpartition(":")[2]))
     routers.append(second)
-    await until(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
+    await eventually(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
     assert len(routers[1].leases) == 1
 
 
 async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     (router,), member = await make()
     member.start()
-    await until(lambda: bool(router.leases))
+    await eventually(lambda: bool(router.leases))
     member.goodbye("upgrade")
-    await until(lambda: [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"])
+    await eventually(lambda: [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"])
     router.leases[0].cut.set()
-    await until(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
+    await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
 
 
 async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
@@ -183,9 +176,9 @@ async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatc
     (router,), member = await make()
     router.echoes = False
     member.start()
-    await until(lambda: len(router.leases) >= 2)
+    await eventually(lambda: len(router.leases) >= 2)
     router.echoes = True
-    await until(lambda: len(router.leases[-1].of("heartbeat")) >= 8)
+    await eventually(lambda: len(router.leases[-1].of("heartbeat")) >= 8)
     num_leases = len(router.leases)
     await asyncio.sleep(0.5)
     assert len(router.leases) == num_leases
@@ -208,13 +201,13 @@ async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkey
     )
     (router,), member = await make()
     member.start()
-    await until(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
+    await eventually(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
     await router.host.stop(0)
-    await until(lambda: len(tries) > 4)
+    await eventually(lambda: len(tries) > 4)
     second = Router()
     await second.start(int(router.address.rpartition(":")[2]))
-    await until(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
-    await until(lambda: tries[-1] == "")
+    await eventually(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
+    await eventually(lambda: tries[-1] == "")
     said = [record.levelname for record in caplog.records if router.address in record.message]
     assert said == ["INFO", "WARNING", "INFO"]
     await asyncio.to_thread(member.close)

@@ -230,7 +230,7 @@ async def test_a_worker_of_another_replica_is_not_waited_for(
     gateway = await cluster.gateway()
     placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"b" * 16, decode_address="x:1")
     await gateway.start("r", SHORT, epoch=4, placement=placement)
-    await gateway.end("r", 5)
+    await gateway.end("r")
     assert gateway.ids("r") == expected(SHORT, 8)
 
 

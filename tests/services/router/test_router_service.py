@@ -237,13 +237,13 @@ async def test_a_drained_router_begins_nothing_that_its_gateway_took_along(
     decode.busy = 2  # it is asked again after 0.1 s
     gateway = await cluster.gateway()
     await gateway.start("waits", PROMPT)
-    await eventually(lambda: decode.of("admit"), 10)
+    await eventually(lambda: decode.of("admit"))
     await asyncio.wait_for(cluster.router.drain(), 5)
     await asyncio.wait_for(gateway.reader, 5)
     dispatcher = cluster.router.core.dispatcher
-    await eventually(lambda: dispatcher.num_queued == 1, 1)
+    await eventually(lambda: dispatcher.num_queued == 1)
     num_asked = len(decode.of("admit"))
-    await eventually(lambda: not dispatcher.num_running, 10)
+    await eventually(lambda: not dispatcher.num_running)
     assert len(decode.of("admit")) == num_asked
 
 
