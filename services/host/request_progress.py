@@ -1,6 +1,7 @@
-"""What one request is and has: its Start and the ids of each choice; pure.
+"""What one request asks for and has received, for whoever may have to issue it again; pure.
 
 Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing.
+The router keeps one of each request that it runs.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ MAX_CHOICES = 128
 
 
 class LostTokens(Exception):
-    """A message of tokens or scores left a gap: what comes before it never arrived."""
+    """A message of ids or log-probabilities leaves a gap: what belongs before it never arrived."""
 
 
 class RequestProgress:
-    """A request's state, from which a Start for any worker can be made at any time.
+    """The Start of a request and the ids of each of its choices.
 
-    Takes the Start over. Raises ServiceError(INVALID_ARGUMENT) on what no worker could take.
+    A Start for any worker can be made of it at any time. The constructor keeps and changes the
+    Start that it is given, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
     """
 
     def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
@@ -38,7 +40,10 @@ class RequestProgress:
         del self.start.prompt_ids[:]
 
     def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
-        """The part that is new, or None. Raises LostTokens."""
+        """Add ids to their choice: the message, cut down to what is new, or None.
+
+        Changes the message. Raises LostTokens if ids before it are missing.
+        """
         if tokens.choice >= len(self.choices):
             return None
         choice = self.choices[tokens.choice]
@@ -59,7 +64,7 @@ class RequestProgress:
         return tokens
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
-        """The part of prompt log-probabilities that is new, or None. Raises LostTokens."""
+        """Likewise for log-probabilities of the prompt, which are wanted once in a request."""
         if not self.start.params.HasField("prompt_logprobs"):
             return None
         if scores.position > self._num_scored + 1:
@@ -75,29 +80,30 @@ class RequestProgress:
         return scores
 
     def abort(self, choices: Sequence[int]) -> None:
-        """Mark choices as ended by the client."""
+        """Mark choices as ended by the client; those that have ended keep their finish reason."""
         for index in choices:
             if index < len(self.choices) and not self.choices[index].finish:
                 self.choices[index].finish = pb.ABORTED
 
     @property
     def complete(self) -> bool:
-        """Every choice has its finish reason."""
+        """Whether every choice has its finish reason."""
         return all(choice.finish for choice in self.choices)
 
     @property
     def begun(self) -> bool:
-        """A choice has ids."""
+        """Whether any choice has ids."""
         return any(choice.generated_ids for choice in self.choices)
 
     @property
     def num_unfinished(self) -> int:
-        """Choices that still want tokens."""
+        """How many choices still want tokens."""
         return sum(not choice.finish for choice in self.choices)
 
     @property
     def may_go_remote(self) -> bool:
-        """Prompt log-probabilities need the logits of the whole prompt, so stay at decode."""
+        """Whether a prefill worker may compute the prompt. Its log-probabilities need the logits of
+        the whole prompt, so a request that wants them stays at decode."""
         return not self.start.params.HasField("prompt_logprobs")
 
     def prefix_ids(self) -> list[int]:

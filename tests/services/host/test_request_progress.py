@@ -1,4 +1,6 @@
-"""Whatever overlaps, repeats or is lost, an answer holds exactly the ids in order."""
+"""Whatever overlaps, repeats or is lost, a request's progress holds exactly the ids in order."""
+
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -6,12 +8,12 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router.requests.progress import LostTokens, RequestProgress
+from pdserve.services.host.request_progress import LostTokens, RequestProgress
 
 TRUTH = list(range(100, 140))
 
 
-def answer(n: int = 1, prompt: list[int] | None = None) -> RequestProgress:
+def progress(n: int = 1, prompt: list[int] | None = None) -> RequestProgress:
     return RequestProgress(
         pb.Start(request="r", params=pb.SamplingParams(n=n)), prompt or [1, 2, 3]
     )
@@ -24,7 +26,7 @@ def message(start: int, end: int, choice: int = 0) -> pb.Tokens:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))))
 def test_overlaps_repeats_and_gaps(spans: list[tuple[int, int]]) -> None:
-    state, out = answer(), list[int]()
+    state, out = progress(), list[int]()
     for a, b in spans:
         start, end = sorted((a, b))
         known = len(out)
@@ -42,7 +44,7 @@ def test_overlaps_repeats_and_gaps(spans: list[tuple[int, int]]) -> None:
 
 
 def test_logprobs_are_cut_with_their_ids() -> None:
-    state = answer()
+    state = progress()
     state.take(pb.Tokens(ids=[1, 2]))
     probs = [pb.TokenLogprob(logprob=-float(i)) for i in range(4)]
     fresh = state.take(pb.Tokens(position=0, ids=[1, 2, 3, 4], logprobs=probs))
@@ -51,7 +53,7 @@ def test_logprobs_are_cut_with_their_ids() -> None:
 
 
 def test_prefix_ids_follow_the_unfinished_choices() -> None:
-    state = answer(n=2)
+    state = progress(n=2)
     assert state.prefix_ids() == [1, 2, 3]
     state.take(pb.Tokens(choice=0, ids=[7]))
     state.take(pb.Tokens(choice=1, ids=[8, 9]))
@@ -61,7 +63,7 @@ def test_prefix_ids_follow_the_unfinished_choices() -> None:
 
 
 def test_start_of_a_resume() -> None:
-    state = answer(n=2)
+    state = progress(n=2)
     assert not state.to_start(1, 0, 0, 0).choices
     state.take(pb.Tokens(choice=1, ids=[8], finish=pb.STOP))
     start = state.to_start(epoch=4, crash_count=1, remaining_ms=10, queue_ms=0)
@@ -98,3 +100,42 @@ def test_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
     with pytest.raises(ServiceError) as caught:
         RequestProgress(start, prompt)
     assert caught.value.param == param
+
+
+def test_any_order_of_tokens_cancels_and_ends_over_many_seeds() -> None:
+    """A plain model of each choice beside it: a list of ids and whether it has ended."""
+    for seed in range(2000):
+        random = Random(seed)
+        n = random.randint(1, 4)
+        state = progress(n)
+        ids: list[list[int]] = [[] for _ in range(n)]
+        ended = [False] * n
+        for _ in range(40):
+            choice = random.randrange(n + 1)
+            if choice == n or random.random() < 0.1:
+                aborted = random.sample(range(n), random.randint(1, n))
+                state.abort(aborted)
+                for index in aborted:
+                    ended[index] = True
+                continue
+            start = random.randint(max(0, len(ids[choice]) - 5), len(ids[choice]) + 1)
+            end = min(len(TRUTH), start + random.randint(0, 6))
+            said = message(min(start, end), end, choice)
+            if ended[choice]:
+                assert state.take(said) is None
+            elif start > len(ids[choice]):
+                with pytest.raises(LostTokens):
+                    state.take(said)
+            else:
+                state.take(said)
+                ids[choice] = TRUTH[: max(len(ids[choice]), end)]
+                ended[choice] = bool(said.finish)
+            left = [i for i in range(n) if not ended[i]]
+            assert [list(c.generated_ids) for c in state.choices] == ids
+            assert state.complete == (not left)
+            assert state.num_unfinished == len(left)
+            assert state.begun == any(ids)
+            assert state.prefix_ids() == [1, 2, 3, *(ids[left[0]] if len(left) == 1 else [])]
+            again = state.to_start(2, 0, 0, 0)
+            found = [list(c.generated_ids) for c in again.choices]
+            assert found == (ids if any(ids) or any(ended) else [])
