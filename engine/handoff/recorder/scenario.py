@@ -1,6 +1,6 @@
 """What a timeline says of a run, as a scenario of the cluster simulation; pure.
 
-The simulation (tests/simulation, whose form of a scenario is in docs/simulation.md) is another, smaller
+The simulation (tests/simulation; docs/simulation.md has its fields) is another, smaller
 cluster with its own tokens, so this is not the run itself: as many requests at the same times,
 prompts of as many blocks, and for what ended an attempt the fault that looks alike, at the request
 and phase that it met. One fault for each kind and second: what dies takes several attempts along.

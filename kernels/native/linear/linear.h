@@ -2,8 +2,8 @@
 //
 // How the work is cut never shows in the result: every output is computed whole by one thread.
 #pragma once
-#include "pool.h"
-#include "table.h"
+#include "threads/pool.h"
+#include "dispatch/table.h"
 
 namespace pdserve {
 

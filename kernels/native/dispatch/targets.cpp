@@ -1,4 +1,4 @@
-#include "targets.h"
+#include "dispatch/targets.h"
 
 #include <cstdlib>
 #include <stdexcept>

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "table.h"
+#include "dispatch/table.h"
 
 namespace pdserve {
 

@@ -1,6 +1,6 @@
 #include <immintrin.h>
 
-#include "table.h"
+#include "dispatch/table.h"
 
 #define PDS_ISA "avx2"
 
@@ -9,6 +9,6 @@ namespace pdserve::avx2 {
 extern const Kernels kTable;
 
 #include "simd/avx2.h"
-#include "kernels.inl"
+#include "dispatch/kernels.inl"
 
 }  // namespace pdserve::avx2

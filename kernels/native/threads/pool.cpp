@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "threads/pool.h"
 
 #include <linux/futex.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-#include "arena.h"
+#include "base/arena.h"
 
 #include <sys/mman.h>
 
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <new>
 
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

@@ -13,11 +13,11 @@
 //   kBf16: a vector for each pair of inputs, output i's pair in bytes 4i to 4i + 3
 //   kF16, kF32: a vector of 16 outputs for each input
 //
-// Owns its memory, together with its neighbours (arena.h).
+// Owns its memory, together with its neighbours (base/arena.h).
 #pragma once
 #include <memory>
 
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

@@ -1,6 +1,6 @@
 // Keys and values as attention reads them, and one piece of its work.
 #pragma once
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

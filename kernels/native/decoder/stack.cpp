@@ -1,10 +1,10 @@
-#include "stack.h"
+#include "decoder/stack.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "linear.h"
+#include "linear/linear.h"
 
 namespace pdserve {
 namespace {

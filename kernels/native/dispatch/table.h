@@ -3,10 +3,10 @@
 // Every function computes a range of independent pieces on the calling thread. A piece's result is
 // a function of its own inputs: never of the range, the thread or the other pieces.
 #pragma once
-#include "activations.h"
-#include "attention.h"
-#include "matrix.h"
-#include "sampling.h"
+#include "linear/activations.h"
+#include "attention/attend.h"
+#include "linear/matrix.h"
+#include "sampling/sampling.h"
 
 namespace pdserve {
 
@@ -15,7 +15,7 @@ enum class Activation : int { kSilu, kGeluTanh, kGelu };
 struct Kernels {
   const char* isa;
 
-  // --- encode.inl, linear*.inl
+  // --- linear: encode.inl, linear*.inl
   // Rows [begin, end) of x.f32 in the encodings that x.needs names.
   void (*encode)(const Activations& x, int64_t begin, int64_t end);
   // y[row * stride + output] for every row of x and the outputs of tiles [begin, end) of m.
@@ -24,7 +24,7 @@ struct Kernels {
   // Weights of output `row` of m, as floats: out[m.cols].
   void (*matrix_row)(const Matrix& m, int64_t row, float* out);
 
-  // --- elementwise.inl; one row a call
+  // --- decoder: elementwise.inl; one row a call
   // sum = x + residual (residual may be null), y = sum / rms(sum) * weight; sum or y may be null.
   void (*rms_norm)(const float* x, const float* residual, const float* weight, float eps,
                    int64_t cols, float* sum, float* y);
@@ -38,7 +38,7 @@ struct Kernels {
   void (*scale)(float* y, float factor, int64_t cols);
   void (*soft_cap)(float* y, float cap, int64_t cols);
 
-  // --- kv.inl, attention*.inl
+  // --- attention: kv.inl, attend*.inl
   void (*store_kv)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
   // Outputs of all queries of the task. scratch: attend_scratch(task) floats, 64-byte aligned, as
   // states below.
@@ -50,7 +50,7 @@ struct Kernels {
                        float* scratch);
   void (*attend_merge)(const Attend& task, const float* states, float* scratch);
 
-  // --- sampling.inl; one row a call, count >= 1
+  // --- sampling: sampling.inl; one row a call, count >= 1
   // Index of the largest score (the lowest among equals; the first NaN if there is one).
   int64_t (*argmax)(const float* scores, int64_t count);
   // argmax of scores / temperature + Gumbel noise where scores / temperature >= floor. The scores

@@ -1,5 +1,5 @@
 // One tile of keys for some queries: its scores, their weights, the weighted sum of its values.
-// What they are is said in attention.inl.
+// What they are is said in attend.inl.
 
 static constexpr int kRowTile = kRegisters >= 32 ? 6 : 3;  // queries whose sums stay in registers,
 static constexpr int kVecTile = kRegisters >= 32 ? 4 : 2;  // times vectors of keys or of dims

@@ -1,9 +1,9 @@
-#include "pack.h"
+#include "linear/pack.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "arena.h"
+#include "base/arena.h"
 
 namespace pdserve {
 

@@ -6,10 +6,10 @@
 #pragma once
 #include <vector>
 
-#include "attend.h"
-#include "buffer.h"
-#include "pool.h"
-#include "table.h"
+#include "attention/attention.h"
+#include "base/buffer.h"
+#include "threads/pool.h"
+#include "dispatch/table.h"
 
 namespace pdserve {
 

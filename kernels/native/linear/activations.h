@@ -2,7 +2,7 @@
 //
 // Owns nothing; whoever runs a step owns the buffers, sized for it (linear.h).
 #pragma once
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

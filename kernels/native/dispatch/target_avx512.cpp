@@ -1,6 +1,6 @@
 #include <immintrin.h>
 
-#include "table.h"
+#include "dispatch/table.h"
 
 #define PDS_ISA "avx512"
 
@@ -9,6 +9,6 @@ namespace pdserve::avx512 {
 extern const Kernels kTable;
 
 #include "simd/avx512.h"
-#include "kernels.inl"
+#include "dispatch/kernels.inl"
 
 }  // namespace pdserve::avx512

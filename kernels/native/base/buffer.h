@@ -4,7 +4,7 @@
 #include <memory>
 #include <new>
 
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

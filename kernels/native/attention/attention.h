@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "pool.h"
-#include "table.h"
+#include "threads/pool.h"
+#include "dispatch/table.h"
 
 namespace pdserve {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "matrix.h"
-#include "pool.h"
+#include "linear/matrix.h"
+#include "threads/pool.h"
 
 namespace pdserve {
 

@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // What one token is sampled with: the key of its noise (kernels/reference/noise.py) and filters.
 #pragma once
-#include "common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

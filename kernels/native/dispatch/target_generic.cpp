@@ -1,4 +1,4 @@
-#include "table.h"
+#include "dispatch/table.h"
 
 #define PDS_ISA "generic"
 
@@ -7,6 +7,6 @@ namespace pdserve::generic {
 extern const Kernels kTable;
 
 #include "simd/generic.h"
-#include "kernels.inl"
+#include "dispatch/kernels.inl"
 
 }  // namespace pdserve::generic
