@@ -73,7 +73,7 @@ class Pair:
             progress=lambda: (self.decode_thread.steps, True),
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
-            trace=EventLog(self.rings[0]),
+            event_log=EventLog(self.rings[0]),
         )
         self.sender = Sender(
             prefill,
@@ -85,7 +85,7 @@ class Pair:
             wake=self.prefill_thread.wake,
             progress=lambda: (self.prefill_thread.steps, True),
             encrypted=encrypted,
-            trace=EventLog(self.rings[1]),
+            event_log=EventLog(self.rings[1]),
         )
         self.addresses = self.receiver.listen(make_transports(transport, options), True)
         self.prefill_thread.add_poll(self.sender.poll)
@@ -104,7 +104,7 @@ class Pair:
         address = self.addresses.get("tcp", "")
         self.prefill_thread.post(
             lambda _: self.sender.start_sending(
-                ticket, address, chosen, b"", INF, self.receiver._terms.identity.digest
+                ticket, address, chosen, b"", INF, self.receiver._compatibility.identity.digest
             )
         ).result(10)
 
