@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
@@ -83,17 +83,15 @@ def test_what_it_refuses_is_named(
 def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         part: Any = pair.prefill_worker.part
-        release = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        hold = part.thread.post(
-            lambda _: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
-        )
+        release = threading.Event()
+        part.thread.post(lambda _: release.wait(LIMIT_S))
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
             pair.start_prefill(attempt, prompt(20), ticket(pair))
-        await eventually(lambda: len(part.thread._posted) == 4)  # behind the hold
+        # Commands are handled in order: behind this one all four are in the engine thread's queue.
+        pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
+        await eventually(lambda: pair.prefill_role.core.num_stale == 1)
         release.set()
-        await asyncio.wrap_future(hold)
         for attempt in attempts[2:]:
             await pair.prefill.wait("busy", attempt)
         await pair.at_rest()
