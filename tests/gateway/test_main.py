@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, placed, saying
 from router_process import RouterServicer, serve_router
 
@@ -39,7 +39,7 @@ class Gateway:
 
     async def event(self) -> tuple[str, dict[str, str]]:
         assert self.process.stdout is not None
-        name, figures = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 20))
+        name, figures = json.loads(await asyncio.wait_for(self.process.stdout.readline(), LIMIT_S))
         return name, figures
 
     async def stop(self) -> int:
@@ -47,7 +47,7 @@ class Gateway:
         return await self.ended()
 
     async def ended(self) -> int:
-        _, log = await asyncio.wait_for(self.process.communicate(), 20)
+        _, log = await asyncio.wait_for(self.process.communicate(), LIMIT_S)
         self.log = log.decode()
         return int(self.process.returncode or 0)
 
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
         await eventually(lambda: servicer[0].router.starts)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        left = await asyncio.wait_for(servicer[0].cancelled.get(), 5)
+        left = await asyncio.wait_for(servicer[0].cancelled.get(), LIMIT_S)
     assert left == servicer[0].router.starts[0].request
     assert await gateway.stop() == 0
     assert "finish=CANCELLED" in gateway.log

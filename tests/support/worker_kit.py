@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from rings import assert_conform
 
 from pdserve.engine.api.config import EngineConfig
@@ -179,7 +179,7 @@ class Pair:
 async def start_worker(settings: Any, role: Role) -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
     await worker.start()
-    await asyncio.wait_for(worker.loaded, 20)
+    await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import (
@@ -253,7 +253,7 @@ def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
         late = pair.admit(prompt(30), remote=False)
         failed = await pair.decode.wait("failed", late)
         assert failed.failure.code == pb.UNAVAILABLE
-        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(drained, LIMIT_S)
         await pair.decode.wait("finished", attempt)
 
     with_pair(test)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.backpressure import Backpressure, deliver
@@ -54,7 +54,7 @@ async def ended(source: Source, client: Client, patience: Backpressure) -> Servi
     assert not running.done()
     client.open.set()
     with pytest.raises(ServiceError) as caught:
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, LIMIT_S)
     assert caught.value.code == pb.CANCELLED
     return caught.value
 

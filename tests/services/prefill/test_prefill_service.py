@@ -210,7 +210,7 @@ def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
         pair.start_prefill(late, prompt(20), ticket(pair))
         failed = await pair.prefill.wait("failed", late)
         assert "no new work" in failed.failure.message
-        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(drained, LIMIT_S)
         await pair.prefill.wait("done", attempt)
         await pair.decode.wait("finished", attempt)
 
@@ -249,8 +249,8 @@ def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) 
         assert failed.handed_back
         assert "handed back" in failed.failure.message
         await pair.prefill.wait("done", first)
-        await asyncio.wait_for(drained, 10)
-        await asyncio.wait_for(pair.prefill.reader, 5)  # its session has ended in order
+        await asyncio.wait_for(drained, LIMIT_S)
+        await asyncio.wait_for(pair.prefill.reader, LIMIT_S)  # its session has ended in order
         pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=second)))
         await pair.decode.wait("finished", first)
 
