@@ -13,7 +13,6 @@ MOST_POKES = 234  # of private attributes; to go down to 80, never up
 # Loops that pause and yet wait for nothing, with what they do instead.
 PACED = {
     "gateway/http/test_connections.py": "a slow reader",
-    "gateway/test_service.py": "asks again while another request runs",
     "gateway/text/test_tokenizer.py": "counts its turns while another thread works",
     "support/fake_router.py": "sends its tokens at a pace",
     "support/odd_worker.py": "a worker whose engine hangs",
