@@ -84,8 +84,8 @@ def _held(node: Node) -> dict[str, Any]:
         return {
             "requests": dispatcher.num_running,
             "queued": dispatcher.num_queued,
-            "attempts": len(dispatcher._by_attempt),
-            "promised chains": len(set(dispatcher.promised)),
+            "attempts": len(dispatcher.attempts),
+            "promised chains": len(set(dispatcher.placer.promised)),
         }
     part = service._part
     if part is None:

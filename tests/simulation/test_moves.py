@@ -41,7 +41,7 @@ def run(scenario: Scenario) -> tuple[Run, Any]:
 
 def moves(simulated: Run) -> Any:
     (router,) = simulated.cluster.of("router")
-    return router.process.service.core.dispatcher.moves
+    return router.process.service.core.dispatcher.migrations
 
 
 def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:

@@ -17,9 +17,10 @@ from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.compatibility import STRANDED_S
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.placement.waiting import WaitReason
+from pdserve.services.router.requests.placer import STRANDED_S
 
 SPEC = pb.KvSpec(
     block_size=16,
@@ -135,8 +136,8 @@ def test_an_incompatible_pair_is_never_proposed(
         world.submit(f"r{number}")
     assert not any(admit.prefill_boot for _, admit in world.commands("admit"))
     assert len(world.commands("admit")) == 3
-    assert world.dispatcher.kinship.incompatible == {what: 3}
-    assert world.dispatcher.reasons == {"no compatible prefill worker": 3}
+    assert world.dispatcher.placer.compatibility.incompatible == {what: 3}
+    assert world.dispatcher.placer.reasons == {"no compatible prefill worker": 3}
     told = [r.getMessage() for r in caplog.records if "is not paired with" in r.getMessage()]
     assert len(told) == 1, "once for each pair"
     assert told[0].endswith(text)
@@ -171,7 +172,7 @@ def test_mixing_pairs_what_it_says_and_counts_it(mixing: Mixing, other: Any, pai
         done = wire.PrefillDone(attempt=admit.attempt)
         world.dispatcher.on_prefill(prefill, wire.PrefillEvent(done=done), world.now)
     world.finish(decode)
-    assert world.dispatcher.kinship.inexact["hand-off"] == paired
+    assert world.dispatcher.placer.compatibility.inexact["hand-off"] == paired
 
 
 @pytest.mark.parametrize("other", [WEIGHTS, NUMERICS, TOKENIZER])
@@ -195,7 +196,7 @@ def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
     assert list(admit.start.choices[0].generated_ids) == [7]
     world.begin("r")
     assert not world.finish(kin).inexact
-    assert world.dispatcher.kinship.inexact == {}
+    assert world.dispatcher.placer.compatibility.inexact == {}
 
 
 def test_without_kin_it_ends_with_a_typed_error() -> None:
@@ -223,9 +224,10 @@ def test_a_cancelled_one_is_forgotten() -> None:
     world.join(DECODE, **WEIGHTS)
     world.die(first)
     world.pass_time(0.05)
-    assert world.dispatcher.kinship.stranded
+    waiting = world.dispatcher.placer.waiting
+    assert waiting.num(WaitReason.COMPATIBLE_WORKER) == 1
     world.dispatcher.cancel(world, "r", (), world.now)
-    assert not world.dispatcher.kinship.stranded
+    assert not waiting.num(WaitReason.COMPATIBLE_WORKER)
     assert world.events[-1].failed.failure.code == pb.CANCELLED
     world.join(DECODE)
     assert len(world.commands("admit")) == 1
@@ -254,7 +256,7 @@ def test_mixing_resumes_what_it_says_and_marks_it(
     if resumed:
         world.begin("r")
         assert world.finish(stranger).inexact
-    assert world.dispatcher.kinship.inexact["resume"] == resumed
+    assert world.dispatcher.placer.compatibility.inexact["resume"] == resumed
 
 
 def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None:
