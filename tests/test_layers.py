@@ -55,6 +55,10 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("fastapi",),
     ),
     "gateway": (("pdserve.protos", "pdserve.services.host", "pdserve.gateway"), ("torch",)),
+    "gateway/http": (  # the shell of every dialect, so it knows none
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("torch", "pdserve.gateway.openai"),
+    ),
     "gateway/text": (
         ("pdserve.gateway.text",),
         ("torch", "fastapi", "starlette", "uvicorn", "grpc"),

@@ -11,11 +11,13 @@ from fake_router import FakeRouter, Play
 from starlette.types import ASGIApp
 
 from pdserve.gateway.catalog import TextPool
-from pdserve.gateway.http.app import HttpLimits, create_app
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service
 
 BOUNDS = HttpLimits(
@@ -56,7 +58,8 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         open_metrics: bool = True,
     ) -> ASGIApp:
         service = make_service(router, limits)
-        return create_app(service, Readiness(router), ApiKeys(keys), bounds, open_metrics)
+        dialects = [OpenAiDialect(service, bounds)]
+        return create_app(dialects, service, Readiness(router), ApiKeys(keys), open_metrics)
 
     return make
 
