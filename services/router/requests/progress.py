@@ -5,10 +5,9 @@ Only ids that continue a choice are taken, so a repeated or overlapping message 
 
 from collections.abc import Sequence
 
+from pdserve.engine.api.sampling_bounds import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
-
-MAX_CHOICES = 128
 
 
 class LostTokens(Exception):
