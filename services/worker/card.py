@@ -1,16 +1,13 @@
-"""A loaded model as a ModelCard, and the blobs that the card names.
-
-The engine's types are known here by shape only: this folder does not import the engine.
-"""
+"""A loaded model as a ModelCard, and the blobs that the card names."""
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
 
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.kv.spec import Kind, KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.worker.blobs import digest
 
-_KINDS = {
+_KINDS: dict[Kind, pb.LayerGroup.Kind] = {
     "full": pb.LayerGroup.FULL,
     "window": pb.LayerGroup.WINDOW,
     "latent": pb.LayerGroup.LATENT,
@@ -18,45 +15,10 @@ _KINDS = {
 }
 
 
-class Card(Protocol):
-    """engine/checkpoints/card.py CardData."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def context_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_ids(self) -> Sequence[int]: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def adds_bos(self) -> bool: ...
-    @property
-    def tokenizer_json(self) -> bytes: ...
-    @property
-    def chat_template(self) -> str: ...
-    @property
-    def generation_config(self) -> dict[str, Any]: ...
-    @property
-    def weights_digest(self) -> str: ...
-    @property
-    def quantization(self) -> str: ...
-    @property
-    def created(self) -> int: ...
-    @property
-    def weights_bytes(self) -> int: ...
-    @property
-    def config_digest(self) -> str: ...
-
-
 def model_card(
-    card: Card, spec: Any, kv_identity: bytes, numerics_id: str
+    card: CardData, spec: KvSpec, kv_identity: bytes, numerics_id: str
 ) -> tuple[pb.ModelCard, list[bytes]]:
-    """The card and its blobs. `spec` is engine/kv/spec.py KvSpec."""
+    """The card and its blobs; `kv_identity` is the digest of the engine's."""
     template = card.chat_template.encode()
     config = card.generation_config
     generation = json.dumps(config, sort_keys=True).encode() if config else b""
@@ -84,8 +46,8 @@ def model_card(
     return message, [card.tokenizer_json, template, generation]
 
 
-def kv_spec(spec: Any) -> pb.KvSpec:
-    """engine/kv/spec.py KvSpec as it travels."""
+def kv_spec(spec: KvSpec) -> pb.KvSpec:
+    """The geometry of the KV cache as it travels."""
     groups = [
         pb.LayerGroup(
             layers=group.layers,

@@ -25,7 +25,7 @@ from pdserve.services.host.channel import open_channel
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker.worker import CLOSE_S
+from pdserve.services.worker.process import CLOSE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -216,7 +216,7 @@ class Faults:
         """Its process lives and answers, its engine does nothing: shorter or longer than it takes
         to be found frozen."""
         victim = self._name(strike, role)
-        part = self._cluster.nodes[victim].process.service._part if victim else None
+        part = self._cluster.nodes[victim].process.service.runtime if victim else None
         if part is None:
             return
         self._hit(strike)
@@ -372,7 +372,7 @@ class Faults:
     def _hog(self, strike: Strike, role: str) -> None:
         """A reservation takes every block that is free or evictable, for a while."""
         victim = self._name(strike, role)
-        part = self._cluster.nodes[victim].process.service._part if victim else None
+        part = self._cluster.nodes[victim].process.service.runtime if victim else None
         if part is None:
             return
         held: list[object] = []

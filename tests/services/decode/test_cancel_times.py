@@ -30,7 +30,7 @@ class Slow(FakeDecoder):
 
 async def asked(worker: Any, what: Callable[[Any], Any]) -> Any:
     """`what` of the worker's engine, between two steps."""
-    return await asyncio.wrap_future(worker.part.thread.post(what))
+    return await asyncio.wrap_future(worker.runtime.thread.post(what))
 
 
 async def held(worker: Any) -> int:
@@ -84,13 +84,13 @@ async def receiving(pair: Pair) -> bytes:
 
 async def claiming(pair: Pair) -> bytes:
     """Others have decode's blocks."""
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     await asked(pair.decode_worker, lambda engine: engine.abort(HOG))  # of the try before
     hog = Request(HOG, tuple(prompt(240, 3)), SamplingParams(max_tokens=1), seed=0)
     taken = await asked(pair.decode_worker, lambda engine: engine.reserve(hog))
     assert taken is not None
     attempt = await pair.hand_off(prompt(LONG))
-    await eventually(lambda: part._receiver._claims, 20)
+    await eventually(lambda: part.receiver._claims, 20)
     assert not await held(pair.decode_worker)
     assert await held(pair.prefill_worker)
     return attempt
@@ -161,7 +161,7 @@ def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., No
         async def none() -> bool:
             return not await following()
 
-        part: Any = pair.decode_worker.part
+        part: Any = pair.decode_worker.runtime
         for number in range(TRIES):
             ids = prompt(LONG, number)
             leader = await pair.hand_off(ids, shared=4)

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.services.decode.single_flight.promised_prefixes import (
-    Common,
-    Landing,
+    EndedWaits,
     PromisedPrefixes,
+    SharedBlocks,
 )
 
 BLOCK = 4
@@ -25,101 +25,103 @@ def chain(blocks: int, tail: int = 0, own: int = 0, salt: bytes = b"") -> list[b
     return chain_hashes(ids, BLOCK, cache_seed(b"kv", salt))
 
 
-def one_leader(blocks: int = 10, landed: bool = False) -> PromisedPrefixes:
-    flights = PromisedPrefixes()
-    flights.lead("leader", chain(blocks), landed)
-    return flights
+def one_leader(blocks: int = 10, in_engine: bool = False) -> PromisedPrefixes:
+    prefixes = PromisedPrefixes()
+    prefixes.lead("leader", chain(blocks), in_engine)
+    return prefixes
 
 
-def join(flights: PromisedPrefixes, key: str, prompt: list[bytes], found: int = 0) -> Common:
-    common = flights.common(prompt, found)
-    assert common is not None
-    flights.follow(key, prompt, common)
-    return common
+def join(prefixes: PromisedPrefixes, key: str, prompt: list[bytes], found: int = 0) -> SharedBlocks:
+    shared = prefixes.find(prompt, found)
+    assert shared is not None
+    prefixes.follow(key, prompt, shared)
+    return shared
 
 
 def test_followers_wait_for_what_they_have_in_common() -> None:
-    flights = one_leader()
-    assert join(flights, "same", chain(10)) == Common("leader", 10)
-    assert join(flights, "longer", chain(6, 1, 3)) == Common("leader", 6)
-    flights.arrived("leader", 6)
-    assert flights.take() == Landing(ready=["longer"])
-    flights.arrived("leader", 9)
-    assert flights.take() == Landing()
-    flights.arrived("leader", 10)
-    assert flights.changed
-    assert flights.take() == Landing(ready=["same"])
-    assert not flights.num_following
+    prefixes = one_leader()
+    assert join(prefixes, "same", chain(10)) == SharedBlocks("leader", 10)
+    assert join(prefixes, "longer", chain(6, 1, 3)) == SharedBlocks("leader", 6)
+    prefixes.arrived("leader", 6)
+    assert prefixes.take() == EndedWaits(ready=["longer"])
+    prefixes.arrived("leader", 9)
+    assert prefixes.take() == EndedWaits()
+    prefixes.arrived("leader", 10)
+    assert prefixes.changed
+    assert prefixes.take() == EndedWaits(ready=["same"])
+    assert not prefixes.num_following
 
 
 def test_nothing_is_awaited_that_is_there_or_that_nobody_brings() -> None:
-    flights = one_leader()
-    assert flights.common(chain(10), 10) is None
-    assert flights.common(chain(0, 1, 5), 0) is None
-    assert flights.common(chain(10, salt=b"another tenant"), 0) is None
-    flights.arrived("leader", 7)
-    assert flights.common(chain(7, 1, 3), 0) is None, "it has arrived, and is no longer cached"
-    assert flights.common(chain(10), 7) == Common("leader", 10)
-    flights.over("leader")
-    assert flights.common(chain(10), 0) is None
+    prefixes = one_leader()
+    assert prefixes.find(chain(10), 10) is None
+    assert prefixes.find(chain(0, 1, 5), 0) is None
+    assert prefixes.find(chain(10, salt=b"another tenant"), 0) is None
+    prefixes.arrived("leader", 7)
+    assert prefixes.find(chain(7, 1, 3), 0) is None, "it has arrived, and is no longer cached"
+    assert prefixes.find(chain(10), 7) == SharedBlocks("leader", 10)
+    prefixes.over("leader")
+    assert prefixes.find(chain(10), 0) is None
 
 
 def test_a_follower_leads_with_what_it_has_beyond() -> None:
-    flights = one_leader()
+    prefixes = one_leader()
     prompt = chain(10, 1, 4)
-    join(flights, "first", prompt)
-    assert join(flights, "second", prompt) == Common("first", 14)
-    assert join(flights, "third", chain(10)) == Common("leader", 10)
-    assert flights.leader_of("second") == "first"
-    flights.arrived("leader", 10)
-    assert flights.take() == Landing(ready=["first", "third"])
-    assert flights.leader_of("first") is None
-    flights.arrived("first", 14)
-    assert flights.take() == Landing(ready=["second"])
+    join(prefixes, "first", prompt)
+    assert join(prefixes, "second", prompt) == SharedBlocks("first", 14)
+    assert join(prefixes, "third", chain(10)) == SharedBlocks("leader", 10)
+    assert prefixes.leader_of("second") == "first"
+    prefixes.arrived("leader", 10)
+    assert prefixes.take() == EndedWaits(ready=["first", "third"])
+    assert prefixes.leader_of("first") is None
+    prefixes.arrived("first", 14)
+    assert prefixes.take() == EndedWaits(ready=["second"])
 
 
 def test_what_ends_a_leader_ends_all_behind_it_in_order() -> None:
-    flights = one_leader()
-    join(flights, "first", chain(10, 1, 4))
-    join(flights, "second", chain(10, 1, 4))
-    join(flights, "other", chain(10, 2, 4))
-    flights.over("leader")
-    assert flights.take() == Landing(lost=["first", "second", "other"])
-    assert flights.common(chain(10), 0) is None
-    assert not flights._promised
-    assert not flights._leaders
+    prefixes = one_leader()
+    join(prefixes, "first", chain(10, 1, 4))
+    join(prefixes, "second", chain(10, 1, 4))
+    join(prefixes, "other", chain(10, 2, 4))
+    prefixes.over("leader")
+    assert prefixes.take() == EndedWaits(lost=["first", "second", "other"])
+    assert prefixes.find(chain(10), 0) is None
+    assert not prefixes._promised
+    assert not prefixes.num_leaders
 
 
 def test_a_block_that_never_comes_is_computed() -> None:
     """The leader's last block is full only once it has decoded its first token."""
-    flights = one_leader()
-    join(flights, "same", chain(10))
-    flights.arrived("leader", 9, landed=True)
-    assert flights.take() == Landing()
-    flights.over("leader")
-    assert flights.take() == Landing(ready=["same"])
+    prefixes = one_leader()
+    join(prefixes, "same", chain(10))
+    prefixes.arrived("leader", 9, in_engine=True)
+    assert prefixes.take() == EndedWaits()
+    prefixes.over("leader")
+    assert prefixes.take() == EndedWaits(ready=["same"])
 
 
 def test_a_leader_without_steps_keeps_those_that_have_none_either() -> None:
-    flights = one_leader(landed=True)
-    join(flights, "parked", chain(10))
-    join(flights, "live", chain(10))
-    flights.park("leader", True)
-    flights.park("parked", True)
-    assert flights.take() == Landing(lost=["live"])
-    assert flights.common(chain(10), 0) == Common("parked", 10), "which has no steps to lose yet"
-    flights.park("leader", False)
-    flights.arrived("leader", 10)
-    assert flights.take() == Landing(ready=["parked"])
+    prefixes = one_leader(in_engine=True)
+    join(prefixes, "parked", chain(10))
+    join(prefixes, "live", chain(10))
+    prefixes.park("leader", True)
+    prefixes.park("parked", True)
+    assert prefixes.take() == EndedWaits(lost=["live"])
+    assert prefixes.find(chain(10), 0) == SharedBlocks("parked", 10), (
+        "which has no steps to lose yet"
+    )
+    prefixes.park("leader", False)
+    prefixes.arrived("leader", 10)
+    assert prefixes.take() == EndedWaits(ready=["parked"])
 
 
 def test_a_hand_off_to_a_parked_leader_goes_on() -> None:
-    flights = one_leader()
-    join(flights, "live", chain(10))
-    flights.park("leader", True)
-    assert flights.take() == Landing()
-    flights.arrived("leader", 9, landed=True)
-    assert flights.take() == Landing(ready=["live"]), "the last block will not come"
+    prefixes = one_leader()
+    join(prefixes, "live", chain(10))
+    prefixes.park("leader", True)
+    assert prefixes.take() == EndedWaits()
+    prefixes.arrived("leader", 9, in_engine=True)
+    assert prefixes.take() == EndedWaits(ready=["live"]), "the last block will not come"
 
 
 HITS: Counter[str] = Counter()
@@ -130,10 +132,10 @@ class FlightsMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.flights = PromisedPrefixes()
+        self.prefixes = PromisedPrefixes()
         self.chains: dict[str, list[bytes]] = {}  # live leaders and followers
         self.arrived: dict[str, int] = {}
-        self.waits: dict[str, Common] = {}
+        self.waits: dict[str, SharedBlocks] = {}
         self.order: list[str] = []
         self.number = 0
 
@@ -142,17 +144,17 @@ class FlightsMachine(RuleBasedStateMachine):
         prompt = chain(blocks, tail, own)
         key = f"{self.number:04}"
         self.number += 1
-        common = self.flights.common(prompt, 0)
-        if common is None:
-            self.flights.lead(key, prompt, landed=False)
+        shared = self.prefixes.find(prompt, 0)
+        if shared is None:
+            self.prefixes.lead(key, prompt, in_engine=False)
         else:
-            leader = self.chains[common.leader]
-            assert leader[: common.blocks] == prompt[: common.blocks]
-            assert common.blocks > self.arrived[common.leader]
-            self.flights.follow(key, prompt, common)
-            self.waits[key] = common
+            leader = self.chains[shared.leader]
+            assert leader[: shared.blocks] == prompt[: shared.blocks]
+            assert shared.blocks > self.arrived[shared.leader]
+            self.prefixes.follow(key, prompt, shared)
+            self.waits[key] = shared
             HITS["follows"] += 1
-            HITS["follows a follower"] += common.leader in self.waits
+            HITS["follows a follower"] += shared.leader in self.waits
         self.chains[key], self.arrived[key] = prompt, 0
 
     def _pick(self, which: int, keys: list[str]) -> str | None:
@@ -163,52 +165,52 @@ class FlightsMachine(RuleBasedStateMachine):
         key = self._pick(which, [k for k in self.chains if k not in self.waits])
         if key is not None:
             self.arrived[key] = min(len(self.chains[key]), self.arrived[key] + more)
-            self.flights.arrived(key, self.arrived[key])
+            self.prefixes.arrived(key, self.arrived[key])
 
     @rule(which=st.integers(0, 20))
     def end(self, which: int) -> None:
         key = self._pick(which, list(self.chains))
         if key is not None:
-            self.flights.over(key)
+            self.prefixes.over(key)
             self.chains.pop(key)
             self.waits.pop(key, None)
 
     @rule()
     def take(self) -> None:
-        landing = self.flights.take()
-        assert landing.ready == sorted(landing.ready)
-        assert landing.lost == sorted(landing.lost)
-        for key in sorted((*landing.ready, *landing.lost)):
-            common = self.waits.pop(key)
-            missing = common.blocks - self.arrived[common.leader]
-            if key in landing.ready:
-                assert missing <= (0 if common.leader in self.chains else 1)
+        ended = self.prefixes.take()
+        assert ended.ready == sorted(ended.ready)
+        assert ended.lost == sorted(ended.lost)
+        for key in sorted((*ended.ready, *ended.lost)):
+            shared = self.waits.pop(key)
+            missing = shared.blocks - self.arrived[shared.leader]
+            if key in ended.ready:
+                assert missing <= (0 if shared.leader in self.chains else 1)
             else:
                 assert missing > 1
-                assert common.leader not in self.chains
+                assert shared.leader not in self.chains
                 self.chains.pop(key)
-            HITS["ready" if key in landing.ready else "lost"] += 1
-        for common in self.waits.values():
-            assert common.leader in self.chains
-            assert common.blocks > self.arrived[common.leader]
+            HITS["ready" if key in ended.ready else "lost"] += 1
+        for shared in self.waits.values():
+            assert shared.leader in self.chains
+            assert shared.blocks > self.arrived[shared.leader]
         self.settled()
 
     def settled(self) -> None:
-        assert self.flights.num_following == len(self.waits)
+        assert self.prefixes.num_following == len(self.waits)
 
     @invariant()
     def only_live_chains_are_promised(self) -> None:
-        if hasattr(self, "flights"):
+        if hasattr(self, "prefixes"):
             live = {link for prompt in self.chains.values() for link in prompt}
-            assert set(self.flights._promised) == live
+            assert set(self.prefixes._promised) == live
 
     def teardown(self) -> None:
-        if hasattr(self, "flights"):
+        if hasattr(self, "prefixes"):
             for key in list(self.chains):
-                self.flights.over(key)
-            self.flights.take()
-            assert not self.flights._promised
-            assert not self.flights._followers
+                self.prefixes.over(key)
+            self.prefixes.take()
+            assert not self.prefixes._promised
+            assert not self.prefixes._followers
 
 
 TestFlightsMachine = FlightsMachine.TestCase

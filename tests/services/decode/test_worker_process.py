@@ -20,7 +20,7 @@ from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.addresses import advertised
 from pdserve.services.prefill.main import run as run_prefill
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.shm_dir import host_id, shm_folder
+from pdserve.services.worker.runtime import host_id, shm_folder
 
 Events = list[tuple[str, dict[str, Any]]]
 
