@@ -5,7 +5,7 @@ import json
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.kv.spec import Kind, KvSpec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.worker.blobs import digest
+from pdserve.services.host.blobs import blob_digest
 
 _KINDS: dict[Kind, pb.LayerGroup.Kind] = {
     "full": pb.LayerGroup.FULL,
@@ -31,9 +31,9 @@ def model_card(
         bos_id=card.bos_id or 0,
         has_bos=card.bos_id is not None,
         adds_bos=card.adds_bos,
-        tokenizer_digest=digest(card.tokenizer_json),
-        template_digest=digest(template),
-        generation_config_digest=digest(generation),
+        tokenizer_digest=blob_digest(card.tokenizer_json),
+        template_digest=blob_digest(template),
+        generation_config_digest=blob_digest(generation),
         weights_digest=card.weights_digest,
         quantization=card.quantization,
         kv_identity=kv_identity,

@@ -14,8 +14,7 @@ import grpc
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.host.addresses import resolve
-from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer
+from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer, resolve
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)

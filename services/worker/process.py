@@ -17,13 +17,12 @@ from prometheus_client import CollectorRegistry
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.host.addresses import advertised
+from pdserve.services.host.blobs import BlobCache, BlobService
+from pdserve.services.host.channel import advertised
 from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.metrics_http import MetricsHttp
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.host.stall_detector import StallDetector
-from pdserve.services.worker.blobs import WorkerBlobs
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.role import WorkerRole
@@ -53,7 +52,7 @@ class WorkerProcess:
         self._settings = settings
         self._role = role
         self._report = report
-        self._blobs = WorkerBlobs()
+        self._blobs = BlobCache()
         self._membership: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: WorkerMetrics | None = None
@@ -63,7 +62,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
-        add_BlobsServicer_to_server(self._blobs, self.host.server)
+        add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
         self._role.register(self.host.server)
         port = await self.host.start()
         bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
@@ -134,7 +133,8 @@ class WorkerProcess:
 
     def _begin(self, runtime: WorkerRuntime) -> None:
         """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
-        self._blobs.publish(runtime.blobs)
+        for blob in runtime.blobs:
+            self._blobs.add(blob)
         runtime.thread.start()
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
