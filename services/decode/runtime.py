@@ -30,7 +30,7 @@ REFUSED = {  # counter of the receiver: reason, as the metric has it
     "refused": "tag",  # of a header or a message
     "unfit_frames": "unfit",  # not where or what the prompt wants
     "late_frames": "late",  # of an attempt that has ended
-    "strangers_refused": "stranger",  # connections
+    "unproven_refused": "stranger",  # connections
 }
 DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-off only if it fails
 
@@ -73,9 +73,9 @@ class DecodeRuntime(WorkerRuntime):
         super().__init__(settings, engine, boot)
         self._callbacks = callbacks
         self._leases = leases
-        trace = EventLog(self._ring)
+        event_log = EventLog(self._ring)
         self.single_flight = SingleFlight(
-            engine, callbacks.on_attached, callbacks.on_place_again, trace
+            engine, callbacks.on_attached, callbacks.on_place_again, event_log
         )
         self.receiver = Receiver(
             engine,
@@ -89,7 +89,7 @@ class DecodeRuntime(WorkerRuntime):
             progress=self._progress,
             mixing=self.mixing,
             encrypted=settings.encrypt_kv,
-            trace=trace,
+            event_log=event_log,
         )
         addresses = self.receiver.listen(
             self._make_transports(settings.data_bind), self._transport_is_chosen

@@ -1,7 +1,6 @@
-"""The servers of every process: gRPC with secret, limits, keepalive, health and reflection, and
-Prometheus metrics over HTTP for processes without a web server.
+"""What every process serves: gRPC (secret, limits, keepalive, health, reflection) and its metrics.
 
-Both bind to the given address only. A gRPC peer without the secret reaches no handler.
+Each server binds to the given address only, and a gRPC peer without the secret reaches no handler.
 """
 
 import asyncio
@@ -119,7 +118,8 @@ class GrpcHost:
 
 
 class MetricsHttp:
-    """Serves GET /metrics of a registry from a daemon thread until closed; port 0: any free one."""
+    """Serves GET /metrics of one registry from a daemon thread until closed, for processes without
+    a web server; port 0 picks a free one."""
 
     def __init__(self, registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
         self._server: WSGIServer

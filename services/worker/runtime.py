@@ -115,7 +115,7 @@ class WorkerRuntime(ABC):
             wake=self.thread.wake,
             progress=self._progress,
             encrypted=self._settings.encrypt_kv,
-            trace=EventLog(self._ring),
+            event_log=EventLog(self._ring),
         )
 
     def _progress(self) -> tuple[int, bool]:

@@ -66,14 +66,14 @@ class SingleFlight:
         engine: Engine,
         attached: Callable[[bytes], None],
         place_again: Callable[[bytes, int, str], None],
-        trace: EventLog,
+        event_log: EventLog,
     ) -> None:
         self.figures = SingleFlightStats()
         self._engine = engine
         self._size = engine.kv.spec.block_size
         self._attached = attached
         self._place_again = place_again
-        self._trace = trace
+        self._event_log = event_log
         self._prefixes = PromisedPrefixes()
         self._waiting: dict[str, _Waiting] = {}
 
@@ -97,7 +97,7 @@ class SingleFlight:
         self._waiting[request.key] = _Waiting(request, chain, sharing)
         self._prefixes.follow(request.key, chain, shared)
         attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)
-        self._trace.follow(attempt, shared.blocks, leader)
+        self._event_log.follow(attempt, shared.blocks, leader)
         return True
 
     def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
@@ -222,4 +222,4 @@ class SingleFlight:
 
     def _leave(self, key: str, reason: str) -> None:
         del self._waiting[key]
-        self._trace.unfollow(bytes.fromhex(key), reason)
+        self._event_log.unfollow(bytes.fromhex(key), reason)
