@@ -39,9 +39,9 @@ def bearer(secret: str) -> tuple[tuple[str, str], ...]:
 
 
 class SecretChannel(grpc.aio.Channel):
-    """Delegates to a channel and adds the secret to each call's metadata.
+    """A channel that adds the secret to each call's metadata.
 
-    Client interceptors would do it too, but they put a queue and two tasks before each stream.
+    Client interceptors could do this too, but they put a queue and two tasks before each stream.
     """
 
     def __init__(self, inner: grpc.aio.Channel, secret: str) -> None:
