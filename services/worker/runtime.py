@@ -132,9 +132,7 @@ class WorkerRuntime(ABC):
     def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
         """Sets what the process tells of itself: hello, blobs and figures."""
         engine = self.engine
-        message, self.blobs = model_card(
-            card, engine.kv.spec, engine.kv_identity.digest, engine.numerics_id
-        )
+        message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
         self.hello = pb.WorkerHello(
             role=self.role,
             data_address=data_address,

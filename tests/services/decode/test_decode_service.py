@@ -21,6 +21,7 @@ from worker_kit import (
     prompt,
 )
 
+from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
@@ -284,8 +285,8 @@ def test_blobs_and_card(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         part: Any = pair.decode_worker.runtime
         card = part.hello.card
-        assert card.kv_identity == b"test"
-        assert card.kv_spec.groups[0].block_bytes == 128
+        assert card.kv_identity.digest == b"test"
+        assert decode_spec(card.kv_spec) == fake_spec()
         async with open_channel(pair.decode_worker.address, SECRET) as channel:
             blobs = BlobsStub(channel)
             call = blobs.GetBlob(pb.BlobRequest(digest=card.tokenizer_digest))
