@@ -19,6 +19,7 @@ ROUTER_MAY = (
     "pdserve.engine.handoff.recorder.event_log",
     "pdserve.engine.handoff.recorder.ring",
     "pdserve.engine.kv.block_hash",
+    "pdserve.engine.kv.codec",
     "pdserve.engine.kv.identity",
     "pdserve.engine.kv.spec",
 )

@@ -25,10 +25,6 @@ class Row(NamedTuple):
     def num_tokens(self) -> int:
         return self.end - self.start
 
-    @property
-    def num_outputs(self) -> int:
-        return self.end - self.first_output
-
 
 @dataclass(slots=True)
 class Plan:

@@ -7,7 +7,7 @@ import pytest
 from engine_kit import ask, fake_engine, made
 
 from pdserve.engine.engine import Engine
-from pdserve.services.worker.audit import Audit
+from pdserve.services.worker.runtime import BlockAudit
 
 
 def busy_engine() -> Engine:
@@ -105,7 +105,7 @@ def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:
 def test_a_worker_counts_each_look_and_says_each_finding_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    audit = Audit()
+    audit = BlockAudit()
     found = ["", "a", "a", "b", "", "a"]
     assert [audit.look(one) for one in found] == [0, 1, 2, 3, 3, 4]
     said = [r.getMessage() for r in caplog.records]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.identity import KvIdentity, Mixing
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -22,24 +24,24 @@ from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.placement.waiting import WaitReason
 from pdserve.services.router.requests.placer import STRANDED_S
 
-SPEC = pb.KvSpec(
-    block_size=16,
-    groups=[pb.LayerGroup(layers=[0], kind=pb.LayerGroup.FULL, dtype="bf16", num_kv_heads=1)],
-)
+GROUP = LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1)
+SAME = KvIdentity(b"same", "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
 CARD: dict[str, Any] = {
     "name": "m",
-    "kv_identity": b"same",
-    "weights_digest": "aa",
-    "quantization": "Q4_1",
-    "config_digest": "cc",
-    "tokenizer_digest": "70",
-    "numerics_id": "native/avx512",
-    "kv_spec": SPEC,
+    "kv_identity": pb.KvIdentity(**SAME.parts()),
+    "kv_spec": encode_spec(KvSpec(16, (GROUP,))),
 }
-WEIGHTS = {"kv_identity": b"weights", "weights_digest": "bb", "quantization": "Q8_0"}
-NUMERICS = {"kv_identity": b"numerics", "numerics_id": "native/avx2"}
-TOKENIZER = {"tokenizer_digest": "71"}
-BLOCKS = {"kv_spec": pb.KvSpec(block_size=32, groups=SPEC.groups)}
+
+
+def other(**parts: Any) -> dict[str, Any]:
+    """A card of another identity."""
+    return {"kv_identity": pb.KvIdentity(**(SAME.parts() | parts))}
+
+
+WEIGHTS = other(digest=b"weights", weights="bb", quantization="Q8_0")
+NUMERICS = other(digest=b"numerics", numerics="native/avx2")
+TOKENIZER = other(tokenizer="71")
+BLOCKS = {"kv_spec": encode_spec(KvSpec(32, (GROUP,)))}
 
 
 class World:

@@ -1,31 +1,32 @@
-"""What a prefill and a decode process share: listen, load, join the routers, report, drain, stop.
+"""The life of a worker process: listen, load, join the routers, report, drain, stop.
 
-gRPC health answers NOT_SERVING from the first moment; SERVING once the model is loaded, and not
-while the engine is frozen (host/stall_detector.py): it has work at least once a second, because
-the load is asked for that often. The engine's types are known here by shape only.
+gRPC health answers NOT_SERVING until the model is loaded, and again while the engine is frozen
+(host/stall_detector.py). The engine has work at least once a second, because its load is asked for
+that often.
 """
 
 import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
-from typing import Any, ParamSpec, Protocol
+from collections.abc import Callable
+from typing import Any
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.host.addresses import advertised
+from pdserve.services.host.blobs import BlobCache, BlobService
+from pdserve.services.host.channel import advertised
 from pdserve.services.host.lifecycle import Report, run_until_signal
+from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.host.stall_detector import StallDetector
-from pdserve.services.worker.blobs import WorkerBlobs
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.metrics import WorkerMetrics
+from pdserve.services.worker.role import WorkerRole
+from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -34,102 +35,34 @@ LOAD_S = 0.05  # between two loads, while something changes
 IDLE_LOAD_S = 1.0  # otherwise
 CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 LOOK_S = 0.5  # between two looks at the engine's counter
-Progress = Callable[[str, float], None]
-Params = ParamSpec("Params")
-Snapshot = tuple[Load, list[bytes], list[bytes]]
-
-
-def on_loop(loop: asyncio.AbstractEventLoop, fn: Callable[Params, None]) -> Callable[Params, None]:
-    """`fn`, to be called from other threads: it runs on the loop, in the order of the calls."""
-
-    def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
-        loop.call_soon_threadsafe(partial(fn, *args, **kwargs))
-
-    return post
-
-
-class Turning(Protocol):
-    """engine/thread.py EngineThread."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def busy(self) -> bool: ...
-    def stack(self) -> str: ...
-    def start(self) -> None: ...
-    def close(self) -> None: ...
-    def post(self, fn: Callable[[Any], object]) -> "Future[Any]": ...
-
-
-class WorkerRuntime(Protocol):
-    """A role's engine and hand-off, made when the model is loaded."""
-
-    @property
-    def thread(self) -> Turning: ...
-    @property
-    def hello(self) -> WorkerHello:
-        """Without boot and address."""
-
-    @property
-    def blobs(self) -> list[bytes]: ...
-    @property
-    def figures(self) -> Mapping[str, Any]:
-        """Of the report "ready"."""
-
-    @property
-    def changed(self) -> bool:
-        """Whether the load may have changed since last asked; any thread."""
-
-    def snapshot(self) -> Snapshot:
-        """Load, and prefix hashes added and removed; on the engine thread."""
-
-    def close(self) -> None:
-        """End every hand-off and the engine thread."""
-
-
-class Role(Protocol):
-    """prefill or decode."""
-
-    @property
-    def services(self) -> tuple[str, ...]: ...
-    def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicers; they refuse work until `attach`."""
-
-    def build(self, boot: bytes, progress: Progress) -> WorkerRuntime:
-        """Load; on a thread of its own. `boot` names this life of the process."""
-
-    def attach(self) -> None:
-        """Begin to take work with what was built; on the loop."""
-
-    async def drain(self) -> None:
-        """Refuse new work; returns when nothing is left."""
+AnyRole = WorkerRole[Any, Any, Any]
 
 
 class WorkerProcess:
-    """A running worker; tests use it without signals."""
+    """A running worker, without the signals that end it."""
 
-    def __init__(self, settings: WorkerSettings, role: Role, report: Report) -> None:
+    def __init__(self, settings: WorkerSettings, role: AnyRole, report: Report) -> None:
         self.boot = os.urandom(16)
         self.address = ""
-        self.part: WorkerRuntime | None = None
+        self.runtime: WorkerRuntime | None = None
         self.host = GrpcHost(
-            settings.bind, settings.cluster_secret, services=(*role.services, "pdserve.v1.Blobs")
+            settings.bind, settings.cluster_secret, services=(role.service, "pdserve.v1.Blobs")
         )
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settings = settings
         self._role = role
         self._report = report
-        self._blobs = WorkerBlobs()
+        self._blobs = BlobCache()
         self._membership: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: WorkerMetrics | None = None
         self._metrics_http: MetricsHttp | None = None
         self._draining = self._stopped = False
-        self.hung = False  # its engine's thread did not end at the stop
+        self.hung = False  # the engine's thread did not end when it was stopped
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
-        add_BlobsServicer_to_server(self._blobs, self.host.server)
+        add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
         self._role.register(self.host.server)
         port = await self.host.start()
         bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
@@ -139,13 +72,15 @@ class WorkerProcess:
         threading.Thread(target=self._build, args=(loop,), name="load", daemon=True).start()
 
     async def drain(self) -> None:
+        """Refuse new work and tell the routers; returns when nothing is left."""
         self._draining = True
         if self._membership is not None:
             self._membership.goodbye()
-        if self.part is not None:
-            await self._role.drain()
+        if self.runtime is not None:
+            await self._role.core.drain()
 
     async def stop(self, grace_s: float) -> None:
+        """Leave the routers, close the servers, end the engine; calls get `grace_s` to end."""
         self._stopped = True
         for task in self._tasks:
             task.cancel()
@@ -154,18 +89,18 @@ class WorkerProcess:
         await self.host.stop(grace_s)
         if self._metrics_http is not None:
             await asyncio.to_thread(self._metrics_http.close)
-        if self.part is not None:
-            await self._close(self.part)
+        if self.runtime is not None:
+            await self._close(self.runtime)
         if not self.loaded.done():
             self.loaded.cancel()
 
-    async def _close(self, part: WorkerRuntime) -> None:
+    async def _close(self, runtime: WorkerRuntime) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.to_thread(part.close)
+                await asyncio.to_thread(runtime.close)
         except TimeoutError:
             self.hung = True
-            log.critical("the engine's thread does not end; it is at\n%s", part.thread.stack())
+            log.critical("the engine's thread does not end; it is at\n%s", runtime.thread.stack())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loading thread."""
@@ -174,8 +109,8 @@ class WorkerProcess:
             self._report("loading", {"what": what, "fraction": fraction})
 
         try:
-            part = self._role.build(self.boot, progress)
-            loop.call_soon_threadsafe(self._ready, part)
+            runtime = self._role.build(self.boot, progress)
+            loop.call_soon_threadsafe(self._ready, runtime)
         except Exception as error:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._failed, error)
@@ -184,30 +119,31 @@ class WorkerProcess:
         if not self.loaded.done():
             self.loaded.set_exception(error)
 
-    def _ready(self, part: WorkerRuntime) -> None:
+    def _ready(self, runtime: WorkerRuntime) -> None:
         if self._stopped:
-            part.close()
+            runtime.close()
             return
-        self.part = part
+        self.runtime = runtime
         try:
-            self._begin(part)
+            self._begin(runtime)
         except Exception as error:
             self._failed(error)
         else:
             self.loaded.set_result(None)
 
-    def _begin(self, part: WorkerRuntime) -> None:
-        """Take work, join the routers, say so. Raises OSError if the metrics port is taken."""
-        self._blobs.publish(part.blobs)
-        part.thread.start()
+    def _begin(self, runtime: WorkerRuntime) -> None:
+        """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
+        for blob in runtime.blobs:
+            self._blobs.add(blob)
+        runtime.thread.start()
         hello = WorkerHello()
-        hello.CopyFrom(part.hello)
+        hello.CopyFrom(runtime.hello)
         hello.boot, hello.address = self.boot, self.address
         self._membership = Membership(
             hello,
             self._settings.routers,
             self._settings.cluster_secret,
-            lambda: (part.thread.steps, part.thread.busy),
+            lambda: (runtime.thread.steps, runtime.thread.busy),
         )
         if self._settings.metrics_port:
             self._metrics = WorkerMetrics(self.address, hello.card.name)
@@ -219,18 +155,18 @@ class WorkerProcess:
         self.host.set_serving(True)
         self._membership.start()
         self._tasks = [
-            asyncio.create_task(self._report_loads(part, self._membership)),
-            asyncio.create_task(self._watch(part.thread)),
+            asyncio.create_task(self._report_loads(runtime, self._membership)),
+            asyncio.create_task(self._watch(runtime.thread)),
         ]
-        self._report("ready", dict(part.figures))
+        self._report("ready", dict(runtime.figures))
 
-    async def _report_loads(self, part: WorkerRuntime, membership: Membership) -> None:
+    async def _report_loads(self, runtime: WorkerRuntime, membership: Membership) -> None:
         last = Load()
         waited = IDLE_LOAD_S
         while True:
-            if part.changed or waited >= IDLE_LOAD_S:
+            if runtime.take_changed() or waited >= IDLE_LOAD_S:
                 waited = 0.0
-                future = part.thread.post(lambda _: part.snapshot())
+                future = runtime.thread.post(lambda _: runtime.snapshot())
                 load, added, removed = await asyncio.wrap_future(future)
                 membership.prefixes(added, removed)
                 if self._metrics is not None:
@@ -241,8 +177,8 @@ class WorkerProcess:
             await asyncio.sleep(LOAD_S)
             waited += LOAD_S
 
-    async def _watch(self, thread: Turning) -> None:
-        """Found frozen by its turns, not by a call that would wait for it."""
+    async def _watch(self, thread: EngineThread) -> None:
+        """Watch the engine's counter; a call into a frozen engine would not return."""
         loop = asyncio.get_running_loop()
         seen, serving = StallDetector(), True
         while True:
@@ -257,7 +193,20 @@ class WorkerProcess:
                 self.host.set_serving(serving and not self._draining)
 
 
-async def serve_worker(settings: WorkerSettings, role: Role, report: Report) -> int:
+def run_worker(
+    settings: WorkerSettings, make_role: Callable[[], AnyRole], name: str, report: Report
+) -> int:
+    """Serve until a signal; returns the exit code. `make_role` is called in the loop. Raises
+    OSError if an address is taken, and what loading the model raises."""
+
+    async def serve() -> int:
+        return await serve_worker(settings, make_role(), report)
+
+    configure_logging(name, settings.log_level)
+    return asyncio.run(serve())
+
+
+async def serve_worker(settings: WorkerSettings, role: AnyRole, report: Report) -> int:
     """Serve until a signal; returns the exit code. Raises what loading raised."""
     worker = WorkerProcess(settings, role, report)
     await worker.start()

@@ -9,19 +9,14 @@ from pdserve.engine.handoff.lease import Lease
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
 from pdserve.services.decode.transcript import Transcript
-from pdserve.services.host.outbox import Outbox
+from pdserve.services.worker.core import WorkerSession
+
+DecodeSession = WorkerSession[DecodeEvent]
 
 
 @dataclass(eq=False, slots=True)
-class DecodeSession:
-    """One router's stream; its attempts outlive it as their leases say."""
-
-    outbox: Outbox[DecodeEvent] = field(default_factory=Outbox[DecodeEvent])
-
-
-@dataclass(eq=False, slots=True)
-class Served:
-    """Times are clock readings (time.monotonic); 0: not reached."""
+class ServedAttempt:
+    """One attempt at a request. Times are readings of time.monotonic; 0: not reached."""
 
     attempt: bytes
     name: str  # the request's public id
@@ -32,11 +27,11 @@ class Served:
     arrived: float
     lease: Lease
     transcript: Transcript
-    prefill_boot: bytes = b""  # who sends its KV
-    ticket: Ticket | None = None  # for whom
-    admitted: bool = False  # the router was told
-    asked: tuple[DecodeSession, Resume] | None = None  # by another one, before it was admitted
-    follows: bool = False  # it waits for the KV of another
+    prefill_boot: bytes = b""  # the worker that sends its KV
+    ticket: Ticket | None = None  # of that worker
+    admitted: bool = False  # the router has its Admitted
+    resume: tuple[DecodeSession, Resume] | None = None  # asked for before it was admitted
+    follows: bool = False  # it waits for the KV of another attempt
     last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0
     computed: float = 0.0
@@ -46,12 +41,13 @@ class Served:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
+        """Its deadlines no longer apply."""
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
 
     def phases(self) -> pb.Phases:
-        """They sum to the time from Admit to the first token."""
+        """The seconds of each phase; their sum is the time from Admit to the first token."""
         end = self.first_token or self.computed or self.arrived
         if self.received is not None:
             times = self.received.times
@@ -76,6 +72,7 @@ class Served:
         )
 
     def finished(self, cached_tokens: int) -> pb.Finished:
+        """The event that ends it; `cached_tokens` counts only if no KV was received for it."""
         if self.received is not None:
             cached_tokens = self.received.cached_tokens
         return pb.Finished(
@@ -89,8 +86,8 @@ class Served:
             inexact=self.received is not None and self.received.inexact,
         )
 
-    def line(self, finished: pb.Finished) -> str:
-        """The request's line in the log."""
+    def log_line(self, finished: pb.Finished) -> str:
+        """Sizes and phases in words."""
         phases = finished.phases
         where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
         if finished.inexact:

@@ -60,7 +60,7 @@ class Bench:
 
 
 async def load(pair: Pair, prefill: bool = False) -> Any:
-    part: Any = (pair.prefill_worker if prefill else pair.decode_worker).part
+    part: Any = (pair.prefill_worker if prefill else pair.decode_worker).runtime
     return (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
 
 
@@ -80,9 +80,9 @@ async def follow(pair: Pair, ids: Sequence[int] = IDS, **change: Any) -> bytes:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     made, arrived = Bench(), PromisedPrefixes.arrived
 
-    def note(flights: PromisedPrefixes, key: str, blocks: int, landed: bool = False) -> None:
+    def note(prefixes: PromisedPrefixes, key: str, blocks: int, in_engine: bool = False) -> None:
         made.model.arrived.set()
-        arrived(flights, key, blocks, landed)
+        arrived(prefixes, key, blocks, in_engine)
 
     monkeypatch.setattr(PromisedPrefixes, "arrived", note)
     return made
@@ -223,8 +223,8 @@ def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: 
         if how == "cancelled":
             pair.decode.send(wire.DecodeCommand(cancel=cancel))
         elif how == "lost":
-            part: Any = pair.decode_worker.part
-            for link in list(part._receiver._links):
+            part: Any = pair.decode_worker.runtime
+            for link in list(part.receiver._links):
                 link._wire.interrupt()
         for attempt in others:
             again = await pair.decode.wait("place_again", attempt)
@@ -329,8 +329,8 @@ def test_a_parked_follower_waits_for_its_router_too(
             if adopted == "after":
                 bench.gate.set()
                 await pair.prefill.wait("done", first)
-                part: Any = pair.decode_worker.part
-                await eventually(lambda: part._following.figures.attached == 1)
+                part: Any = pair.decode_worker.runtime
+                await eventually(lambda: part.single_flight.figures.attached == 1)
             for attempt in (first, other):
                 resume = wire.Resume(attempt=attempt, epoch=EPOCH + 1)
                 client.send(wire.DecodeCommand(resume=resume))

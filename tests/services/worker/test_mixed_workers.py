@@ -47,7 +47,7 @@ def run(
 
 
 def snapshot(pair: Pair) -> Any:
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     return part.thread.post(lambda _: part.snapshot()[0])
 
 
@@ -82,7 +82,7 @@ def test_workers_that_seal_their_kv(
         assert (finished.transport, finished.inexact) == (transport, False)
         assert pair.decode.tokens(attempt) == expected(prompt(60))
         for worker in (pair.decode_worker, pair.prefill_worker):
-            part: Any = worker.part
+            part: Any = worker.runtime
             assert part.hello.encrypt_kv
 
     run(monkeypatch, tmp_path, OURS, test, encrypt_kv=True, kv_transport=transport)

@@ -4,10 +4,10 @@
        ^               |               |
        +-----stay------+---------------+   also whatever else ends the hand-off
 
-The one who may compute a request's next token is this engine until the other worker has verified
-every block, and from then on that worker: a held request has no steps, and goes on here only if the
-hand-off did not end with Complete. If just that word was lost both may compute the same tokens; of
-them the router takes those of one attempt.
+Only this engine computes a request's next token until the other worker has verified every block;
+from then on only that worker does. A held request has no steps, and it goes on here only if the
+hand-off did not end with Complete. If just that message is lost, both workers may compute the same
+tokens, and the router takes those of one attempt.
 """
 
 import time
@@ -18,31 +18,33 @@ from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.sender import Sender
 
-MOVE_S = 2.0  # of a hand-off that keeps a stream waiting; then it goes on here
+MOVE_S = 2.0  # how long a hand-off may keep a stream waiting; then the request goes on here
 
 
 class OutgoingMigrations:
-    """`told(attempt, sent)` for every hand-off that `stay` did not end."""
+    """Calls `on_ended(attempt, sent)` for every hand-off that `stay` did not end."""
 
-    def __init__(self, engine: Engine, sender: Sender, told: Callable[[bytes, Sent], None]) -> None:
+    def __init__(
+        self, engine: Engine, sender: Sender, on_ended: Callable[[bytes, Sent], None]
+    ) -> None:
         self.num_gone = 0
         self.num_stayed = 0
         self._engine = engine
         self._sender = sender
-        self._told = told
+        self._on_ended = on_ended
         self._held: dict[bytes, Held] = {}
-        self._sent: dict[bytes, bytes] = {}  # attempt -> the one that goes on
-        self._sources: dict[bytes, bytes] = {}  # the other way round
+        self._sent: dict[bytes, bytes] = {}  # attempt here -> attempt at the other worker
+        self._sources: dict[bytes, bytes] = {}  # attempt at the other worker -> attempt here
 
     def hold(self, attempt: bytes) -> Held | None:
-        """No steps from here on; None: it cannot move now."""
+        """Stop the request's steps; None: it cannot move now."""
         held = self._engine.hold(attempt.hex())
         if held is not None:
             self._held[attempt] = held
         return held
 
     def send(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> bool:
-        """Hand it over under a ticket of the worker at `address`; False: it is not held.
+        """Hand a held request over under a ticket of the worker at `address`; False: not held.
 
         `receiver`: digest of that worker's KV identity.
         """
@@ -55,7 +57,7 @@ class OutgoingMigrations:
         return True
 
     def stay(self, attempt: bytes) -> bool:
-        """It goes on here; False: it was not held."""
+        """Let a held request go on here; False: it was not held."""
         if self._held.pop(attempt, None) is None:
             return False
         to = self._sent.pop(attempt, None)
@@ -67,7 +69,7 @@ class OutgoingMigrations:
         return True
 
     def ended(self, sent: Sent) -> None:
-        """A hand-off of the sender is over."""
+        """A hand-off of the sender has ended."""
         attempt = self._sources.pop(sent.attempt, None)
         if attempt is None:
             return
@@ -77,4 +79,4 @@ class OutgoingMigrations:
             self._engine.unhold(attempt.hex())
         else:
             self.num_gone += 1
-        self._told(attempt, sent)
+        self._on_ended(attempt, sent)

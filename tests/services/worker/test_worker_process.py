@@ -17,10 +17,10 @@ from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.transport.base import TransportRefused
 from pdserve.services.decode.main import run as run_decode
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.addresses import advertised
+from pdserve.services.host.channel import advertised
 from pdserve.services.prefill.main import run as run_prefill
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.shm_dir import host_id, shm_folder
+from pdserve.services.worker.runtime import host_id, shm_folder
 
 Events = list[tuple[str, dict[str, Any]]]
 

@@ -75,7 +75,7 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
             addresses.append(await routers[-1].start())
         hello = pb.WorkerHello(role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9")
         steps = iter(range(1_000_000))
-        members.append(Membership(hello, addresses, "secret", pulse=lambda: (next(steps), True)))
+        members.append(Membership(hello, addresses, "secret", liveness=lambda: (next(steps), True)))
         return routers, members[-1]
 
     yield build
@@ -195,9 +195,9 @@ async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkey
     monkeypatch.setattr(membership, "REJOIN_S", 0.01)
     caplog.set_level(logging.INFO, logger=membership.__name__)
     tries: list[str] = []
-    tell = Membership.tell
+    tell = Membership.note
     monkeypatch.setattr(
-        Membership, "tell", lambda self, at, why: (tries.append(why), tell(self, at, why))
+        Membership, "note", lambda self, at, why: (tries.append(why), tell(self, at, why))
     )
     (router,), member = await make()
     member.start()
