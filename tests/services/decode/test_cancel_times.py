@@ -37,7 +37,7 @@ async def held(worker: Any) -> int:
     """Blocks that are a request's."""
 
     def count(engine: Any) -> int:
-        blocks, hog = engine.stats().blocks, engine._roster.reserved.get(HOG)
+        blocks, hog = engine.stats().blocks, engine.jobs.reserved.get(HOG)
         hogged = len(hog.sequences[0].block_tables[0]) if hog is not None else 0
         return int(blocks.used + blocks.reserved - hogged)
 
