@@ -165,8 +165,9 @@ class Supervisor:
             child.pipe = None
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
-        child.restart_at = time.monotonic() + restart_delay(child.deaths_in_a_row)
-        self._on_event(child, "died", {"code": code, "lived_s": lived_s})
+        restart_s = restart_delay(child.deaths_in_a_row)
+        child.restart_at = time.monotonic() + restart_s
+        self._on_event(child, "died", {"code": code, "lived_s": lived_s, "restart_s": restart_s})
 
     def _restart_due(self) -> None:
         for child in self.children:

@@ -187,6 +187,8 @@ class System:
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")
         elif event == "died" and not self._stopping:
             say(f"{child.name}: ended ({outcome(figures.get('code'))}) {child.failure}".rstrip())
+            if figures["restart_s"]:
+                say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":
             say(f"{child.name}: starting again")
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from recorder import HITS, Recorder
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -100,7 +102,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             role=role,
             boot=self.num_workers.to_bytes(16),
             address=f"10.0.0.{self.num_workers}:1",
-            card=pb.ModelCard(name="m", kv_identity=b"i", kv_spec=pb.KvSpec(block_size=4)),
+            card=pb.ModelCard(
+                name="m",
+                kv_identity=pb.KvIdentity(digest=b"i"),
+                kv_spec=encode_spec(KvSpec(4, ())),
+            ),
             transports=["tcp"],
         )
         worker, _ = self.fleet.join(hello, self.now)

@@ -1,4 +1,4 @@
-"""What the policy is told of each worker about one prompt."""
+"""What the placement policy knows of each worker about one prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
@@ -32,7 +32,7 @@ class FactsOfWorkers:
         """As the policy sees it."""
         requests, waiting = worker.expected(self._now)
         chain = self.chain(worker)
-        block_size = worker.hello.card.kv_spec.block_size
+        block_size = worker.layout.block_size
         cached = worker.prefixes.num_cached(chain) * block_size
         return WorkerFacts(
             boot=worker.boot,
@@ -50,11 +50,10 @@ class FactsOfWorkers:
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
-        card = worker.hello.card
-        kind = card.kv_identity, card.kv_spec.block_size
+        size = worker.layout.block_size
+        kind = worker.identity.digest, size
         if kind not in self._chains:
-            seed = cache_seed(card.kv_identity, self._salt)
-            size = card.kv_spec.block_size
+            seed = cache_seed(worker.identity.digest, self._salt)
             self._chains[kind] = chain_hashes(self._ids, size, seed) if size else []
         return self._chains[kind]
 

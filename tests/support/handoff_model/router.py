@@ -2,7 +2,7 @@
 
 No rule of the router is here, only its surroundings: which event may reach it when, and where its
 commands go. An attempt whose session is lost may be found again or not (another router would do
-either), so a request that seeks a worker is told both.
+either), so for a request that seeks a worker both are tried.
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def offer(w: World, num_tokens: int) -> Promises | None:
     promises = Promises(2)
     promises.blocks = w.decode.promised
     blocks = min(promise_blocks(num_tokens, 1, 2), counts.total)
-    running = len(w.decode_blocks().roster.waiting)
+    running = len(w.decode_blocks().jobs.waiting)
     return promises if promises.offer(blocks, counts.free + counts.cached, running) else None
 
 
