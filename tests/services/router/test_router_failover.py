@@ -108,9 +108,7 @@ async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expe
     assert list(prefill.ids.values()) == [[*LONG, *ids[:4]]]
 
 
-async def test_after_two_crashes_it_is_given_up(
-    make_cluster: Any, expected: Any
-) -> None:
+async def test_after_two_crashes_it_is_given_up(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     gateway = await cluster.gateway()
     victims = []
