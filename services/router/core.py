@@ -17,7 +17,7 @@ from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests.request import Client
+from pdserve.services.router.requests.effects import Client
 
 log = logging.getLogger(__name__)
 

@@ -20,18 +20,13 @@ from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests.actions import FailureReason
+from pdserve.services.router.requests.effects import Assignment, Client, Command
 from pdserve.services.router.requests.events import Reachability
 from pdserve.services.router.requests.machine import MAX_CRASHES
 from pdserve.services.router.requests.migrations import Migrations
 from pdserve.services.router.requests.placer import Placer
 from pdserve.services.router.requests.recently_finished import RecentlyFinished
-from pdserve.services.router.requests.request import (
-    FAILURES,
-    Assignment,
-    Client,
-    Command,
-    RoutedRequest,
-)
+from pdserve.services.router.requests.request import FAILURES, RoutedRequest
 
 BUSY_S = 0.1  # a busy worker is asked again after this, or with its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age

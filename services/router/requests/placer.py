@@ -19,7 +19,8 @@ from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
-from pdserve.services.router.requests.request import Assignment, RoutedRequest
+from pdserve.services.router.requests.effects import Assignment
+from pdserve.services.router.requests.request import RoutedRequest
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,14 @@
 """One request in the router: carries out what its state machine (machine.py) decides.
 
 It keeps what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
-tickets, and what the client hears at the end. It is synchronous, and time is an argument; a
-request knows of the world around it only its `Effects`, so that the same code runs under sockets
-and under a test's clock.
+tickets, and what the client hears at the end. It is synchronous, and time is an argument; a request
+knows of the world around it only its `Effects`, so that the same code runs under sockets and under
+a test's clock. Over 400 lines: one object between all events and all actions of the machine.
 """
 
 import logging
 import os
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import common_pb2 as pb
@@ -20,17 +19,16 @@ from pdserve.services.host.request_progress import LostTokens, RequestProgress
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
-from pdserve.services.router.requests import commands, machine
 from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests import machine, messages
 from pdserve.services.router.requests.actions import FailureReason
 from pdserve.services.router.requests.beginning import Beginning, FirstToken
-from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.effects import Assignment, Client, Effects
 from pdserve.services.router.requests.state import Attempt, MigrationStep, Routing
 
 log = logging.getLogger(__name__)
 
 OUTPUT = ("tokens", "prompt_logprobs", "finished")
-Command = wire.DecodeCommand | wire.PrefillCommand
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
     FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "its gateway is gone"),
@@ -47,89 +45,12 @@ FAILURES: dict[FailureReason, ServiceError] = {
 }
 
 
-class Client(Protocol):
-    """Who asked: a gateway's session or one Generate call."""
-
-    @property
-    def key(self) -> bytes:
-        """Request ids are unique per key."""
-
-    def put(self, event: RequestEvent) -> None:
-        """Take an event; never blocks."""
-
-
-@dataclass(eq=False, slots=True)
-class Assignment:
-    """The workers of an attempt, and what they are to compute."""
-
-    id: bytes
-    decode: Worker
-    prefill: Worker | None
-    ids: list[int]  # whose KV must exist before the first decode row: prefix ids less the last
-    began: float  # when Admit was sent
-    ticket: wire.Ticket | None = None  # of its hand-off
-    adopted: bool = False  # another session began it
-
-
-class Effects(Protocol):
-    """What a request needs done; the dispatcher does it."""
-
-    def emit(self, request: "RoutedRequest", event: RequestEvent) -> None:
-        """Pass an event to the client."""
-
-    def place(self, request: "RoutedRequest", now: float) -> None:
-        """Begin an attempt now, or queue the request in order of arrival."""
-
-    def find(self, boot: bytes) -> Worker | None:
-        """The worker with this boot id, if commands can be sent to it."""
-
-    def reach(self, boot: bytes, now: float) -> Reachability:
-        """Whether commands can be sent to it, or may be sent soon."""
-
-    def send(self, worker: Worker, command: Command) -> None:
-        """Send; dropped if the session is down."""
-
-    def opened(
-        self, request: "RoutedRequest", attempt: Assignment, how: do.OpenAttempt, now: float
-    ) -> None:
-        """Messages of this attempt belong to the request."""
-
-    def answered(self, attempt: Assignment) -> None:
-        """Its Admit was."""
-
-    def closed(self, request: "RoutedRequest", attempt: Assignment, lost: str) -> None:
-        """Messages of this attempt no longer belong to the request; `lost`: why it was given up."""
-
-    def taken(self, request: "RoutedRequest", attempt: Assignment) -> None:
-        """A decode worker has taken the attempt."""
-
-    def adopted(self, request: "RoutedRequest") -> None:
-        """It goes on where another session left it."""
-
-    def count_prefill(self, remote: bool) -> None:
-        """The prompt was computed at a prefill worker, or at decode."""
-
-    def migration_begun(self, request: "RoutedRequest") -> None:
-        """It is on its way to another decode worker."""
-
-    def migration_done(self, request: "RoutedRequest", num_tokens: int) -> None:
-        """It has arrived there, with the KV of so many tokens."""
-
-    def migration_failed(self, request: "RoutedRequest", step: str) -> None:
-        """It has not; `step`: how far it was, empty if the request had to leave the source."""
-
-    def ended(
-        self, request: "RoutedRequest", now: float, error: ServiceError | None, served: bool
-    ) -> None:
-        """The terminal event is out; `served`: by a worker, who may be asked for it again."""
-
-
 class RoutedRequest:
     """One request of one client."""
 
     def __init__(
         self,
-        effects: Effects,
+        effects: Effects["RoutedRequest"],
         progress: RequestProgress,
         client: Client,
         ordinal: int,
@@ -270,50 +191,21 @@ class RoutedRequest:
                 self._verified(message)
             case "tokens" | "prompt_logprobs":
                 self._output(kind, message, now)
-            case "finished":
-                self.step(on.AttemptFinished(attempt), now, message)
-            case "admitted":
-                self._ticket(message)
-                admitted = on.AdmitAccepted(attempt, message.HasField("ticket"), message.follows)
-                self.step(admitted, now)
-            case "busy":
-                self.step(on.AdmitRefused(attempt), now)
-            case "gone":
-                self.step(on.AttemptUnknown(attempt), now)
             case "resumed":
                 self._resumed(message, now)
-            case "failed":
-                elsewhere = message.failure.code in (pb.UNAVAILABLE, pb.OVERLOADED)
-                error = ServiceError.from_failure(message.failure)
-                self.step(on.AttemptFailed(attempt, error, elsewhere), now)
-            case "handoff_lost":
-                self.step(on.KvLost(attempt, message.reason), now)
-            case "attached":
-                self.step(on.WaitEnded(attempt), now)
-            case "place_again":
-                log.info("placed again: %s", message.reason, extra={"request": self.id})
-                self._keeps(message)
-                self.step(on.WaitFailed(attempt, message.reason), now)
             case "held":
                 self._held(message, now)
-            case "moved":
-                self.step(on.SourceMoved(attempt, message.to), now)
-            case "stayed":
-                self.step(on.SourceStayed(attempt, message.reason), now)
+            case _:
+                if kind == "admitted":
+                    self._ticket(message)
+                elif kind == "place_again":
+                    log.info("placed again: %s", message.reason, extra={"request": self.id})
+                    self._keeps(message)
+                self.step(messages.of_decode(kind, message), now, message)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
         """An event of a prefill session, by its name in the proto."""
-        attempt = message.attempt
-        match kind:
-            case "accepted":
-                self.step(on.PrefillStarted(attempt), now)
-            case "done":
-                self.step(on.PrefillSent(attempt), now)
-            case "failed":
-                reason, at_fault = message.failure.message, not message.handed_back
-                self.step(on.PrefillEnded(attempt, reason, at_fault), now)
-            case _:
-                self.step(on.PrefillEnded(attempt, kind), now)
+        self.step(messages.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
         """Ids or prompt log-probabilities: only what continues the answer is new."""
@@ -393,30 +285,30 @@ class RoutedRequest:
                 self._admit(action, now)
             case do.SendResume():
                 epoch, choices = self.state.session_epoch, self.progress.choices
-                self._to_decode(action.attempt, commands.resume(action.attempt, epoch, choices))
+                self._to_decode(action.attempt, messages.resume(action.attempt, epoch, choices))
             case do.SendPrefillStart():
                 self._start_prefill(action, now)
             case do.SendHold():
-                self._to_decode(action.attempt, commands.hold(action.attempt))
+                self._to_decode(action.attempt, messages.hold(action.attempt))
             case do.SendMove():
                 to = self._assignments[action.to]
                 assert to.ticket is not None  # it was admitted with one
                 identity = pb.KvIdentity(**to.decode.identity.parts())
-                move = commands.move(action.attempt, to.id, to.ticket, identity)
+                move = messages.move(action.attempt, to.id, to.ticket, identity)
                 self._to_decode(action.attempt, move)
             case do.SendStay():
-                self._to_decode(action.attempt, commands.stay(action.attempt))
+                self._to_decode(action.attempt, messages.stay(action.attempt))
             case do.CancelAtDecode():
-                cancel = commands.cancel_at_decode(action.attempt, action.choices)
+                cancel = messages.cancel_at_decode(action.attempt, action.choices)
                 self._to_decode(action.attempt, cancel)
             case do.CancelAtPrefill():
                 prefill = self._assignments[action.attempt].prefill
                 if prefill is not None:
-                    self._effects.send(prefill, commands.cancel_at_prefill(action.attempt))
+                    self._effects.send(prefill, messages.cancel_at_prefill(action.attempt))
             case do.RepeatAborts():
                 choices = self.progress.choices
                 if aborted := [i for i, c in enumerate(choices) if c.finish == pb.ABORTED]:
-                    cancel = commands.cancel_at_decode(action.attempt, aborted)
+                    cancel = messages.cancel_at_decode(action.attempt, aborted)
                     self._to_decode(action.attempt, cancel)
             case do.SparePrefill():
                 assignment = self._assignments[action.attempt]
@@ -479,7 +371,7 @@ class RoutedRequest:
         if sender is not None:
             assert sender.boot == action.sender
             admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
-        for command in commands.admit(admit, start, self.progress.prompt_ids):
+        for command in messages.admit(admit, start, self.progress.prompt_ids):
             self._effects.send(assignment.decode, command)
 
     def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
@@ -495,7 +387,7 @@ class RoutedRequest:
             remaining_ms=_left_ms(self.state.deadline, now),
             kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
         )
-        for command in commands.start_prefill(start, assignment.ids):
+        for command in messages.start_prefill(start, assignment.ids):
             self._effects.send(worker, command)
 
     def _announce(self, assignment: Assignment, anew: bool) -> None:

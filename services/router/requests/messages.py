@@ -1,10 +1,13 @@
-"""What the router says to workers, as messages; pure."""
+"""The messages between the router and its workers: commands, and events for the machine; pure."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import send_ids
+from pdserve.services.router.requests import events as on
 
 
 def admit(
@@ -61,3 +64,45 @@ def cancel_at_decode(attempt: bytes, choices: Sequence[int] = ()) -> wire.Decode
 def cancel_at_prefill(attempt: bytes) -> wire.PrefillCommand:
     """End it."""
     return wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=attempt))
+
+
+def of_decode(kind: str, message: Any) -> on.RoutingEvent:
+    """An event of a decode session that says all by itself, by its name in the proto. Raises
+    ValueError on another one."""
+    attempt = message.attempt
+    match kind:
+        case "admitted":
+            return on.AdmitAccepted(attempt, message.HasField("ticket"), message.follows)
+        case "busy":
+            return on.AdmitRefused(attempt)
+        case "gone":
+            return on.AttemptUnknown(attempt)
+        case "finished":
+            return on.AttemptFinished(attempt)
+        case "failed":
+            elsewhere = message.failure.code in (pb.UNAVAILABLE, pb.OVERLOADED)
+            return on.AttemptFailed(attempt, ServiceError.from_failure(message.failure), elsewhere)
+        case "handoff_lost":
+            return on.KvLost(attempt, message.reason)
+        case "attached":
+            return on.WaitEnded(attempt)
+        case "place_again":
+            return on.WaitFailed(attempt, message.reason)
+        case "moved":
+            return on.SourceMoved(attempt, message.to)
+        case "stayed":
+            return on.SourceStayed(attempt, message.reason)
+    raise ValueError(f"no event of decode: {kind}")
+
+
+def of_prefill(kind: str, message: Any) -> on.RoutingEvent:
+    """An event of a prefill session, by its name in the proto."""
+    attempt = message.attempt
+    match kind:
+        case "accepted":
+            return on.PrefillStarted(attempt)
+        case "done":
+            return on.PrefillSent(attempt)
+        case "failed":
+            return on.PrefillEnded(attempt, message.failure.message, not message.handed_back)
+    return on.PrefillEnded(attempt, kind)  # Busy or Gone
