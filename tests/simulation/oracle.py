@@ -94,7 +94,7 @@ def _held(node: Node) -> dict[str, Any]:
     blocks = stats.blocks
     held = {
         "requests in the engine": stats.running + stats.waiting + stats.held + stats.reserved,
-        "jobs": len(part.engine._roster.jobs),
+        "jobs": len(part.engine.jobs.by_key),
         "used blocks": blocks.used,
         "reserved blocks": blocks.reserved,
         "blocks that are nobody's": blocks.total
@@ -103,7 +103,7 @@ def _held(node: Node) -> dict[str, Any]:
         - blocks.used
         - blocks.reserved,
     }
-    for number, pool in enumerate(part.engine._roster.tables.pools):
+    for number, pool in enumerate(part.engine.jobs.tables.pools):
         counts = pool.counts()
         held[f"blocks of group {number}"] = counts.total - counts.free - counts.cached
     if node.role == "decode":
