@@ -12,11 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("protos", "gateway", "services", "engine", "kernels")
 PRODUCT = ("gateway", "services", "engine", "kernels")
+SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
 ROUTER_MAY = (
+    SAMPLING_BOUNDS,
     "pdserve.engine.handoff.protocol.machine",
     "pdserve.engine.handoff.recorder.event_log",
     "pdserve.engine.handoff.recorder.ring",
     "pdserve.engine.kv.block_hash",
+    "pdserve.engine.kv.codec",
     "pdserve.engine.kv.identity",
     "pdserve.engine.kv.spec",
 )
@@ -25,7 +28,10 @@ ROUTER_MAY = (
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
-    "services/host": (("pdserve.protos", "pdserve.services.host"), ("torch", "fastapi")),
+    "services/host": (
+        ("pdserve.protos", "pdserve.services.host", SAMPLING_BOUNDS),
+        ("torch", "fastapi"),
+    ),
     "services/worker": (
         ("pdserve.engine", "pdserve.protos", "pdserve.services.host", "pdserve.services.worker"),
         ("torch", "fastapi"),
@@ -54,9 +60,16 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("fastapi",),
     ),
-    "gateway": (("pdserve.protos", "pdserve.services.host", "pdserve.gateway"), ("torch",)),
+    "gateway": (
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+        ("torch",),
+    ),
+    "gateway/http": (  # the shell of every dialect, so it knows none
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("torch", "pdserve.gateway.openai"),
+    ),
     "gateway/text": (
-        ("pdserve.gateway.text",),
+        ("pdserve.gateway.text", SAMPLING_BOUNDS),
         ("torch", "fastapi", "starlette", "uvicorn", "grpc"),
     ),
     "services/options": (("pdserve",), ("torch", "grpc", "fastapi")),

@@ -1,4 +1,4 @@
-"""Answers that take time: a whole one, or a stream of server-sent events.
+"""Answers that take time: a whole one, or a stream of events that their dialect has framed.
 
 Both watch the connection while they work: when the client leaves, the work is cancelled at once.
 An error before the first byte is an ordinary error response; later it is the last event.
@@ -14,20 +14,13 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.openai.errors import (
-    internal_error,
-    service_error_object,
-    service_error_response,
-)
+from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, error_response
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.http")
 
-STALL_S = 30.0  # a client that takes no byte for longer is cancelled
-MAX_BUFFER_BYTES = 1 << 20  # unsent events of one client
 PIECE_BYTES = 1 << 16  # of a whole answer
 DROP = "pdserve.drop"  # ASGI extension of our server: drops the connection
-DONE = b"data: [DONE]\n\n"
 
 
 async def _left(receive: Receive) -> None:
@@ -35,12 +28,11 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _public(error: Exception) -> ServiceError:
-    """The error as the client may see it; anything unforeseen goes to the log."""
-    if isinstance(error, ServiceError):
-        return error
-    log.error("a request failed", exc_info=error)
-    return internal_error()
+def _public(error: Exception) -> HttpError:
+    """The error as the client may see it; what nobody foresaw goes to the log."""
+    if not isinstance(error, ServiceError):
+        log.error("a request failed", exc_info=error)
+    return HttpError.of(error)
 
 
 class Reply(Response):
@@ -49,9 +41,12 @@ class Reply(Response):
     A client that takes nothing of it for `stall_s` loses its connection.
     """
 
-    def __init__(self, work: Awaitable[dict[str, Any]], stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, work: Awaitable[dict[str, Any]], dialect: Dialect, limits: HttpLimits
+    ) -> None:
         self._work = work
-        self._stall_s = stall_s
+        self._dialect = dialect
+        self._stall_s = limits.stall_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +59,7 @@ class Reply(Response):
             try:
                 response = Response(to_json(working.result()), media_type="application/json")
             except Exception as error:
-                response = service_error_response(_public(error))
+                response = error_response(self._dialect, _public(error))
             await self._send(response, send)
         except TimeoutError:
             log.warning("a client took no byte for %g s", self._stall_s)
@@ -84,7 +79,7 @@ class Reply(Response):
 
 
 class EventStream(Response):
-    """Sends each object of a generator as a server-sent event, then [DONE].
+    """Sends what a generator yields, as it comes.
 
     What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests.
@@ -92,17 +87,18 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any], None],
-        max_buffer_bytes: int = MAX_BUFFER_BYTES,
-        stall_s: float = STALL_S,
+        events: AsyncGenerator[bytes, None],
+        dialect: Dialect,
+        limits: HttpLimits,
     ) -> None:
         self._events = events
-        self._max_buffer_bytes = max_buffer_bytes
-        self._stall_s = stall_s
+        self._dialect = dialect
+        self._max_buffer_bytes = limits.max_buffer_bytes
+        self._stall_s = limits.stall_s
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._more = asyncio.Event()
-        self._error: ServiceError | None = None
+        self._error: HttpError | None = None
         self._done = False
         self._sent = False
         self.background = None
@@ -126,18 +122,17 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    self._put(b"data: " + to_json(event) + b"\n\n")
+                    self._put(event)
                     if self._buffered > self._max_buffer_bytes:
                         await asyncio.sleep(0)  # a burst: the sender may not have had its turn
                     if self._buffered > self._max_buffer_bytes:
                         log.warning("a client left %d bytes unread", self._buffered)
                         sending.cancel()
                         return
-            self._put(DONE)
             self._done = True
         except Exception as error:
             self._error = _public(error)
-            self._more.set()
+        self._more.set()
 
     def _put(self, data: bytes) -> None:
         self._buffer.append(data)
@@ -147,7 +142,7 @@ class EventStream(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._more.wait()
         if self._error is not None and not self._buffer:
-            await service_error_response(self._error)(scope, receive, send)
+            await error_response(self._dialect, self._error)(scope, receive, send)
             self._sent = True
             return
         headers = [
@@ -162,7 +157,7 @@ class EventStream(Response):
             last = self._done or self._error is not None
             data, self._buffer, self._buffered = b"".join(self._buffer), [], 0
             if self._error is not None:
-                data += b"data: " + to_json(service_error_object(self._error)) + b"\n\n"
+                data += self._dialect.error_event(self._error)
             async with asyncio.timeout(self._stall_s):
                 await send({"type": "http.response.body", "body": data, "more_body": not last})
             if last:

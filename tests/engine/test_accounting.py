@@ -7,7 +7,7 @@ import pytest
 from engine_kit import ask, fake_engine, made
 
 from pdserve.engine.engine import Engine
-from pdserve.services.worker.audit import Audit
+from pdserve.services.worker.runtime import BlockAudit
 
 
 def busy_engine() -> Engine:
@@ -52,27 +52,27 @@ def test_they_add_up_in_every_state_and_have_ages() -> None:
 
 
 def leak(engine: Any) -> None:
-    engine._roster.tables.pools[0]._free.pop()
+    engine.jobs.tables.pools[0]._free.pop()
 
 
 def count_twice(engine: Any) -> None:
-    engine._roster.tables.pools[1]._num_used += 1
+    engine.jobs.tables.pools[1]._num_used += 1
 
 
 def forget_a_sequence(engine: Any) -> None:
-    engine._roster.running[0].sequences.pop()
+    engine.jobs.running[0].sequences.pop()
 
 
 def keep_after_the_end(engine: Any) -> None:
-    tables = engine._roster.tables
+    tables = engine.jobs.tables
     close, tables.close = tables.close, lambda *_: None
     engine.abort("held")
     tables.close = close
 
 
 def release_twice(engine: Any) -> None:
-    sequence = engine._roster.held["held"].sequences[0]
-    engine._roster.tables.pools[0].release([sequence.block_tables[0][-1]])
+    sequence = engine.jobs.held["held"].sequences[0]
+    engine.jobs.tables.pools[0].release([sequence.block_tables[0][-1]])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_does_not_add_up_is_found(bug: Callable[[Any], None], at_a_glance: 
 
 def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:
     engine = fake_engine()
-    engine._roster.tables.pools[0].allocate(3)
+    engine.jobs.tables.pools[0].allocate(3)
     assert "used=3" in engine.discrepancy()
     assert "no request" in engine.discrepancy()
     made.remove(engine)
@@ -105,7 +105,7 @@ def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:
 def test_a_worker_counts_each_look_and_says_each_finding_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    audit = Audit()
+    audit = BlockAudit()
     found = ["", "a", "a", "b", "", "a"]
     assert [audit.look(one) for one in found] == [0, 1, 2, 3, 3, 4]
     said = [r.getMessage() for r in caplog.records]

@@ -139,7 +139,7 @@ def test_a_failing_step_fails_its_requests_and_the_thread_goes_on(
     failures = [RuntimeError("a bug")]
 
     def broken(*args):  # type: ignore[no-untyped-def]
-        if failures and engine._roster.waiting:
+        if failures and engine.jobs.waiting:
             raise failures.pop()
         return schedule(*args)
 

@@ -141,10 +141,10 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         began = time.monotonic()
         long_step = asyncio.create_task(made.generate("slow", prompt(40), 4))
         stream = asyncio.create_task(made.generate("tiny", prompt(20), 60))
-        await eventually(lambda: any(f.answer.begun for f in core.dispatcher._flows.values()))
-        (flow,) = [f for f in core.dispatcher._flows.values() if f.model == "tiny"]
-        assert flow.attempt is not None
-        victim = flow.attempt.decode
+        await eventually(lambda: any(r.progress.begun for r in core.dispatcher.requests))
+        (routed,) = [r for r in core.dispatcher.requests if r.model == "tiny"]
+        assert routed.assignment is not None
+        victim = routed.assignment.decode
         (name,) = [n for n, w in workers.items() if w is victim]
         folder = made.odd[name].folder
         (folder / "hang").touch()

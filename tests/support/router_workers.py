@@ -10,6 +10,8 @@ from typing import Any
 
 from eventually import eventually
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -39,9 +41,9 @@ def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
 def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
     return pb.ModelCard(
         name=model,
-        kv_identity=identity,
+        kv_identity=pb.KvIdentity(digest=identity),
         tokenizer_digest=hashlib.sha256(TOKENIZER).hexdigest(),
-        kv_spec=pb.KvSpec(block_size=16),
+        kv_spec=encode_spec(KvSpec(16, ())),
     )
 
 

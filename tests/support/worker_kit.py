@@ -27,7 +27,7 @@ from pdserve.services.host.fragments import send_ids
 from pdserve.services.host.lifecycle import silent
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.worker import Role, WorkerProcess
+from pdserve.services.worker.process import AnyRole, WorkerProcess
 
 SECRET = "s3cret"
 CARD = CardData(
@@ -55,8 +55,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> N
         progress("loading", 0.5)
         return make(), CARD
 
-    for role in ("decode", "prefill"):
-        monkeypatch.setattr(f"pdserve.services.{role}.main.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
 
 
 class SessionClient:
@@ -163,7 +162,7 @@ class Pair:
     async def at_rest(self) -> None:
         """free + cached == total on both sides, nothing promised, reserved or held."""
         for worker in (self.decode_worker, self.prefill_worker):
-            part: Any = worker.part
+            part: Any = worker.runtime
             loads: list[Any] = []
 
             async def rests(part: Any = part, loads: list[Any] = loads) -> bool:
@@ -176,7 +175,7 @@ class Pair:
             await eventually(rests, loads)
 
 
-async def start_worker(settings: Any, role: Role) -> WorkerProcess:
+async def start_worker(settings: Any, role: AnyRole) -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
     await worker.start()
     await asyncio.wait_for(worker.loaded, LIMIT_S)

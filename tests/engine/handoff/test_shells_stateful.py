@@ -63,7 +63,7 @@ class ShellsMachine(RuleBasedStateMachine):
 
     def guard_writes(self) -> None:
         """Every write is into a block that is reserved, shared with nobody and not cached."""
-        write, pools = self.decode.kv.write, self.decode._roster.tables.pools
+        write, pools = self.decode.kv.write, self.decode.jobs.tables.pools
 
         def guarded(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
             for block in blocks:
@@ -286,7 +286,7 @@ class ShellsMachine(RuleBasedStateMachine):
         live = self.receiver._live.values()
         assert self.receiver.promises.blocks == sum(a.promised for a in live if a.state.promised)
         for engine in (self.decode, *(w.engine for w in self.workers)):
-            for pool in engine._roster.tables.pools:
+            for pool in engine.jobs.tables.pools:
                 assert pool.counts().total == pool.num_blocks
 
     def settle(self) -> None:

@@ -11,8 +11,9 @@ from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 
 from pdserve.gateway.http import protocol
-from pdserve.gateway.http.app import HttpLimits
+from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.main import HttpServer, listen
+from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -22,13 +23,15 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
-async def connect(make_app, anyio_backend) -> AsyncIterator[Callable[..., object]]:
+async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callable[..., object]]:
     """Serve a scripted router and open a raw connection to it."""
     servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
     writers: list[asyncio.StreamWriter] = []
 
     async def make(router: FakeRouter, **options: object) -> Connection:
-        server = HttpServer(make_app(router, **options))
+        bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
+        openai = OpenAiDialect(make_service(router), bounds)
+        server = HttpServer(make_app(router, **options), openai)
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of the accepted too
         task = asyncio.create_task(server.serve([listener]))

@@ -40,7 +40,7 @@ class Slow(FakeDecoder):
 
 async def asked(worker: Any, what: Callable[[Any], Any]) -> Any:
     """`what` of the worker's engine, between two steps."""
-    return await asyncio.wrap_future(worker.part.thread.post(what))
+    return await asyncio.wrap_future(worker.runtime.thread.post(what))
 
 
 class Freed:
@@ -55,7 +55,7 @@ class Freed:
 
     async def watch(self, worker: Any, core: Any, attempt: bytes) -> None:
         self._thread = await asked(worker, lambda _: threading.get_ident())
-        worker.part.thread.add_poll(self._poll)
+        worker.runtime.thread.add_poll(self._poll)
         cancel = core.cancel
 
         def heard(session: Any, cancelled: bytes, *choices: Any) -> None:
@@ -78,7 +78,7 @@ class Freed:
 
 def held(worker: Any, hogged: int = 0) -> int:
     """Blocks that are a request's; to be called in its engine's thread."""
-    blocks = worker.part.engine.stats().blocks
+    blocks = worker.runtime.engine.stats().blocks
     return int(blocks.used + blocks.reserved - hogged)
 
 
@@ -121,8 +121,8 @@ async def claiming(pair: Pair) -> bytes:
     assert taken is not None
     hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
     attempt = await pair.hand_off(prompt(LONG))
-    part: Any = pair.decode_worker.part
-    await eventually(lambda: part._receiver._claims)
+    part: Any = pair.decode_worker.runtime
+    await eventually(lambda: part.receiver._claims)
     assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
     assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt
@@ -171,7 +171,7 @@ def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., No
     model = Slow()
 
     async def test(pair: Pair) -> None:
-        part: Any = pair.decode_worker.part
+        part: Any = pair.decode_worker.runtime
 
         def following() -> int:
             return int(part.snapshot()[0].following)

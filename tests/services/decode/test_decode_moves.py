@@ -89,7 +89,9 @@ def slow() -> dict[str, Any]:
 
 
 async def snapshot(worker: Any) -> Any:
-    return (await asyncio.wrap_future(worker.part.thread.post(lambda _: worker.part.snapshot())))[0]
+    return (
+        await asyncio.wrap_future(worker.runtime.thread.post(lambda _: worker.runtime.snapshot()))
+    )[0]
 
 
 def test_it_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:

@@ -59,7 +59,7 @@ def _lease_moves(w: World, a: int, it: Attempt) -> Iterator[Move]:
     found = w.model.leases.all[it.lease]
     if found.phase in (lease.LeasePhase.PARKED, lease.LeasePhase.KEPT):
         yield let_lease_expire, a
-    in_batch = str(a) in w.decode_blocks().roster.waiting
+    in_batch = str(a) in w.decode_blocks().jobs.waiting
     if found.phase is lease.LeasePhase.PARKED and in_batch and w.may_strike("evict"):
         yield evict_parked, a
     if it.evicted:

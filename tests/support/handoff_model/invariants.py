@@ -17,7 +17,7 @@ def check_state(w: World) -> None:
         if decode.values[block - 1] != model.values.of_hash[chain_hash]:
             raise Violation(f"block {block} is cached with {decode.values[block - 1]} in it")
     promised = 0
-    jobs = w.decode_blocks().roster.jobs
+    jobs = w.decode_blocks().jobs.by_key
     for a in w.present:
         it = w.attempt(a)
         served = model.handoffs.live[it.receive] or it.evicted or str(a) in jobs

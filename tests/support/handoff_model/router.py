@@ -60,7 +60,7 @@ def offer(w: World, num_tokens: int) -> Promises | None:
     promises = Promises(2)
     promises.blocks = w.decode.promised
     blocks = min(promise_blocks(num_tokens, 1, 2), counts.total)
-    running = len(w.decode_blocks().roster.waiting)
+    running = len(w.decode_blocks().jobs.waiting)
     return promises if promises.offer(blocks, counts.free + counts.cached, running) else None
 
 
