@@ -283,6 +283,24 @@ def test_only_the_package_imports_the_rooms_that_compose() -> None:
     assert bad == []
 
 
+def test_each_class_name_is_defined_once() -> None:
+    """Generated messages aside, and classes that a function makes for itself."""
+    defined: defaultdict[str, list[str]] = defaultdict(list)
+    for path in modules(*PRODUCT).values():
+        tree = ast.parse(path.read_text())
+        inner = {
+            id(node)
+            for outer in ast.walk(tree)
+            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+            for node in ast.walk(outer)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and id(node) not in inner:
+                defined[node.name].append(str(path.relative_to(ROOT)))
+    assert len(defined) > 300
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
 def test_top_level_folders_are_namespaces_reached_by_symlinks() -> None:
     for folder in FOLDERS:
         assert not (ROOT / folder / "__init__.py").exists()
