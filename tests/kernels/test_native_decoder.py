@@ -50,9 +50,18 @@ def norm(seed: int, size: int = HIDDEN) -> Part:
 
 
 def linear(seed: int, outputs: int, inputs: int, kind: str = "Q8_0", bias: bool = False) -> Part:
+    """Of two matrices; `made` makes them."""
     half = outputs // 32 * 16
-    matrices = [matrix(seed, half, inputs, kind), matrix(seed + 1, outputs - half, inputs, kind)]
+    matrices = [(seed, half, inputs, kind), (seed + 1, outputs - half, inputs, kind)]
     return "linear", {"matrices": matrices, "bias": values(seed, outputs) if bias else None}
+
+
+def made(parts: list[Part]) -> list[Part]:
+    """The parts with matrices where there was how to make them."""
+    return [
+        (kind, f | {"matrices": [matrix(*m) for m in f["matrices"]]} if "matrices" in f else f)
+        for kind, f in parts
+    ]
 
 
 def rope() -> Part:
@@ -165,17 +174,24 @@ def pools(count: int, rows: int) -> list[NDArray[np.uint8]]:
     return [np.zeros((rows * Batch.WIDTH, size), np.uint8) for _ in range(count)]
 
 
-EMBEDDING, HEAD_MATRIX = matrix(7, VOCAB, HIDDEN), matrix(8, VOCAB, HIDDEN)
+def embedding() -> native.Matrix:
+    return matrix(7, VOCAB, HIDDEN)
+
+
+def head() -> native.Matrix:
+    return matrix(8, VOCAB, HIDDEN)
+
+
 LAST = norm(9)[1]
 
 
 def stack_of(context: native.Context, lists: list[list[Part]]) -> native.Stack:
     stack = native.Stack(context, hidden=HIDDEN, embed_scale=1.5, logit_soft_cap=0.0)
-    stack.set_embedding(EMBEDDING)
+    stack.set_embedding(embedding())
     stack.set_rope(0, COS, SIN)
     for parts in lists:
         stack.add_layer(parts)
-    stack.set_head(LAST, HEAD_MATRIX)
+    stack.set_head(LAST, head())
     return stack
 
 
@@ -191,7 +207,7 @@ def run(
 
 def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batch) -> Floats:
     """Final hidden states of all tokens, by the single operations on a thread of their own."""
-    stream = EMBEDDING.row_values(ONE, batch.ids)
+    stream = embedding().row_values(ONE, batch.ids)
     native.scale(ONE, stream, 1.5)
     for parts, pool in zip(lists, kv, strict=True):
         x = stream
@@ -251,7 +267,7 @@ def test_a_list_is_its_operations(
     """In chunks and then in decode steps of few and of many rows, each thread with rows of its own
     or all together; of the tokens only some are wanted, in any order.
     """
-    lists = [plain_layer(), *drawn]
+    lists = [made(parts) for parts in (plain_layer(), *drawn)]
     rows = data.draw(st.sampled_from([1, 3, 33, 50]))
     lens = data.draw(st.lists(st.integers(1, 120 // rows + 5), min_size=rows, max_size=rows))
     stack = stack_of(CONTEXTS[threads], lists)
@@ -265,11 +281,12 @@ def test_a_list_is_its_operations(
         want = one_by_one(lists, other, batch)[outputs]
         assert run(stack, batch, outputs, groups).tobytes() == want.tobytes()
         assert all(a.tobytes() == b.tobytes() for a, b in zip(own, other, strict=True))
+        assert stack.shares == (threads if step and threads > 1 and rows >= 16 * threads else 0)
         old = batch.kv_lens
 
 
 def test_of_the_last_layer_only_keys_and_values_are_computed_if_nothing_is_wanted() -> None:
-    lists = [plain_layer(), plain_layer()]
+    lists = [made(plain_layer()), made(plain_layer())]
     stack, own, other = stack_of(CONTEXTS[2], lists), pools(2, 1), pools(2, 1)
     stack.set_kv(own, "float32", BLOCK)
     batch = Batch([0], [70])
@@ -279,10 +296,10 @@ def test_of_the_last_layer_only_keys_and_values_are_computed_if_nothing_is_wante
 
 
 def test_logits_are_the_product_with_the_head() -> None:
-    stack, hidden = stack_of(CONTEXTS[2], [plain_layer()]), values(1, 5, HIDDEN)
+    stack, hidden = stack_of(CONTEXTS[2], [made(plain_layer())]), values(1, 5, HIDDEN)
     out = np.empty((5, VOCAB), np.float32)
     stack.logits(hidden, out)
-    assert out.tobytes() == native.linear(ONE, hidden, [HEAD_MATRIX]).tobytes()
+    assert out.tobytes() == native.linear(ONE, hidden, [head()]).tobytes()
 
 
 # --- lists that cannot be run
@@ -337,30 +354,30 @@ def fields(n: int, **other: Any) -> list[Part]:
 def test_a_list_that_cannot_be_run_is_refused(parts: list[Part], message: str) -> None:
     stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_soft_cap=0.0)
     stack.set_rope(0, COS, SIN)
-    stack.add_layer(plain_layer())
+    stack.add_layer(made(plain_layer()))
     with pytest.raises(ValueError, match=message):
-        stack.add_layer(parts)
-    stack.add_layer(plain_layer())  # nothing of the refused one is left
+        stack.add_layer(made(parts))
+    stack.add_layer(made(plain_layer()))  # nothing of the refused one is left
 
 
 def test_a_stack_is_complete_before_its_first_step() -> None:
     stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_soft_cap=0.0)
     with pytest.raises(ValueError, match="after the layers"):
-        stack.set_head(LAST, HEAD_MATRIX)
+        stack.set_head(LAST, head())
     stack.set_rope(0, COS, SIN)
-    stack.add_layer(plain_layer())
+    stack.add_layer(made(plain_layer()))
     batch = Batch([0], [3])
     with pytest.raises(ValueError, match="head is not set"):
         run(stack, batch, np.array([2]))
     with pytest.raises(ValueError, match="the last norm: weight of 9, not 64"):
-        stack.set_head(norm(1, 9)[1], HEAD_MATRIX)
+        stack.set_head(norm(1, 9)[1], head())
     with pytest.raises(ValueError, match="the head: inputs of 96, not 64"):
         stack.set_head(LAST, matrix(1, VOCAB, 96))
-    stack.set_head(LAST, HEAD_MATRIX)
+    stack.set_head(LAST, head())
     with pytest.raises(ValueError, match="layers come before the head"):
-        stack.add_layer(plain_layer())
+        stack.add_layer(made(plain_layer()))
     with pytest.raises(ValueError, match="embedding is not set"):
         run(stack, batch, np.array([2]))
-    stack.set_embedding(EMBEDDING)
+    stack.set_embedding(embedding())
     with pytest.raises(ValueError, match="no KV cache is set"):
         run(stack, batch, np.array([2]))
