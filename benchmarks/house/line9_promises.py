@@ -1,8 +1,8 @@
 """Line 9: the acceptance lines of before, from their results; nothing is run here.
 
 Each line's last record must have held, whole, on this source tree. One that held on another tree is
-named with its commit and the folders that have changed since, and counts as skipped: whether it may
-stand depends on what it runs, which a person decides.
+named with its commit and counts as skipped; beside each such commit stand the folders that have
+changed since. Whether the line may stand depends on what it runs, which a person decides.
 """
 
 import json
@@ -35,7 +35,6 @@ def stands(record: dict[str, Any] | None, tree: str) -> dict[str, Any]:
         return found | {"verdict": record["verdict"]}
     if record["tree"] != tree:
         found["skipped"] = f"held at {record['commit']}, before other changes"
-        found["changed"] = changed_since(record["commit"])
     return found
 
 
@@ -47,7 +46,10 @@ def main() -> int:
         modules = sorted((HERE / topic).glob("line*_*.py"), key=number)
         topics[topic] = {m.stem: stands(records.get(m.stem), tree) for m in modules}
     lines = [line for found in topics.values() for line in found.values()]
-    figures = judged({"ok": all(line["ok"] for line in lines), **topics})
+    earlier = sorted({line["commit"] for line in lines if "skipped" in line})
+    changed = {commit: changed_since(commit) for commit in earlier}
+    ok = all(line["ok"] for line in lines)
+    figures = judged({"ok": ok, **topics, "changed_files_since": changed})
     print(json.dumps(figures))
     return exit_code([figures["verdict"]])
 
