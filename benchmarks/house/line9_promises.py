@@ -9,7 +9,19 @@ import json
 from collections import Counter
 from typing import Any
 
-from accept import HELD, HERE, UNMEASURED, exit_code, git, judged, number, source_tree
+from accept import (
+    FAILED,
+    HELD,
+    HERE,
+    SKIPPED,
+    UNMEASURED,
+    exit_code,
+    git,
+    judged,
+    number,
+    skipped_parts,
+    source_tree,
+)
 
 TOPICS = ("main", "cpu", "handoff")
 
@@ -30,10 +42,10 @@ def changed_since(commit: str) -> dict[str, int]:
 def stands(record: dict[str, Any] | None, tree: str) -> dict[str, Any]:
     if record is None:
         return {"ok": False, "error": "never run"}
-    found = {"ok": record["verdict"] == HELD, "commit": record["commit"]}
-    if record["verdict"] != HELD:
-        return found | {"verdict": record["verdict"]}
-    if record["tree"] != tree:
+    found = {"ok": record["verdict"] != FAILED, "commit": record["commit"]}
+    if record["verdict"] == SKIPPED:
+        found["skipped"] = "; ".join(skipped_parts(record))
+    elif record["verdict"] == HELD and record["tree"] != tree:
         found["skipped"] = f"held at {record['commit']}, before other changes"
     return found
 
