@@ -33,7 +33,7 @@ help:
 	@echo "make accept-house  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
-	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
+	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
 setup: $(STAMP)

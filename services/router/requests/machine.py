@@ -371,9 +371,10 @@ class _Step:
     def seek_prefill(self, prefill: Reachability) -> None:
         """Say PrefillStart again if the prefill worker is there; try anew if it will not be."""
         assert self.state.attempt is not None
-        if prefill is Reachability.YES:
-            self.start_prefill(self.state.attempt.sending_prefill)
-        elif prefill is Reachability.NO:
+        sender = self.state.attempt.sending_prefill  # a migration's target knows none
+        if prefill is Reachability.YES and sender:
+            self.start_prefill(sender)
+        elif prefill is not Reachability.NOT_YET:
             self.set(num_prefill_failures=self.state.num_prefill_failures + 1)
             self.retry("its prefill worker is not there")
 

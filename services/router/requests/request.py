@@ -353,7 +353,9 @@ class RoutedRequest:
 
     def _resumed(self, message: wire.Resumed, now: float) -> None:
         attempt = self.state.attempt
-        prefill = (attempt.prefill if attempt else b"") or message.prefill_boot
+        prefill = b"" if attempt is None else attempt.prefill
+        if attempt is not None and attempt.adopted:
+            prefill = prefill or message.prefill_boot
         event = on.ResumeAccepted(
             message.attempt,
             message.epoch,
