@@ -113,7 +113,7 @@ class HandoffEnded:
     """Something ends it. `told`: the peer knows already, or cannot be told."""
 
     reason: str
-    told: bool = False
+    peer_notified: bool = False
 
 
 Event = (
@@ -167,7 +167,8 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
         case Heard(at):
             return replace(state, heard=max(state.heard, at)), ()
         case PeerProgress(at, steps, busy):
-            moved = at if steps != state.steps or not busy else state.moved
+            moves = steps != state.steps or not busy
+            moved = max(state.moved, at) if moves else state.moved
             return replace(state, heard=max(state.heard, at), steps=steps, moved=moved), ()
         case Tick():
             reason = _overdue(state, now)
@@ -222,7 +223,7 @@ def _release(state: Handoff, end: HandoffEnded) -> tuple[Handoff, Actions]:
         actions.append(Action.FREE_BLOCKS)
     if state.side is Side.SEND and state.phase is Phase.ADMITTED:
         actions.append(Action.LEAVE_QUEUE)
-    if state.linked and not end.told:
+    if state.linked and not end.peer_notified:
         actions.append(Action.SEND_ABORT)
     actions.append(Action.REPORT_LOST)
     return replace(state, phase=Phase.RELEASED, reason=end.reason), tuple(actions)
