@@ -1,7 +1,7 @@
-"""`pdserve replay RING...`: the life of every hand-off that processes have noted.
+"""`pdserve replay RING...` prints what each process has recorded of its hand-offs.
 
-One line a record, in the order in which they were made, times from the attempt's first. A ring can
-be read while its process runs.
+Each record is one line, in the order in which they were made; times count from the attempt's first
+record. A ring can be read while its process runs.
 """
 
 import json
@@ -19,7 +19,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
-    """0; 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
+    """Returns 0, or 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
     chosen = settings.build(ReplaySettings)
     prefix = chosen.attempt.lower()
     try:
@@ -28,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
         print(f"pdserve replay: {error}", file=sys.stderr)
         return 1
     timeline = merge(recordings)
-    lives = {
+    attempts = {
         attempt: entries
         for attempt, entries in timeline.attempts().items()
         if attempt.hex().startswith(prefix[: 2 * len(attempt)])
@@ -36,19 +36,22 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
     for recording in recordings:
         if recording.lost or recording.damaged:
             print(f"{recording.name}: {gaps(recording)}", file=sys.stderr)
-    if not lives:
+    if not attempts:
         print("pdserve replay: no such attempt" if prefix else "pdserve replay: no records")
         return 1
     if chosen.seed:
-        print(json.dumps(scenario(timeline, lives)))
+        print(json.dumps(scenario(timeline, attempts)))
     elif not chosen.check:
-        for attempt, entries in lives.items():
-            print("\n".join(life_lines(timeline, attempt, entries)), end="\n\n")
-    return verdict(recordings, lives) if chosen.check else 0
+        for attempt, entries in attempts.items():
+            print("\n".join(attempt_lines(timeline, attempt, entries)), end="\n\n")
+    return verdict(recordings, attempts) if chosen.check else 0
 
 
 def paths(words: Sequence[str]) -> list[Path]:
-    """The files that are named, and those in the folders. Raises RingError for an empty one."""
+    """Returns the files that are named and those in the folders that are named.
+
+    Raises RingError for a folder without any.
+    """
     found: list[Path] = []
     for word in words:
         path = Path(word)
@@ -60,16 +63,16 @@ def paths(words: Sequence[str]) -> list[Path]:
 
 
 def gaps(recording: Recording) -> str:
-    """What is not there."""
+    """Says what the ring has lost."""
     parts = [f"{recording.lost} older records overwritten"] if recording.lost else []
     parts += [f"{recording.damaged} records damaged"] if recording.damaged else []
     return ", ".join(parts)
 
 
-def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
-    """A head, then a line for each record."""
+def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yields a head and then a line for each record."""
     routed = [
-        e.record for e in entries if e.record.side == ROUTE and e.record.mark is RecordKind.OPENED
+        e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
     which = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
     yield f"attempt {attempt.hex()}{which}"
@@ -81,11 +84,11 @@ def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> 
         yield f"  {seconds:12.6f}  {recording.name:{width}}  {record.side:7}  {words}"
 
 
-def verdict(recordings: Sequence[Recording], lives: Mapping[bytes, Sequence[Entry]]) -> int:
-    """Print the violations of these attempts and a summary; the exit code."""
-    violations = [v for v in check(recordings) if v.attempt in lives]
+def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:
+    """Prints the violations of these attempts and a summary; returns the exit code."""
+    violations = [v for v in check(recordings) if v.attempt in attempts]
     for violation in violations:
         print(violation, end="\n\n")
-    records = sum(map(len, lives.values()))
-    print(f"{len(lives)} attempts, {records} records, {len(violations)} violations")
+    records = sum(map(len, attempts.values()))
+    print(f"{len(attempts)} attempts, {records} records, {len(violations)} violations")
     return 1 if violations else 0

@@ -154,7 +154,7 @@ class Faults:
         process = self._cluster.nodes[victim].process if victim else None
         if process is None or not process.alive or process.service is None:
             return None
-        return process.service._part
+        return process.service.runtime
 
     def _hit(self, strike: Strike) -> None:
         strike.hit = True

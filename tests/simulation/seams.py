@@ -97,7 +97,7 @@ class LoopEngineThread(EngineThread):
             return
         if wrong := self._engine.discrepancy(recount=True):
             log.error("blocks do not add up: %s", wrong)
-        self._pulse.beat(self._process.time())
+        self._liveness.beat(self._process.time())
         self._carry_out_posted()
         more = self._poll()
         try:
@@ -244,26 +244,20 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
         "pdserve.engine.handoff.connection.data_listeners.DataLink": SimLink,
         "pdserve.engine.handoff.connection.dial.DataLink": SimLink,
-        "pdserve.services.decode.runtime.EngineThread": LoopEngineThread,
+        "pdserve.services.worker.runtime.EngineThread": LoopEngineThread,
         "pdserve.services.decode.runtime.Receiver": LoopReceiver,
-        "pdserve.services.decode.runtime.Sender": LoopSender,
-        "pdserve.services.decode.runtime.make_transports": transports,
-        "pdserve.services.decode.runtime.open_ring": open_ring,
-        "pdserve.services.prefill.runtime.open_ring": open_ring,
+        "pdserve.services.worker.runtime.Sender": LoopSender,
+        "pdserve.services.worker.runtime.make_transports": transports,
+        "pdserve.services.worker.runtime.open_ring": open_ring,
         "pdserve.services.router.main.open_ring": open_ring,
-        "pdserve.services.decode.runtime.shm_folder": lambda configured: "",
-        "pdserve.services.prefill.runtime.EngineThread": LoopEngineThread,
-        "pdserve.services.prefill.runtime.Sender": LoopSender,
-        "pdserve.services.prefill.runtime.make_transports": transports,
-        "pdserve.services.prefill.runtime.shm_folder": lambda configured: "",
+        "pdserve.services.worker.runtime.shm_folder": lambda configured: "",
         "pdserve.services.worker.membership._Lease": LoopLease,
-        "pdserve.services.worker.worker.Membership": LoopMembership,
+        "pdserve.services.worker.process.Membership": LoopMembership,
         # A second signal: the process of the simulation ends, not this one.
         "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
-        "pdserve.services.worker.worker.GrpcHost": LoopHost,
-        "pdserve.services.worker.worker.threading": SimpleNamespace(Thread=LoadingThread),
-        "pdserve.services.decode.main.build_engine": build,
-        "pdserve.services.prefill.main.build_engine": build,
+        "pdserve.services.worker.process.GrpcHost": LoopHost,
+        "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),
+        "pdserve.services.worker.role.build_engine": build,
         "pdserve.services.router.main.RouterProcess": SeenRouter,
         "pdserve.services.router.core.random": SimpleNamespace(
             Random=lambda: Random(entropy.random())

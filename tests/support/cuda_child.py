@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eventually import wait_until
 from fake_device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at, pages_of
 from link_ends import (
     BOOT,
@@ -70,9 +71,9 @@ def frame(sequence: int, sent: Callable[[Slot], None]) -> FrameJob:
     data = payload(sequence)
 
     @contextmanager
-    def build(slot: int, outlet: Any) -> Iterator[Frame]:
-        outlet.copy_out(pages_of(data), COPY_KEY)
-        sent(outlet.slot)
+    def build(slot: int, sink: Any) -> Iterator[Frame]:
+        sink.copy_out(pages_of(data), COPY_KEY)
+        sent(sink.slot)
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), SIZE, bytes(16)
         )
@@ -118,7 +119,7 @@ def serve(folder: str) -> None:
     print("listening", flush=True)
     seen = 0
     while True:
-        decode.wait(lambda old=seen: len(decode.payloads) > old)  # type: ignore[misc]
+        wait_until(lambda old=seen: len(decode.payloads) > old, limit_s=3600, pause_s=0.0005)
         for _ in range(len(decode.payloads) - seen):
             print("frame", flush=True)
             seen += 1

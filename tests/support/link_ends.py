@@ -1,12 +1,13 @@
 """Two ends of a connection in one process, with handlers that record what they see."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from eventually import LIMIT_S
 from fake_device import FakeDevice, pages_of
 
 from pdserve.engine.handoff.connection.link import DataLink
@@ -43,15 +44,15 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
     """An unsigned frame: what a transport moves, not what a Receiver takes."""
 
     @contextmanager
-    def build(slot: int, outlet: DeviceSink | None) -> Iterator[Frame]:
-        if outlet is not None:
+    def build(slot: int, sink: DeviceSink | None) -> Iterator[Frame]:
+        if sink is not None:
             source = np.zeros(_padded(len(payload)), np.uint8)
             source[: len(payload)] = np.frombuffer(payload, np.uint8)
-            outlet.copy_out(pages_of(source), COPY_KEY).wait()
+            sink.copy_out(pages_of(source), COPY_KEY).wait()
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), len(payload), bytes(16)
         )
-        yield Frame(header.pack() + bytes(TAG_BYTES), [] if outlet else [memoryview(payload)])
+        yield Frame(header.pack() + bytes(TAG_BYTES), [] if sink else [memoryview(payload)])
 
     return build
 
@@ -71,7 +72,6 @@ class Recorder:
         self._free.set()
         self.reasons: list[str] = []
         self.links: list[DataLink] = []
-        self.changed = threading.Condition()
 
     def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return self.refuse
@@ -79,7 +79,7 @@ class Recorder:
     def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Signed) and isinstance(message.body, messages.Claim):
             link.trust()
-        self._note(lambda: self.messages.append(message))
+        self.messages.append(message)
 
     def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         return self.accept
@@ -93,9 +93,9 @@ class Recorder:
             copy = payload.copy_in(pages_of(target), COPY_KEY)
             copy.wait()
             data = target.tobytes()[: header.payload_bytes] if copy.intact else b"damaged"
-        self._note(lambda: self.payloads.append((header.sequence, data)))
+        self.payloads.append((header.sequence, data))
         if not link.direct:
-            assert self._free.wait(10.0)
+            assert self._free.wait(LIMIT_S)
         elif self._free.is_set():
             link.credit(header)
         else:
@@ -110,16 +110,7 @@ class Recorder:
             link.credit(header)
 
     def closed(self, link: DataLink, reason: str) -> None:
-        self._note(lambda: self.reasons.append(reason))
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-        with self.changed:
-            return self.changed.wait_for(condition, timeout_s)
-
-    def _note(self, change: Callable[[], None]) -> None:
-        with self.changed:
-            change()
-            self.changed.notify_all()
+        self.reasons.append(reason)
 
 
 class Ends:

@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "../pool.h"
-#include "../table.h"
+#include "threads/pool.h"
+#include "dispatch/table.h"
 
 namespace nb = nanobind;
 
@@ -39,6 +39,9 @@ std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
   size_t bytes = static_cast<size_t>(pdserve::round_up(count * sizeof(T) + 1, pdserve::kAlign));
   return {static_cast<T*>(std::aligned_alloc(pdserve::kAlign, bytes)), &std::free};
 }
+
+// silu, gelu_tanh or gelu; throws std::invalid_argument for another name.
+pdserve::Activation activation_of(const std::string& name);
 
 void bind_context(nb::module_& m);
 void bind_linear(nb::module_& m);

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_child import SIZE, frame, payload
+from eventually import wait_until
 from fake_device import FakeSignal, pages_of
 from link_ends import COPY_KEY, Ends, Recorder
 
@@ -30,7 +31,7 @@ class Keeper(Recorder):
         self.inlets: list[tuple[DataLink, FrameHeader, Any]] = []
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
-        self._note(lambda: self.inlets.append((link, header, payload)))
+        self.inlets.append((link, header, payload))
 
 
 @pytest.fixture
@@ -64,15 +65,15 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def first(ends: Ends, count: int = 1) -> Any:
-    """The inlet of the `count`th frame."""
+    """The source of the `count`th frame."""
     keeper: Any = ends.decode
-    assert keeper.wait(lambda: len(keeper.inlets) >= count)
+    wait_until(lambda: len(keeper.inlets) >= count)
     return keeper.inlets[count - 1][2]
 
 
-def take(inlet: Any) -> tuple[bool, np.ndarray]:
+def take(source: Any) -> tuple[bool, np.ndarray]:
     target = np.zeros(SIZE, np.uint8)
-    copy = inlet.copy_in(pages_of(target), COPY_KEY)
+    copy = source.copy_in(pages_of(target), COPY_KEY)
     copy.wait()
     return copy.intact, target
 
@@ -83,18 +84,18 @@ def window_of(ends: Ends, link: int) -> Any:
 
 def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:
     child = start("half")
-    inlet = first(ends)
-    assert not inlet.ready(), "its frame is here, its copy is not done"
+    source = first(ends)
+    assert not source.ready(), "its frame is here, its copy is not done"
     window = window_of(ends, 0)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
-    assert not inlet.ready(), "and never will be: decode waits for nobody"
-    counts = inlet.slot.signal.counts
-    assert isinstance(inlet.slot.signal, FakeSignal)
+    wait_until(lambda: len(ends.decode.reasons) == 1)
+    assert not source.ready(), "and never will be: decode waits for nobody"
+    counts = source.slot.signal.counts
+    assert isinstance(source.slot.signal, FakeSignal)
     counts[1] = counts[0]  # a driver that calls the dead one's work done
-    assert inlet.ready()
-    intact, _ = take(inlet)
+    assert source.ready()
+    intact, _ = take(source)
     assert not intact, "half a payload"
     start("late")
     intact, data = take(first(ends, 2))
@@ -105,14 +106,14 @@ def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> No
 
 def test_late_writes_change_the_window_and_nothing_else(ends: Ends, start: Any) -> None:
     child = start("late")
-    inlet = first(ends)
-    intact, data = take(inlet)
+    source = first(ends)
+    intact, data = take(source)
     assert intact
     child.stdin.write("again\n")
     child.stdin.flush()
     assert child.stdout.readline() == "late\n"
     assert (data == payload(7)).all()
-    intact, later = take(inlet)
+    intact, later = take(source)
     assert (later == 0xEE).all(), "the writer really wrote"
     assert not intact, "a copy made now would have been refused"
 
@@ -124,13 +125,13 @@ def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
     child.send_signal(signal.SIGSTOP)
     ends.decode.links[0].close("peer silent")
     second = start("late")
-    inlet = first(ends, 2)
+    source = first(ends, 2)
     assert window_of(ends, 1) is not window_of(ends, 0)
     child.send_signal(signal.SIGCONT)
     child.stdin.write("again\n")
     child.stdin.flush()
     assert child.stdout.readline() == "late\n"
-    intact, data = take(inlet)
+    intact, data = take(source)
     assert intact
     assert (data == payload(7)).all()
     assert second.poll() is None
@@ -143,8 +144,8 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child = start("flood")
         for _ in range(1 + 5 * round):
             first(ends, taken + 1)
-            link, header, inlet = keeper.inlets[taken]
-            intact, data = take(inlet)
+            link, header, source = keeper.inlets[taken]
+            intact, data = take(source)
             assert intact
             assert (data == payload(header.sequence)).all()
             link.credit(header)
@@ -152,7 +153,7 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child.kill()
         child.wait()
         over = round + 1
-        assert keeper.wait(lambda over=over: len(keeper.reasons) == over)
+        wait_until(lambda over=over: len(keeper.reasons) == over)
         taken = len(keeper.inlets)  # what came after the last one that was taken
     assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
 
@@ -174,7 +175,7 @@ def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
             assert child.stdout.readline() == "frame\n"
         child.kill()
         child.wait()
-        assert prefill.wait(lambda ended=prefill.reasons: len(ended) == 1)
+        wait_until(lambda ended=prefill.reasons: len(ended) == 1)
         link.close()
         assert link.ended
         assert sent

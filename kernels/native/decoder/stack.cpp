@@ -1,0 +1,225 @@
+#include "decoder/stack.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace pdserve {
+namespace {
+
+constexpr int64_t kInline = 8192;  // values below which a job is not worth waking helpers for
+constexpr int64_t kRowsPerPiece = 4;
+// Rows that one thread takes through some parts: fewer read the weights too often, more leave its
+// second cache.
+constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
+// Rows of decode that a thread takes through all layers: fewer read the weights too often.
+constexpr int64_t kFewestShare = 16;
+constexpr double kUneven = 1.1;  // how much dearer than the mean a share may be
+
+void fit(Part& part, const char* name, int64_t inputs) {
+  try {
+    part.fit(inputs);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string(name) + ": " + error.what());
+  }
+}
+
+}  // namespace
+
+void Stack::add_layer(Parts parts) {
+  if (complete()) throw std::invalid_argument("layers come before the head");
+  check_layer(parts, hidden_, layers_.size());
+  for (std::unique_ptr<Part>& part : parts) {
+    auto* attention = dynamic_cast<AttentionPart*>(part.get());
+    if (!attention) continue;
+    for (const AttentionPart* other : attentions_) {
+      if (other->group == attention->group && !other->planned_like(*attention)) {
+        throw std::invalid_argument("layer " + std::to_string(layers_.size()) +
+                                    " (attention): other heads or another window than the layers "
+                                    "before it of group " + std::to_string(other->group));
+      }
+    }
+    attentions_.push_back(attention);
+  }
+  layers_.push_back(std::move(parts));
+}
+
+void Stack::set_head(NormPart norm, LinearPart head) {
+  if (complete()) throw std::invalid_argument("the head is set already");
+  if (layers_.empty()) throw std::invalid_argument("the head comes after the layers");
+  fit(norm, "the last norm", hidden_);
+  fit(head, "the head", hidden_);
+  norm_.emplace(std::move(norm));
+  plan_ = make_plan(layers_, *norm_, hidden_);
+  head_.emplace(std::move(head));
+  places_ = std::vector<Place>(plan_.widths.size());
+  for (size_t i = 0; i < places_.size(); ++i) places_[i].width = plan_.widths[i];
+  cuts_ = std::vector<Attention>(plan_.groups.size());
+}
+
+// Calls `body` with all rows, or with some at a time on each thread if there are many.
+template <class Body>
+void Stack::over_rows(const Body& body) {
+  const int64_t threads = pool_.threads();
+  if (rows_ < kFewestAlone * threads) return body(Rows{0, rows_, false});
+  const int64_t pieces = threads * ceil_div(rows_, threads * kMostAlone);
+  const int64_t size = ceil_div(rows_, pieces);
+  pool_.run(ceil_div(rows_, size), [&](int64_t piece, int) {
+    body(Rows{piece * size, std::min(size, rows_ - piece * size), true});
+  });
+}
+
+template <class Body>
+void Stack::each_row(const Rows& rows, int64_t cols, const Body& body) {
+  const int64_t end = rows.begin + rows.count;
+  if (rows.alone || rows.count * cols <= kInline) {
+    for (int64_t row = rows.begin; row < end; ++row) body(row);
+    return;
+  }
+  pool_.run(ceil_div(rows.count, kRowsPerPiece), [&](int64_t piece, int) {
+    const int64_t first = rows.begin + piece * kRowsPerPiece;
+    for (int64_t row = first; row < std::min(end, first + kRowsPerPiece); ++row) body(row);
+  });
+}
+
+// Gives every place its memory before threads write to it: none moves until `keep_outputs`.
+Step Stack::begin_step(const StepBatch& batch, float* hidden) {
+  rows_ = batch.tokens;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    Place& place = places_[i];
+    place.at = i == kHiddenPlace ? hidden : place.memory.at_least(batch.tokens * place.width);
+  }
+  uint8_t* encodings = encodings_.at_least(batch.tokens * plan_.encoding_bytes);
+  float* stream = places_[kStreamPlace].at;
+  return {pool_, kernels_, batch, stream, hidden_, encodings, plan_.encoding_bytes};
+}
+
+void Stack::embed(const Step& step) {
+  each_row(Rows{0, rows_, false}, hidden_, [&](int64_t token) {
+    float* to = step.stream + token * hidden_;
+    kernels_.matrix_row(embedding, step.batch.token_ids[token], to);
+    if (embed_scale_ != 1) kernels_.scale(to, embed_scale_, hidden_);
+  });
+}
+
+// All passes of a segment on some rows; not its attention.
+void Stack::run(const Segment& segment, const Step& step, const Rows& rows) {
+  for (const Pass& pass : segment.passes) {
+    each_row(rows, pass.cols, [&](int64_t row) {
+      for (const Op& op : pass.ops) {
+        op.part->row(step, rows, row, places_[op.in].row(row), places_[op.out].row(row));
+      }
+    });
+    const Op& last = pass.ops.back();
+    last.part->together(step, rows, places_[last.in].row(rows.begin),
+                        places_[last.out].row(rows.begin));
+  }
+}
+
+AttentionBatch Stack::attention_of(const Segment& segment, const StepBatch& batch) const {
+  const Op& op = segment.attend;
+  return segment.attention->task(batch, places_[op.in].at, places_[op.out].at);
+}
+
+void Stack::plan_attention(const StepBatch& batch) {
+  for (size_t g = 0; g < cuts_.size(); ++g) {
+    const AttentionPart* first = plan_.groups[g];
+    if (first) cuts_[g].plan(first->task(batch, nullptr, nullptr), kernels_, pool_.threads());
+  }
+}
+
+// Where the rows of decode are cut, so that each thread can take a share through all layers without
+// waiting for others or reading what they wrote: the first row of each, and the end. Empty if there
+// are too few, or if the contexts are too unlike.
+std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
+  const int64_t threads = pool_.threads();
+  if (threads < 2 || batch.rows < kFewestShare * threads) return {};
+  if (batch.tokens != batch.rows || batch.num_outputs == 0) return {};
+  std::vector<int64_t> until{0};  // the cost of all rows before
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    int64_t cost = plan_.products;
+    for (size_t g = 0; g < cuts_.size(); ++g) {
+      if (plan_.groups[g]) cost += plan_.tile_costs[g] * cuts_[g].cost(row);
+    }
+    until.push_back(until.back() + cost);
+  }
+  std::vector<int64_t> cuts{0};
+  const double mean = static_cast<double>(until.back()) / static_cast<double>(threads);
+  for (int64_t n = 1; n <= threads; ++n) {
+    auto next = std::upper_bound(until.begin(), until.end(), static_cast<int64_t>(mean * n));
+    cuts.push_back(n < threads ? next - until.begin() - 1 : batch.rows);
+    if (until[cuts[n]] - until[cuts[n - 1]] > mean * kUneven) return {};
+  }
+  return cuts;
+}
+
+// After the last attention only the rows of wanted tokens go on, in the order in which they are
+// wanted: what attention made of them, and the stream.
+void Stack::keep_outputs(Step& step, Place& attended) {
+  const StepBatch& batch = step.batch;
+  Buffer<float>* spare = spare_;
+  for (Place* place : {&attended, &places_[kStreamPlace]}) {
+    float* kept = spare->at_least(batch.num_outputs * place->width);
+    const size_t bytes = static_cast<size_t>(place->width) * sizeof(float);
+    for (int64_t i = 0; i < batch.num_outputs; ++i) {
+      std::memcpy(kept + i * place->width, place->row(batch.outputs[i]), bytes);
+    }
+    std::swap(place->memory, *spare++);
+    place->at = kept;
+  }
+  step.stream = places_[kStreamPlace].at;
+  rows_ = batch.num_outputs;
+}
+
+void Stack::forward(const StepBatch& batch, float* hidden) {
+  Step step = begin_step(batch, hidden);
+  embed(step);
+  plan_attention(batch);
+  const std::vector<int64_t> cuts = cut(batch);
+  shares_ = cuts.empty() ? 0 : static_cast<int64_t>(cuts.size()) - 1;
+  const size_t layers = plan_.segments.size() - 1;
+  const auto cut_of = [&](const Segment& segment) -> Attention& {
+    return cuts_[static_cast<size_t>(segment.attention->group)];
+  };
+  if (shares_) {
+    pool_.run(shares_, [&](int64_t n, int worker) {
+      const Rows rows{cuts[n], cuts[n + 1] - cuts[n], true};
+      for (size_t i = 0; i < layers; ++i) {
+        const Segment& segment = plan_.segments[i];
+        run(segment, step, rows);
+        cut_of(segment).run_rows(kernels_, attention_of(segment, batch), rows.begin,
+                                 rows.begin + rows.count, worker);
+      }
+    });
+  } else {
+    for (size_t i = 0; i < layers; ++i) {
+      const Segment& segment = plan_.segments[i];
+      over_rows([&](const Rows& rows) { run(segment, step, rows); });
+      if (i + 1 == layers && batch.num_outputs == 0) return;
+      cut_of(segment).run(pool_, kernels_, attention_of(segment, batch));
+    }
+  }
+  keep_outputs(step, places_[plan_.segments[layers - 1].attend.out]);
+  over_rows([&](const Rows& rows) { run(plan_.segments.back(), step, rows); });
+}
+
+void Stack::logits(const float* hidden, int64_t rows, float* logits) {
+  const LinearPart& head = *head_;
+  const Rows all{0, rows, false};
+  const int64_t row_bytes = head.encoding_bytes(), vocab = vocabulary();
+  uint8_t* encodings = encodings_.at_least(rows * row_bytes);
+  const StepBatch none;
+  const Step step{pool_, kernels_, none, nullptr, hidden_, encodings, row_bytes};
+  each_row(all, hidden_, [&](int64_t row) {
+    head.row(step, all, row, hidden + row * hidden_, nullptr);
+  });
+  head.together(step, all, hidden, logits);
+  if (logit_soft_cap_ == 0) return;
+  each_row(all, vocab, [&](int64_t row) {
+    kernels_.soft_cap(logits + row * vocab, logit_soft_cap_, vocab);
+  });
+}
+
+}  // namespace pdserve

@@ -1,0 +1,212 @@
+"""Frames copied on a device: whatever their order, a verified block is never written again."""
+
+import random
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
+from pdserve.engine.handoff.protocol.frames import FrameHeader
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
+from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+
+SPEC = KvSpec(4, (LayerGroup((0, 1, 2), "full", 0, 1, 8, "bfloat16", 0, 1),))
+BLOCK = SPEC.groups[0].block_bytes(4)
+NUM_TOKENS = 40
+GOOD, BAD = "good", "bad"
+Cell = tuple[int, int]  # layer, block
+
+
+class Pool:
+    """What each cell holds. A copy may have written any part of its cells from launch to done."""
+
+    def __init__(self) -> None:
+        self.cells: dict[Cell, str] = {}
+
+    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages:
+        return Pages(0, 0, BLOCK, layers, tuple(blocks))
+
+
+class Copy:
+    def __init__(self, pool: Pool, pages: Pages, content: str) -> None:
+        self._pool, self._content = pool, content
+        self._cells = [(layer, block) for layer in pages.layers for block in pages.blocks]
+        self.intact = content == GOOD
+        self.over = False
+        for cell in self._cells:
+            pool.cells[cell] = "half"
+
+    def end(self) -> None:
+        self.over = True
+        for cell in self._cells:
+            self._pool.cells[cell] = self._content
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        raise AssertionError("decode never waits")
+
+
+class DeviceSource:
+    def __init__(self, run: "Run", content: str) -> None:
+        self._run, self.content, self.is_ready = run, content, False
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def copy_in(self, pages: Pages, key: bytes) -> Copy:
+        assert self.is_ready
+        copy = Copy(self._run.pool, pages, self.content)
+        self._run.copies.append(copy)
+        return copy
+
+
+class Run:
+    """A Taker, and an attempt with its frames in random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.pool = Pool()
+        self.copies: list[Copy] = []
+        self.credits: Counter[int] = Counter()
+        self.link: Any = SimpleNamespace(credit=lambda header: self.credits.update([header.slot]))
+        self.attempt: Any = SimpleNamespace(
+            bitmap=Bitmap(SPEC, NUM_TOKENS, (0,)),
+            state=SimpleNamespace(holds=True),
+            peer_key=SimpleNamespace(copy_key=lambda sequence: bytes(32)),
+            blocks=SimpleNamespace(of=lambda piece: list(piece.blocks)),
+        )
+        self.told: Counter[str] = Counter()
+        self.nacked: deque[Piece] = deque()
+        self.inlets: list[DeviceSource] = []
+        self.num_sent = 0
+        self.frames = DeviceFrames(self.pool, self, self.guarded)
+
+    def send(self, piece: Piece, content: str) -> None:
+        header = FrameHeader(
+            ticket=bytes(16),
+            sequence=self.num_sent,
+            slot=self.num_sent,  # a number of its own, to count its credits
+            group=0,
+            layers=piece.layers,
+            tokens=range(piece.blocks.start * 4, piece.blocks.stop * 4),
+            heads=range(1),
+            payload_bytes=len(piece.layers) * len(piece.blocks) * BLOCK,
+            payload_tag=bytes(16),
+        )
+        self.num_sent += 1
+        self.inlets.append(DeviceSource(self, content))
+        self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.inlets[-1]))
+
+    def guarded(self, attempt: Any, act: Any) -> bool:
+        act(attempt)
+        return True
+
+    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
+        self.told["duplicate" if written is None else "taken"] += 1
+        if written is not None:
+            assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
+            self.attempt.bitmap.add(written)
+
+    def damaged(self, frame: ReceivedFrame) -> None:
+        self.told["damaged"] += 1
+        assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
+        self.nacked.append(self.attempt.bitmap.piece(frame.header))
+
+    def refused(self, frame: ReceivedFrame, error: Exception) -> None:
+        self.told[str(error)] += 1
+
+    def late(self, frame: ReceivedFrame) -> None:
+        self.told["late"] += 1
+
+    def check(self) -> None:
+        """Whatever is verified is whole."""
+        have = self.attempt.bitmap._have[0]
+        for layer, mask in enumerate(have):
+            for block in range(NUM_TOKENS // 4):
+                if mask >> block & 1:
+                    assert self.pool.cells[layer, block] == GOOD
+
+    def something_happens(self) -> bool:
+        """On the device, or at the peer; False: nothing is left to happen."""
+        waiting = [i for i in self.inlets if not i.is_ready]
+        running = [c for c in self.copies if not c.over]
+        choice = self.rng.random()
+        if waiting and (choice < 0.5 or not running):
+            self.rng.choice(waiting).is_ready = True
+        elif running:
+            running[0].end()  # a stream: in order
+        return bool(waiting or running)
+
+
+def test_any_order_of_duplicates_and_damage() -> None:
+    told: Counter[str] = Counter()
+    deferred = 0
+    for seed in range(400):
+        run = Run(seed)
+        pieces = list(cut(SPEC, 0, range(NUM_TOKENS // 4), 3 * BLOCK))
+        assert len(pieces) > 5
+        to_send = [(piece, run.rng.choice((GOOD, GOOD, BAD))) for piece in pieces * 2]
+        run.rng.shuffle(to_send)
+        while to_send or run.nacked or run.frames.poll():
+            if to_send and run.rng.random() < 0.5:
+                run.send(*to_send.pop())
+            elif run.nacked:
+                run.send(run.nacked.popleft(), run.rng.choice((GOOD, BAD)))
+            run.something_happens()
+            run.check()
+            run.frames.poll()
+            deferred += len(run.frames._waiting)
+            run.check()
+        assert run.attempt.bitmap.complete
+        assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)
+        assert run.credits == Counter(range(run.num_sent)), "each slot is credited once"
+        told += run.told
+    print(dict(told), deferred)
+    assert min(told["taken"], told["duplicate"], told["damaged"], deferred) > 500
+
+
+def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
+    run = Run(0)
+    run.send(Piece(0, range(2), range(3)), GOOD)
+    run.inlets[0].is_ready = True
+    run.frames.poll()
+    run.send(Piece(0, range(1, 3), range(2, 5)), BAD)
+    run.inlets[1].is_ready = True
+    assert run.frames.poll()
+    assert len(run.copies) == 1, "it waits for the copy that it overlaps"
+    run.copies[0].end()
+    assert not run.frames.poll()
+    assert len(run.copies) == 1
+    assert run.told == {"taken": 1, "it overlaps verified blocks": 1}
+    assert run.credits == {0: 1, 1: 1}
+    run.check()
+
+
+@pytest.mark.parametrize("when", ["before the copy", "during the copy"])
+def test_an_attempt_that_ends(when: str) -> None:
+    run = Run(0)
+    run.send(Piece(0, range(1), range(2)), GOOD)
+    if when == "during the copy":
+        run.inlets[0].is_ready = True
+        assert run.frames.poll()
+        run.copies[0].end()
+    run.attempt.state.holds = False
+    assert not run.frames.poll()
+    assert run.told == {"late": 1}
+    assert run.credits == {0: 1}
+
+
+def test_a_peer_that_never_finishes_holds_nobody_up() -> None:
+    run = Run(0)
+    run.send(Piece(0, range(1), range(2)), GOOD)
+    run.send(Piece(0, range(1, 2), range(2)), GOOD)
+    run.inlets[1].is_ready = True
+    assert run.frames.poll()
+    run.copies[0].end()
+    assert run.frames.poll(), "the first still waits"
+    assert run.told == {"taken": 1}
