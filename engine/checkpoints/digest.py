@@ -12,9 +12,8 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
+import numpy as np
 
 from pdserve.engine.weights.format import RawTensor
 
@@ -22,9 +21,12 @@ RULES = "1"  # raise it when a leaf's content changes
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:
-    """The hash of one tensor."""
-    stored: Any = raw.data.contiguous().view(torch.uint8).numpy()
-    content = hashlib.sha256(stored).digest()
+    """The hash of one tensor; of several parts, over their hashes in the order of their names."""
+    hashes = [
+        hashlib.sha256(np.ascontiguousarray(part).data).digest()
+        for _, part in sorted(raw.parts.items())
+    ]
+    content = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
     head = json.dumps([name, raw.format, list(raw.shape)], separators=(",", ":")).encode()
     return hashlib.sha256(b"\0" + content + head).digest()
 

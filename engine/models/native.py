@@ -3,26 +3,31 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
-from pdserve.engine.models.build import norm_weight
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.decoder import LayerKv
-from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.stored import Weight, Weights, expand
+from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Weights = Callable[[str], RawTensor]
+
+
+class ArrayKv(Protocol):
+    """What the decoder needs of a KvCache."""
+
+    def layer(self, n: int) -> tuple[NDArray[Any], int]:
+        """(blocks of model layer n, its group's index)."""
 
 
 class NativeDecoder:
@@ -38,7 +43,7 @@ class NativeDecoder:
         self.numerics = kernels.numerics
         self._kernels = kernels
         self._kv_dtype = kv_dtype
-        self._kv: LayerKv | None = None
+        self._kv: ArrayKv | None = None
         self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
         self._stack = _native.Stack(
             kernels.context,
@@ -55,8 +60,7 @@ class NativeDecoder:
             activation=config.activation,
         )
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        cpu = torch.device("cpu")
-        self._ropes = {rope: RopeTable(rope, config.context_len, cpu) for rope in ropes}
+        self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
         embedding = self._pack(weights("model.embed_tokens.weight"))
@@ -65,10 +69,10 @@ class NativeDecoder:
             self._add_layer(n, weights)
         norm = norm_weight(config, weights("model.norm.weight"))
         head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
-        self._stack.set_head(norm.numpy(), head)
+        self._stack.set_head(norm, head)
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
-    def forward(self, batch: Batch[Ints], kv: LayerKv) -> Floats:
+    def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
@@ -98,9 +102,9 @@ class NativeDecoder:
         self._stack.logits(hidden, out)
         return out
 
-    def _attach(self, kv: LayerKv) -> None:
+    def _attach(self, kv: ArrayKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
-        blocks = [pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in pools]
+        blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]
         block_size = blocks[0].shape[1] // self.kv_groups[0].block_bytes(1)
         self._stack.set_kv(blocks, self._kv_dtype, block_size)
         self._kv = kv
@@ -110,7 +114,7 @@ class NativeDecoder:
             return
         for index, table in enumerate(self._ropes.values()):
             table.reserve(num_positions)
-            self._stack.set_rope(index, table.cos.numpy(), table.sin.numpy())
+            self._stack.set_rope(index, table.cos, table.sin)
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
     def _add_layer(self, n: int, weights: Weights) -> None:
@@ -145,7 +149,7 @@ class NativeDecoder:
             window=layer.window,
             rope=list(self._ropes).index(layer.rope),
             norms={
-                place: norm_weight(config, weights(f"{prefix}{name}.weight")).numpy()
+                place: norm_weight(config, weights(f"{prefix}{name}.weight"))
                 for place, name in norms.items()
                 if name
             },
@@ -153,16 +157,17 @@ class NativeDecoder:
             biases=biases,
         )
 
-    def _pack(self, weight: Weight) -> "_native.Matrix":
+    def _pack(self, weight: RawTensor) -> "_native.Matrix":
         """Formats that no kernel knows are expanded to float32."""
-        if isinstance(weight, RawTensor) and weight.format not in FORMATS:
-            weight = expand(weight, torch.float32)
-        if isinstance(weight, RawTensor):
-            rows, cols = weight.shape
-            return self._kernels.pack(weight.data, weight.format, rows, cols)
-        return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
+        stored = weight if weight.format in FORMATS else as_plain(weight, "F32")
+        (data,) = stored.parts.values()
+        return self._kernels.pack(data, stored.format, *stored.shape)
 
 
-def _joined(biases: Sequence[Weight]) -> Floats:
-    joined: Floats = torch.cat([expand(bias, torch.float32) for bias in biases]).numpy()
-    return joined
+def norm_weight(config: ModelConfig, weight: RawTensor) -> Floats:
+    """As the norm operations take it: float32, the architecture's offset added."""
+    return unpack(weight) + np.float32(config.norm_offset)
+
+
+def _joined(biases: Sequence[RawTensor]) -> Floats:
+    return np.concatenate([unpack(bias) for bias in biases])

@@ -1,9 +1,9 @@
 """The decode process: builds its parts, serves, drains."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc.aio
-import torch
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
@@ -33,9 +33,8 @@ class DecodeRole:
         add_DecodeServicer_to_server(DecodeService(self.core), server)
 
     def build(self, boot: bytes, progress: Progress) -> DecodeRuntime:
-        if self._settings.threads:
-            torch.set_num_threads(self._settings.threads)
-        engine, card = build_engine(self._config, progress)
+        config = replace(self._config, threads=self._settings.threads)
+        engine, card = build_engine(config, progress)
         core, loop = self.core, self._loop
         sink = Sink(
             step=on_loop(loop, core.on_step),

@@ -1,9 +1,9 @@
 """The prefill process: builds its parts, serves, drains."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc.aio
-import torch
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
@@ -33,9 +33,8 @@ class PrefillRole:
         add_PrefillServicer_to_server(PrefillService(self.core), server)
 
     def build(self, boot: bytes, progress: Progress) -> PrefillRuntime:
-        if self._settings.threads:
-            torch.set_num_threads(self._settings.threads)
-        engine, card = build_engine(self._config, progress)
+        config = replace(self._config, threads=self._settings.threads)
+        engine, card = build_engine(config, progress)
         on_ended = on_loop(self._loop, self.core.on_ended)
         self._part = PrefillRuntime(self._settings, engine, card, boot, on_ended)
         return self._part
