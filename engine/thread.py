@@ -40,13 +40,13 @@ class EngineThread:
         self._wake = False
         self._closing = False
         self._resting = True  # nothing is queued, and the thread waits to be woken
-        self._pulse = LivenessCounter()
+        self._liveness = LivenessCounter()
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
     def steps(self) -> int:
         """Liveness (liveness.py): it advances at least once a second while work is queued."""
-        return self._pulse.read(time.monotonic())
+        return self._liveness.read(time.monotonic())
 
     @property
     def busy(self) -> bool:
@@ -102,7 +102,7 @@ class EngineThread:
     def _run(self) -> None:
         self._resting = False
         while not self._closing:
-            self._pulse.beat(time.monotonic())
+            self._liveness.beat(time.monotonic())
             self._carry_out_posted()
             more = self._poll()
             if not self._step() and not more:
@@ -155,7 +155,7 @@ class EngineThread:
         return plan
 
     def _compute(self, plan: Plan) -> None:
-        self._pulse.beat(time.monotonic(), self._engine.expected_s(plan))
+        self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
         self._tell(self._engine.collect(self._engine.launch(plan)))
 
     def _give_up(self, error: Exception) -> bool:

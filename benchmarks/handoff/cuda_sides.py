@@ -185,12 +185,12 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     pages = side.kv.pages(0, piece.layers, blocks)
 
     @contextmanager
-    def build(slot: int, outlet: Any) -> Iterator[Any]:
+    def build(slot: int, sink: Any) -> Iterator[Any]:
         parts: list[memoryview] = []
-        if outlet is None:
+        if sink is None:
             parts = side.kv.read(0, piece.layers, blocks)
         else:
-            outlet.copy_out(pages, side.key.copy_key(sequence))
+            sink.copy_out(pages, side.key.copy_key(sequence))
         tokens = range(piece.blocks.start * 32, piece.blocks.stop * 32)
         header = FrameHeader(
             TICKET, sequence, slot, 0, piece.layers, tokens, range(8), size, bytes(TAG_BYTES)

@@ -1,6 +1,6 @@
 """What one record of a hand-off costs: `python -m benchmarks.handoff.trace_cost`.
 
-Nanoseconds of this thread's processor time for a mark and for a step, without a ring and with one,
+Nanoseconds of this thread's processor time for a record and a step, without a ring and with one,
 the fastest of several stretches, since other programs can only add.
 """
 
@@ -19,24 +19,24 @@ ATTEMPT = os.urandom(16)
 STATE = Handoff(Side.RECEIVE, float("inf"), Phase.RECEIVING)
 
 
-def mark(trace: EventLog) -> None:
-    trace.mark(RecordKind.WRITTEN, ATTEMPT, STATE, 5, 30)
+def record(event_log: EventLog) -> None:
+    event_log.record(RecordKind.WRITTEN, ATTEMPT, STATE, 5, 30)
 
 
-def transition(trace: EventLog) -> None:
-    trace.step(ATTEMPT, EVENT, STATE, AFTER, ACTIONS)
+def transition(event_log: EventLog) -> None:
+    event_log.step(ATTEMPT, EVENT, STATE, AFTER, ACTIONS)
 
 
 EVENT = Filled()
 AFTER, ACTIONS = step(STATE, EVENT, 0.0)
 
 
-def nanoseconds(call: Callable[[EventLog], None], trace: EventLog) -> float:
+def nanoseconds(call: Callable[[EventLog], None], event_log: EventLog) -> float:
     best = float("inf")
     for _ in range(STRETCHES):
         start = time.thread_time()
         for _ in range(CALLS):
-            call(trace)
+            call(event_log)
         best = min(best, time.thread_time() - start)
     return best / CALLS * 1e9
 
@@ -44,9 +44,9 @@ def nanoseconds(call: Callable[[EventLog], None], trace: EventLog) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ring = Ring(Path(folder) / "a.ring", "decode", os.urandom(16), 2 << 20)
-        for name, trace in (("no ring", EventLog()), ("ring", EventLog(ring))):
-            costs = (nanoseconds(mark, trace), nanoseconds(transition, trace))
-            print(f"{name}: a mark {costs[0]:.0f} ns, a step {costs[1]:.0f} ns")
+        for name, event_log in (("no ring", EventLog()), ("ring", EventLog(ring))):
+            costs = (nanoseconds(record, event_log), nanoseconds(transition, event_log))
+            print(f"{name}: a record {costs[0]:.0f} ns, a step {costs[1]:.0f} ns")
         ring.close()
 
 

@@ -22,19 +22,19 @@ from pdserve.engine.transport.device import Copy
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `inlet`: where its payload lies, if that stays on a device."""
+    """A frame at decode; `source`: where its payload lies, if that stays on a device."""
 
     attempt: IncomingHandoff
     link: DataLink
     header: FrameHeader
-    inlet: DeviceSource | None = None
+    source: DeviceSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
     """A copy that the device has been given."""
 
-    parcel: ReceivedFrame
+    frame: ReceivedFrame
     piece: Piece
     copy: Copy
 
@@ -43,15 +43,15 @@ class PagedKv(Protocol):
     def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
 
 
-class FrameTaker(Protocol):
+class FrameVerdicts(Protocol):
     """The Receiver, for what becomes of a frame; on the engine thread."""
 
-    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
+    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
         """Verified and in the pool; None: its blocks had been before."""
 
-    def damaged(self, parcel: ReceivedFrame) -> None: ...
-    def refused(self, parcel: ReceivedFrame, error: FrameError) -> None: ...
-    def late(self, parcel: ReceivedFrame) -> None: ...
+    def damaged(self, frame: ReceivedFrame) -> None: ...
+    def refused(self, frame: ReceivedFrame, error: FrameError) -> None: ...
+    def late(self, frame: ReceivedFrame) -> None: ...
 
 
 class DeviceFrames:
@@ -61,79 +61,79 @@ class DeviceFrames:
     def __init__(
         self,
         kv: PagedKv,
-        taker: FrameTaker,
+        verdicts: FrameVerdicts,
         guarded: Callable[[IncomingHandoff, Callable[[IncomingHandoff], None]], bool],
     ) -> None:
         """`guarded`: False if the act raised; its attempt ends then."""
         self._kv = kv
-        self._taker = taker
+        self._verdicts = verdicts
         self._guarded = guarded
         self._waiting: deque[ReceivedFrame] = deque()
-        self._flights: deque[PendingCopy] = deque()
+        self._pending: deque[PendingCopy] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self._flights or self._waiting)
+        return bool(self._pending or self._waiting)
 
-    def arrived(self, parcel: ReceivedFrame) -> None:
-        self._waiting.append(parcel)
+    def arrived(self, frame: ReceivedFrame) -> None:
+        self._waiting.append(frame)
 
     def poll(self) -> bool:
         """Read the verdicts of copies that are done, in order, and begin what can begin. Whether
         there is more to do."""
-        while self._flights and self._is_over(self._flights[0]):
-            flight = self._flights.popleft()
-            flight.parcel.link.credit(flight.parcel.header)  # an answer gives the slot back, too
-            self._guarded(flight.parcel.attempt, partial(self._land, flight))
+        while self._pending and self._is_over(self._pending[0]):
+            pending = self._pending.popleft()
+            pending.frame.link.credit(pending.frame.header)  # an answer gives the slot back, too
+            self._guarded(pending.frame.attempt, partial(self._land, pending))
         for _ in range(len(self._waiting)):
-            parcel = self._waiting.popleft()
+            frame = self._waiting.popleft()
             left: list[ReceivedFrame] = []  # the frame, if it has to wait
-            begun = len(self._flights)
-            self._guarded(parcel.attempt, partial(self._begin, parcel, left))
+            begun = len(self._pending)
+            self._guarded(frame.attempt, partial(self._begin, frame, left))
             self._waiting.extend(left)
-            if not left and len(self._flights) == begun:
-                parcel.link.credit(parcel.header)
+            if not left and len(self._pending) == begun:
+                frame.link.credit(frame.header)
         return self.busy
 
-    def _is_over(self, flight: PendingCopy) -> bool:
+    def _is_over(self, pending: PendingCopy) -> bool:
         over: list[bool] = []
-        fine = self._guarded(flight.parcel.attempt, lambda _: over.append(flight.copy.done()))
+        fine = self._guarded(pending.frame.attempt, lambda _: over.append(pending.copy.done()))
         return over[0] if fine else True  # a device that fails does not become done
 
     def _begin(
-        self, parcel: ReceivedFrame, left: list[ReceivedFrame], incoming: IncomingHandoff
+        self, frame: ReceivedFrame, left: list[ReceivedFrame], incoming: IncomingHandoff
     ) -> None:
-        inlet = parcel.inlet
-        assert inlet is not None
+        source = frame.source
+        assert source is not None
         if incoming.bitmap is None or not incoming.state.holds:
-            self._taker.late(parcel)
+            self._verdicts.late(frame)
             return
         try:
-            piece = incoming.bitmap.piece(parcel.header)
+            piece = incoming.bitmap.piece(frame.header)
             if incoming.bitmap.has(piece):
-                self._taker.took(parcel, None)
+                self._verdicts.accepted(frame, None)
                 return
-            if self._is_written(incoming, piece) or not inlet.ready():
-                left.append(parcel)
+            if self._is_written(incoming, piece) or not source.ready():
+                left.append(frame)
                 return
             if incoming.bitmap.touches(piece):
                 raise FrameError("it overlaps verified blocks")
         except FrameError as err:
-            self._taker.refused(parcel, err)
+            self._verdicts.refused(frame, err)
             return
         assert incoming.blocks is not None  # like the bitmap
         pages = self._kv.pages(piece.group, piece.layers, incoming.blocks.of(piece))
-        key = incoming.peer_key.copy_key(parcel.header.sequence)
-        self._flights.append(PendingCopy(parcel, piece, inlet.copy_in(pages, key)))
+        key = incoming.peer_key.copy_key(frame.header.sequence)
+        self._pending.append(PendingCopy(frame, piece, source.copy_in(pages, key)))
 
     def _is_written(self, incoming: IncomingHandoff, piece: Piece) -> bool:
         """A copy of the same attempt is writing some of it."""
-        return any(f.parcel.attempt is incoming and f.piece.overlaps(piece) for f in self._flights)
+        return any(f.frame.attempt is incoming and f.piece.overlaps(piece) for f in self._pending)
 
-    def _land(self, flight: PendingCopy, incoming: IncomingHandoff) -> None:
+    def _land(self, pending: PendingCopy, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is None or not incoming.state.holds:
-            self._taker.late(flight.parcel)
-        elif flight.copy.intact:
-            self._taker.took(flight.parcel, flight.piece)
+            self._verdicts.late(pending.frame)
+        elif pending.copy.intact:
+            self._verdicts.accepted(pending.frame, pending.piece)
         else:
-            self._taker.damaged(flight.parcel)
+            self._verdicts.damaged(pending.frame)

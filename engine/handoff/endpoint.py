@@ -83,14 +83,14 @@ class HandoffEndpoint(Generic[AttemptT]):
         wake: Callable[[], None],
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
-        trace: EventLog | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._progress = progress
         self._clock = clock
-        self._trace = trace or EventLog()
+        self._event_log = event_log or EventLog()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
         self._links: dict[DataLink, None] = {}  # until their threads are over
@@ -145,9 +145,9 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._note(attempt, RecordKind.OPENED, promised, left_ms)
 
     def _note(
-        self, attempt: HandoffAttempt, mark: RecordKind, detail: int = 0, argument: int = 0
+        self, attempt: HandoffAttempt, kind: RecordKind, detail: int = 0, argument: int = 0
     ) -> None:
-        self._trace.mark(mark, attempt.ticket.attempt, attempt.state, detail, argument)
+        self._event_log.record(kind, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
         """One step of the machine and its actions; a final attempt is forgotten first, so a
@@ -155,7 +155,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         promise are given back whatever happens; a commit that raises has not happened."""
         before = attempt.state
         attempt.state, actions = step(before, event, self._clock())
-        self._trace.step(attempt.ticket.attempt, event, before, attempt.state, actions)
+        self._event_log.step(attempt.ticket.attempt, event, before, attempt.state, actions)
         if attempt.state.final:
             self._live.pop(attempt.ticket.id, None)
             self._by_attempt.pop(attempt.ticket.attempt, None)
@@ -196,7 +196,7 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _drop_link(self, link: DataLink, reason: str) -> None:
         """Every attempt on a closed connection ends."""
         for attempt in [a for a in self._live.values() if a.link is link]:
-            self._advance(attempt, HandoffEnded(f"connection: {reason}", told=True))
+            self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
     def _figures(self, link: DataLink) -> TransportFigures:
         figures = self.figures[link.transport]
@@ -257,7 +257,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             case messages.Progress(steps, busy):
                 attempt.progress = PeerProgress(self._clock(), steps, busy)
             case messages.Abort(reason):
-                end = HandoffEnded(f"peer: {reason}", told=True)
+                end = HandoffEnded(f"peer: {reason}", peer_notified=True)
                 self._post(partial(self._advance, attempt, end))
             case _:
                 return False

@@ -82,7 +82,7 @@ class IncomingHandoff(HandoffAttempt):
         self.bitmap: Bitmap | None = None  # what the engine thread knows to be inside
         self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are there in all layers
-        self.pace: SlowPeerDetector | None = None  # once granted
+        self.slow_peer: SlowPeerDetector | None = None  # once granted
         self.arriving: set[int] = set()  # frames that have a slot here; threads of its link add
         self.acks: list[int] = []
         self.num_bytes = 0
@@ -98,7 +98,7 @@ class IncomingHandoff(HandoffAttempt):
         self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape))
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
-        self.pace = granted(now)
+        self.slow_peer = granted(now)
 
     def arrives(self, header: FrameHeader) -> bool:
         """Its link's thread: a genuine record is here; False: it was before, or all it brings."""
@@ -121,20 +121,20 @@ class IncomingHandoff(HandoffAttempt):
     def newly_verified(self, block_size: int, now: float) -> int:
         """Frames have been written: leading tokens that are there in all layers, 0 if no more are
         than the last time."""
-        if self.bitmap is None or self.pace is None:
+        if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
         more = blocks > self.num_verified
-        self.pace = self.pace.arrived(now, chunk=more)
+        self.slow_peer = self.slow_peer.arrived(now, chunk=more)
         self.num_verified = blocks
         return min(self.num_tokens, blocks * block_size) if more else 0
 
     def is_slow(self, now: float) -> bool:
         """Its prefill has fallen behind its own pace. To be asked several times a second."""
-        if self.pace is None:
+        if self.slow_peer is None:
             return False
-        self.pace = self.pace.look(now)
-        return self.pace.slow(now)
+        self.slow_peer = self.slow_peer.look(now)
+        return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
         """Block-seconds, since last asked, of blocks that are reserved and not written yet; part of

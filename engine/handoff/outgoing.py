@@ -81,7 +81,7 @@ class OutgoingHandoff(HandoffAttempt):
         address: str,
         num_tokens: int,
         times: SendTimes,
-        trace: EventLog,
+        event_log: EventLog,
         encrypted: bool = False,
         lender: str = "",
     ) -> None:
@@ -102,7 +102,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.num_frames = 0
         self.times = times
         self.encrypted = encrypted  # payloads are sealed, not only tagged
-        self.trace = trace
+        self.event_log = event_log
 
     def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
         """Queue frames; each is read and signed when a slot is free."""
@@ -137,7 +137,7 @@ class OutgoingHandoff(HandoffAttempt):
         resends: int,
         pages: Pages | None,
         slot: int,
-        outlet: DeviceSink | None,
+        sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
         """A frame, or None if the blocks are given back; while the context lasts they are not."""
         spec = kv.spec
@@ -148,9 +148,9 @@ class OutgoingHandoff(HandoffAttempt):
             if not self.readable:
                 yield None
                 return
-            parts, tag = self._payload(kv, piece, blocks, pages, outlet, sequence)
+            parts, tag = self._payload(kv, piece, blocks, pages, sink, sequence)
             cells = len(piece.layers) * len(blocks)
-            self.trace.mark(RecordKind.SENT, self.ticket.attempt, self.state, sequence, cells)
+            self.event_log.record(RecordKind.SENT, self.ticket.attempt, self.state, sequence, cells)
             header = FrameHeader(
                 ticket=self.ticket.id,
                 sequence=sequence,
@@ -187,14 +187,14 @@ class OutgoingHandoff(HandoffAttempt):
         piece: Piece,
         blocks: tuple[int, ...],
         pages: Pages | None,
-        outlet: DeviceSink | None,
+        sink: DeviceSink | None,
         sequence: int,
     ) -> tuple[list[memoryview], bytes]:
         """(what is sent, its tag); on a device the payload is on its way, its tag behind it."""
-        if outlet is not None:
+        if sink is not None:
             assert pages is not None
             assert not self.encrypted, "decode refuses the connection"
-            self.copies.append(outlet.copy_out(pages, self.own_key.copy_key(sequence)))
+            self.copies.append(sink.copy_out(pages, self.own_key.copy_key(sequence)))
             while self.copies[0].done() and len(self.copies) > 1:
                 self.copies.popleft()
             return [], bytes(TAG_BYTES)

@@ -69,14 +69,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         clock: Callable[[], float] = time.monotonic,
         mixing: Mixing = NO_MIXING,
         encrypted: bool = False,
-        trace: EventLog | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock, trace)
+        super().__init__(wake, progress, clock, event_log)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
         self._boot = boot
-        self._terms = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
+        self._compatibility = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
@@ -86,8 +86,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         )
         self._direct = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
-        self._doors = DataListeners(boot, self._terms, self, self._links, self.counters)
-        self.refusals = self._doors.refusals
+        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
+        self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.add,
@@ -106,7 +106,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
         """doors.py `open`."""
-        return self._doors.open(transports, chosen)
+        return self._listeners.open(transports, chosen)
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
@@ -123,7 +123,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         ticket = Ticket(
             os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
         )
-        keys = derive_keys(ticket, self._digest, self._terms.identity.digest)
+        keys = derive_keys(ticket, self._digest, self._compatibility.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
         self._add(IncomingHandoff(ticket, state, keys, request, blocks, times), blocks)
         return ticket
@@ -153,7 +153,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def close(self) -> None:
         """End every attempt and connection; call on the engine thread, or after it has ended."""
-        self._doors.close()
+        self._listeners.close()
         for incoming in list(self._live.values()):
             self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")
@@ -188,7 +188,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if incoming.link is None:
             incoming.link = link
             assert link.hello is not None  # it has been introduced
-            incoming.sender = self._terms.other_identity(link.hello)
+            incoming.sender = self._compatibility.other_identity(link.hello)
             started = at - claim.age_ms / 1000
             incoming.times.claimed = max(incoming.times.admitted, started)
         self._advance(incoming, Claimed())
@@ -208,10 +208,10 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     # what becomes of a frame (direct.py Taker)
 
-    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
-        incoming, header = parcel.attempt, parcel.header
+    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
+        incoming, header = frame.attempt, frame.header
         if not incoming.state.holds:  # it has ended since
-            self.late(parcel)
+            self.late(frame)
             return
         if incoming not in self._to_ack:  # the frames of one poll are there since one moment
             self._count_idle(incoming)
@@ -220,7 +220,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             incoming.bitmap.add(written)
             cells = len(written.layers) * len(written.blocks)
             incoming.num_bytes += header.payload_bytes
-            figures = self._figures(parcel.link)
+            figures = self._figures(frame.link)
             figures.num_bytes += header.payload_bytes
             figures.frames += 1
         self._note(incoming, RecordKind.WRITTEN, header.sequence, cells)
@@ -229,26 +229,26 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         incoming.landed(header)
         self._fill(incoming)
 
-    def _again(self, parcel: ReceivedFrame) -> None:
+    def _again(self, frame: ReceivedFrame) -> None:
         """A duplicate of what is written."""
-        if parcel.attempt.state.holds:
-            self.took(parcel, None)
+        if frame.attempt.state.holds:
+            self.accepted(frame, None)
 
-    def damaged(self, parcel: ReceivedFrame) -> None:
+    def damaged(self, frame: ReceivedFrame) -> None:
         self.counters["corrupt_frames"] += 1
-        parcel.attempt.landed(parcel.header)
-        self._figures(parcel.link).refused += 1
-        parcel.attempt.post(messages.Nack(parcel.header.sequence))
+        frame.attempt.landed(frame.header)
+        self._figures(frame.link).refused += 1
+        frame.attempt.post(messages.Nack(frame.header.sequence))
 
-    def refused(self, parcel: ReceivedFrame, error: FrameError) -> None:
+    def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
         self.counters["unfit_frames"] += 1
-        self._figures(parcel.link).refused += 1
-        self._advance(parcel.attempt, HandoffEnded(f"frame: {error}"))
+        self._figures(frame.link).refused += 1
+        self._advance(frame.attempt, HandoffEnded(f"frame: {error}"))
 
-    def late(self, parcel: ReceivedFrame) -> None:
+    def late(self, frame: ReceivedFrame) -> None:
         self.counters["late_frames"] += 1
-        parcel.attempt.landed(parcel.header)
-        self._note(parcel.attempt, RecordKind.LATE, parcel.header.sequence)
+        frame.attempt.landed(frame.header)
+        self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
 
     def _fill(self, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
@@ -317,7 +317,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # threads of the connections
 
     def introduced(self, link: DataLink, hello: messages.Hello) -> str:
-        return self._doors.refusal(link, hello)
+        return self._listeners.refusal(link, hello)
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
@@ -369,32 +369,32 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             )  # the copy verifies it
             self._wake()
             return
-        parcel = ReceivedFrame(incoming, link, header)
-        tag, sealed = header.payload_tag, self._terms.encrypted
+        frame = ReceivedFrame(incoming, link, header)
+        tag, sealed = header.payload_tag, self._compatibility.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            self.damaged(parcel)
+            self.damaged(frame)
             return
         before = incoming.num_inside
         try:
             piece = incoming.write(self._kv, header, verified)
         except BlocksLeft:
-            self._hear(parcel, self.late)
+            self._hear(frame, self.late)
         except FrameError as err:
-            self._hear(parcel, partial(self.refused, error=err))
+            self._hear(frame, partial(self.refused, error=err))
         except Exception as err:
-            self._hear(parcel, partial(_fail, error=err))
+            self._hear(frame, partial(_fail, error=err))
         else:  # the engine thread need not hear at once of less than a whole chunk
             wake = piece is None or incoming.num_inside > before
-            self._hear(parcel, partial(self.took, written=piece), wake)
+            self._hear(frame, partial(self.accepted, written=piece), wake)
 
     def _hear(
-        self, parcel: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
+        self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
         """The engine thread takes note of what became of a frame."""
-        self._post(partial(self._safely, parcel.attempt, lambda _: what(parcel)), wake)
+        self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
 
 
-def _fail(parcel: ReceivedFrame, error: Exception) -> None:
+def _fail(frame: ReceivedFrame, error: Exception) -> None:
     """Where it ends the attempt and nothing else (HandoffEndpoint._safely)."""
     raise error

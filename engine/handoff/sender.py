@@ -72,7 +72,7 @@ class SendingEngine(Protocol):
 
 
 @dataclass(slots=True)
-class _Peer:
+class _Destination:
     """A decode process: its connection, or the attempts that wait for it."""
 
     link: DataLink | None = None
@@ -95,9 +95,9 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         progress: Callable[[], tuple[int, bool]],
         clock: Callable[[], float] = time.monotonic,
         encrypted: bool = False,
-        trace: EventLog | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock, trace)
+        super().__init__(wake, progress, clock, event_log)
         self._engine = engine
         self._kv = kv
         self._boot = boot
@@ -109,7 +109,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
-        self._peers: dict[bytes, _Peer] = {}  # by decode boot
+        self._peers: dict[bytes, _Destination] = {}  # by decode boot
         self._by_key: dict[str, OutgoingHandoff] = {}
         self.actions = {
             Action.SEND_CLAIM: self._send_claim,
@@ -199,7 +199,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         state, times = Handoff(Side.SEND, deadline), SendTimes(self._clock())
         secret = self._encrypted
         outgoing = OutgoingHandoff(
-            ticket, state, keys, address, num, times, self._trace, secret, lender
+            ticket, state, keys, address, num, times, self._event_log, secret, lender
         )
         self._add(outgoing)
         return outgoing
@@ -244,7 +244,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.push(self._kv, pieces, tables[group], 0)
 
     def _send_claim(self, outgoing: OutgoingHandoff) -> None:
-        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Peer())
+        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Destination())
         if peer.link is not None and peer.link.open:
             self._claim_on(outgoing, peer.link)
             self._claimed(outgoing)
@@ -275,7 +275,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                     self._claim_on(outgoing, link)
                 self._claimed(outgoing)
             else:
-                end = HandoffEnded(reason or "the connection closed at once", told=True)
+                end = HandoffEnded(reason or "the connection closed at once", peer_notified=True)
                 self._advance(outgoing, end)
 
     def _granted(self, outgoing: OutgoingHandoff, first_blocks: tuple[int, ...]) -> None:
@@ -351,7 +351,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         age_s = self._clock() - outgoing.times.picked
         outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
 
-    def _dial(self, target: Target, peer: _Peer) -> None:
+    def _dial(self, target: Target, peer: _Destination) -> None:
         """Connects, and claims at once: the engine thread may be computing a chunk."""
         hello = messages.Hello(
             self._boot, target.boot, self._identity, "", self._spec, self._encrypted
@@ -383,7 +383,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         if isinstance(message, messages.Gone):
             gone = self._live.get(message.ticket)
             if gone is not None and gone.link is link:
-                end = HandoffEnded("gone at decode", told=True)
+                end = HandoffEnded("gone at decode", peer_notified=True)
                 self._post(partial(self._advance, gone, end))
             return
         if not isinstance(message, messages.Signed):

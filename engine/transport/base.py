@@ -74,7 +74,7 @@ class Frame:
     """A frame to be sent."""
 
     record: bytes  # signed
-    parts: list[memoryview]  # the payload; empty: it is in the outlet
+    parts: list[memoryview]  # the payload; empty: it is in the sink
 
 
 # The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
@@ -198,7 +198,7 @@ class Wire(ABC):
         """prefill: slots can be filled; else only after `open_window`."""
         return True
 
-    def outlet(self, slot: int) -> DeviceSink | None:
+    def sink(self, slot: int) -> DeviceSink | None:
         """prefill, direct: the slot, to be filled before `send_frame`."""
         return None
 

@@ -1,9 +1,12 @@
 """A jinja2 environment whose templates cannot run for ever, fill memory or reach Python.
 
-Every loop iteration, call, filter, operator and output goes through one `Budget` per render. What
-is bounded: processor seconds of the rendering thread (looked at between those operations), length
-of the output and of every string, list and integer made on the way. What is not: one operation of
-Python on values within these sizes, which takes milliseconds, and a parse, whose source is short.
+Every loop iteration, call, filter, operator and output, and every item that `map` or `select`
+looks at, is a step, and passes through the `Budget` of its render. The budget bounds the number of
+steps, the length of the output and of every string, list and integer made on the way, and, between
+steps, the processor seconds of the rendering thread. It does not bound a single operation of Python
+on values within these sizes, which takes milliseconds, nor a parse, whose source is short. Whether
+steps or sizes run out first depends on the template alone; only a template whose steps are slow
+reaches the seconds.
 """
 
 import json
@@ -39,10 +42,11 @@ class OverBudget(jinja2.TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """Of one render. `seconds` are the thread's own processor time, `chars` Unicode characters."""
+    """What one render may use: operations, Unicode characters, and the thread's processor time."""
 
-    seconds: float = 2.0
+    steps: int = 500_000
     chars: int = 16 << 20
+    seconds: float = 2.0
     clock: Callable[[], float] = time.thread_time
 
 
@@ -52,11 +56,14 @@ class Budget:
     def __init__(self, limits: RenderLimits) -> None:
         self._clock = limits.clock
         self._deadline = limits.clock() + limits.seconds
+        self._steps = limits.steps
         self._chars = limits.chars
         self._output = 0
 
-    def tick(self) -> None:
-        if self._clock() > self._deadline:
+    def step(self) -> None:
+        """Counts one operation, before it is done."""
+        self._steps -= 1
+        if self._steps < 0 or self._clock() > self._deadline:
             raise OverBudget("the chat template ran for too long")
 
     def output(self, chars: int) -> None:
@@ -69,7 +76,7 @@ class Budget:
 
     def checked(self, value: Any) -> Any:
         """The value, unless it has grown too large."""
-        self.tick()
+        self.step()
         if isinstance(value, str | bytes | list | tuple | dict):
             self.size(len(value))
         elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -110,7 +117,7 @@ def _filter(node: nodes.Node, name: str) -> nodes.Filter:
 def _loop(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     budget: Budget = context[BUDGET]
     for item in items:
-        budget.tick()
+        budget.step()
         yield item
 
 
@@ -142,7 +149,7 @@ def _concat(context: Context, values: list[Any]) -> str:
 def _output(context: Context, value: Any) -> str:
     text = str(value)
     budget: Budget = context[BUDGET]
-    budget.tick()
+    budget.step()
     budget.output(len(text))
     return text
 
@@ -225,7 +232,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget: Budget = __context[BUDGET]
-        budget.tick()
+        budget.step()
         if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
             if __obj.__name__ == "join" and len(args) == 1:
                 return _join(__context, args[0], __obj.__self__)
@@ -256,9 +263,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         result = super().call_filter(name, value, args, kwargs, context, eval_ctx)
         return context[BUDGET].checked(result)
 
+    def call_test(
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Context | None = None,
+        eval_ctx: Any = None,
+    ) -> Any:
+        """What `select` and its like do with a test's name."""
+        assert context is not None  # they all have one
+        context[BUDGET].step()
+        return super().call_test(name, value, args, kwargs, context, eval_ctx)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget: Budget = context[BUDGET]
-        budget.tick()
+        budget.step()
         if operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):

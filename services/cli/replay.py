@@ -28,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
         print(f"pdserve replay: {error}", file=sys.stderr)
         return 1
     timeline = merge(recordings)
-    lives = {
+    attempts = {
         attempt: entries
         for attempt, entries in timeline.attempts().items()
         if attempt.hex().startswith(prefix[: 2 * len(attempt)])
@@ -36,15 +36,15 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
     for recording in recordings:
         if recording.lost or recording.damaged:
             print(f"{recording.name}: {gaps(recording)}", file=sys.stderr)
-    if not lives:
+    if not attempts:
         print("pdserve replay: no such attempt" if prefix else "pdserve replay: no records")
         return 1
     if chosen.seed:
-        print(json.dumps(scenario(timeline, lives)))
+        print(json.dumps(scenario(timeline, attempts)))
     elif not chosen.check:
-        for attempt, entries in lives.items():
-            print("\n".join(life_lines(timeline, attempt, entries)), end="\n\n")
-    return verdict(recordings, lives) if chosen.check else 0
+        for attempt, entries in attempts.items():
+            print("\n".join(attempt_lines(timeline, attempt, entries)), end="\n\n")
+    return verdict(recordings, attempts) if chosen.check else 0
 
 
 def paths(words: Sequence[str]) -> list[Path]:
@@ -66,10 +66,10 @@ def gaps(recording: Recording) -> str:
     return ", ".join(parts)
 
 
-def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
+def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
     """A head, then a line for each record."""
     routed = [
-        e.record for e in entries if e.record.side == ROUTE and e.record.mark is RecordKind.OPENED
+        e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
     which = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
     yield f"attempt {attempt.hex()}{which}"
@@ -81,11 +81,11 @@ def life_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> 
         yield f"  {seconds:12.6f}  {recording.name:{width}}  {record.side:7}  {words}"
 
 
-def verdict(recordings: Sequence[Recording], lives: Mapping[bytes, Sequence[Entry]]) -> int:
+def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:
     """Print the violations of these attempts and a summary; the exit code."""
-    violations = [v for v in check(recordings) if v.attempt in lives]
+    violations = [v for v in check(recordings) if v.attempt in attempts]
     for violation in violations:
         print(violation, end="\n\n")
-    records = sum(map(len, lives.values()))
-    print(f"{len(lives)} attempts, {records} records, {len(violations)} violations")
+    records = sum(map(len, attempts.values()))
+    print(f"{len(attempts)} attempts, {records} records, {len(violations)} violations")
     return 1 if violations else 0

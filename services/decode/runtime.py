@@ -42,7 +42,7 @@ REFUSED = {  # counter of the receiver: reason, as the metric has it
     "refused": "tag",  # of a header or a message
     "unfit_frames": "unfit",  # not where or what the prompt wants
     "late_frames": "late",  # of an attempt that has ended
-    "strangers_refused": "stranger",  # connections
+    "unproven_refused": "stranger",  # connections
 }
 DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-off only if it fails
 
@@ -104,7 +104,7 @@ class DecodeRuntime:
             progress=lambda: (self.thread.steps, True),
             mixing=Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics),
             encrypted=settings.encrypt_kv,
-            trace=trace,
+            event_log=trace,
         )
         folder = shm_folder(settings.shm_dir)
         options = TransportOptions(
@@ -126,7 +126,7 @@ class DecodeRuntime:
             wake=self.thread.wake,
             progress=lambda: (self.thread.steps, True),
             encrypted=settings.encrypt_kv,
-            trace=EventLog(self._ring),
+            event_log=EventLog(self._ring),
         )
         self.departures = OutgoingMigrations(engine, self._sender, sink.departed)
         self.thread.add_poll(self._poll)

@@ -1,17 +1,20 @@
-"""The gRPC server of every process: secret, limits, keepalive, health, reflection.
+"""What every process serves: gRPC (secret, limits, keepalive, health, reflection) and its metrics.
 
-It binds to the given address only, and a peer without the secret reaches no handler.
+Each server binds to the given address only, and a gRPC peer without the secret reaches no handler.
 """
 
 import asyncio
 import hmac
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
 
 from pdserve.protos import common_pb2
 from pdserve.services.host.channel import AUTHORIZATION, LIMITS
@@ -112,3 +115,20 @@ class GrpcHost:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cut them."""
         await self.server.stop(grace_s)
+
+
+class MetricsHttp:
+    """Serves GET /metrics of one registry from a daemon thread until closed, for processes without
+    a web server; port 0 picks a free one."""
+
+    def __init__(self, registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -71,7 +71,7 @@ class PrefillRuntime:
             # The ticker wakes the thread while attempts live: one that does not turn is frozen.
             progress=lambda: (self.thread.steps, True),
             encrypted=settings.encrypt_kv,
-            trace=EventLog(self._ring),
+            event_log=EventLog(self._ring),
         )
         self.thread.add_poll(self._sender.poll)
         self._sender.start()

@@ -12,12 +12,12 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
+from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
-from pdserve.services.router.requests.progress import RequestProgress
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.fleet.compatibility import KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
@@ -25,7 +26,6 @@ from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.requests import adoption, single_flight, worker_events
 from pdserve.services.router.requests.effects import Attempt, Client
 from pdserve.services.router.requests.migration import Migrations, leaving
-from pdserve.services.router.requests.progress import RequestProgress
 from pdserve.services.router.requests.recently_finished import RecentlyFinished
 from pdserve.services.router.requests.refusal import refusal
 from pdserve.services.router.requests.request import MAX_CANDIDATES, RoutedRequest

@@ -12,8 +12,7 @@ from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.metrics_http import MetricsHttp
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import BlobCache, BlobService
 from pdserve.services.router.join_service import JoinService

@@ -18,9 +18,9 @@ from pdserve.services.host.backpressure import Backpressure, deliver
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.fragments import IdsCollector
 from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.host.server import is_authorized
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.requests.progress import RequestProgress
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256

@@ -21,8 +21,7 @@ from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
 from pdserve.services.host.addresses import advertised
 from pdserve.services.host.lifecycle import Report, run_until_signal
-from pdserve.services.host.metrics_http import MetricsHttp
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.worker.blobs import WorkerBlobs
 from pdserve.services.worker.membership import Membership

@@ -12,7 +12,7 @@ from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
 from pdserve.engine.api.request import PrefillComputed
-from pdserve.engine.handoff.connection.data_listeners import MAX_STRANGERS
+from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
@@ -280,8 +280,8 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(make_pair: MakePair) ->
 def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
     pair = make_pair()
     host, port = pair.addresses["tcp"].rsplit(":", 1)
-    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 4)]
-    pair.wait(lambda: pair.receiver.counters["strangers_refused"] == 4)
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_UNPROVEN + 4)]
+    pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 4)
     assert not any(link._wire._private for link in pair.receiver._links)
     asked = request(50)
     attempt = pair.hand_off(asked)

@@ -30,8 +30,8 @@ def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[
 
     def pushed(link: DataLink, *jobs: FrameJob) -> None:
         @contextmanager
-        def build(job: FrameJob, slot: int, outlet: Any) -> Iterator[Frame | None]:
-            with job(slot, outlet) as frame:
+        def build(job: FrameJob, slot: int, sink: Any) -> Iterator[Frame | None]:
+            with job(slot, sink) as frame:
                 yield frame and Frame(changed(frame.record), frame.parts)
 
         push(link, *(partial(build, job) for job in jobs))

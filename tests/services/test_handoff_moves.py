@@ -61,7 +61,7 @@ class Source:
 
     def send(self, ticket: Ticket) -> None:
         address = self.pair.addresses.get("tcp", "")
-        digest = self.pair.receiver._terms.identity.digest
+        digest = self.pair.receiver._compatibility.identity.digest
         assert self.do(lambda d: d.send(self.attempt, ticket, address, digest))
 
 

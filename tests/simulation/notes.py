@@ -4,7 +4,7 @@ A killed process has noted what it has; one that ends in order says so.
 """
 
 from pdserve.engine.handoff.recorder.event_log import Record, Recording, RecordKind
-from pdserve.engine.handoff.recorder.ring import FIRST_WORDS
+from pdserve.engine.handoff.recorder.ring import FIRST_REASONS
 from simulation.clock import World
 
 HOST = b"the simulation.."
@@ -17,7 +17,7 @@ class Notes:
         self._world = world
         self._role, self._boot = role, boot
         self._records: list[Record] = []
-        self._words: dict[str, int] = {text: number for number, text in enumerate(FIRST_WORDS)}
+        self._reasons: dict[str, int] = {text: number for number, text in enumerate(FIRST_REASONS)}
         self._closed = False
 
     def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
@@ -26,8 +26,8 @@ class Notes:
             prefix = attempt[:8].ljust(8, b"\0")
             self._records.append(Record(at, int(kind), prefix, number, state, detail, argument))
 
-    def word(self, text: str) -> int:
-        return self._words.setdefault(text, len(self._words))
+    def reason_number(self, text: str) -> int:
+        return self._reasons.setdefault(text, len(self._reasons))
 
     def close(self) -> None:
         self.append(RecordKind.END, b"", 0, 0, 0)
@@ -40,6 +40,6 @@ class Notes:
             host=HOST,
             epoch_ns=0,
             wall_ns=0,
-            words=tuple(self._words),
+            reasons=tuple(self._reasons),
             records=self._records,
         )

@@ -1,6 +1,6 @@
 """What one run is: a cluster, requests and faults, as plain data that travels as JSON.
 
-A scenario together with its seed determines a run completely. docs/design.md has its fields.
+A scenario together with its seed determines a run completely. docs/simulation.md has its fields.
 """
 
 import json

@@ -93,7 +93,7 @@ class LoopEngineThread(EngineThread):
             return
         if wrong := self._engine.discrepancy(recount=True):
             log.error("blocks do not add up: %s", wrong)
-        self._pulse.beat(self._process.time())
+        self._liveness.beat(self._process.time())
         self._carry_out_posted()
         more = self._poll()
         try:

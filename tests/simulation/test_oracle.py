@@ -18,7 +18,7 @@ from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.router.requests.progress import RequestProgress
+from pdserve.services.host.request_progress import RequestProgress
 from simulation.model import Model, spec
 from simulation.run import make, simulate
 from simulation.scenario import Scenario

@@ -70,9 +70,9 @@ def frame(sequence: int, sent: Callable[[Slot], None]) -> FrameJob:
     data = payload(sequence)
 
     @contextmanager
-    def build(slot: int, outlet: Any) -> Iterator[Frame]:
-        outlet.copy_out(pages_of(data), COPY_KEY)
-        sent(outlet.slot)
+    def build(slot: int, sink: Any) -> Iterator[Frame]:
+        sink.copy_out(pages_of(data), COPY_KEY)
+        sent(sink.slot)
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), SIZE, bytes(16)
         )

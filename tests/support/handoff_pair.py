@@ -74,7 +74,7 @@ class Pair:
             progress=lambda: (self.decode_thread.steps, True),
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
-            trace=EventLog(self.rings[0]),
+            event_log=EventLog(self.rings[0]),
         )
         self.sender = Sender(
             prefill,
@@ -86,7 +86,7 @@ class Pair:
             wake=self.prefill_thread.wake,
             progress=lambda: (self.prefill_thread.steps, True),
             encrypted=encrypted,
-            trace=EventLog(self.rings[1]),
+            event_log=EventLog(self.rings[1]),
         )
         self.addresses = self.receiver.listen(make_transports(transport, options), True)
         self.prefill_thread.add_poll(self.sender.poll)
@@ -105,7 +105,7 @@ class Pair:
         address = self.addresses.get("tcp", "")
         self.prefill_thread.post(
             lambda _: self.sender.start_sending(
-                ticket, address, chosen, b"", INF, self.receiver._terms.identity.digest
+                ticket, address, chosen, b"", INF, self.receiver._compatibility.identity.digest
             )
         ).result(10)
 

@@ -43,15 +43,15 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
     """An unsigned frame: what a transport moves, not what a Receiver takes."""
 
     @contextmanager
-    def build(slot: int, outlet: DeviceSink | None) -> Iterator[Frame]:
-        if outlet is not None:
+    def build(slot: int, sink: DeviceSink | None) -> Iterator[Frame]:
+        if sink is not None:
             source = np.zeros(_padded(len(payload)), np.uint8)
             source[: len(payload)] = np.frombuffer(payload, np.uint8)
-            outlet.copy_out(pages_of(source), COPY_KEY).wait()
+            sink.copy_out(pages_of(source), COPY_KEY).wait()
         header = FrameHeader(
             TICKET, sequence, slot, 0, range(1), range(1), range(1), len(payload), bytes(16)
         )
-        yield Frame(header.pack() + bytes(TAG_BYTES), [] if outlet else [memoryview(payload)])
+        yield Frame(header.pack() + bytes(TAG_BYTES), [] if sink else [memoryview(payload)])
 
     return build
 

@@ -51,23 +51,23 @@ def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[st
 
 @dataclass
 class Notes:
-    """A trace's RecordSink; several of one clock (ns) are processes of one host."""
+    """A RecordSink in memory; several of one clock (ns) are processes of one host."""
 
     role: str
     boot: bytes
     clock: Callable[[], int]
     records: list[Record] = field(default_factory=list)
-    words: list[str] = field(default_factory=lambda: [""])
+    reasons: list[str] = field(default_factory=lambda: [""])
 
     def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
         at, number = self.clock(), len(self.records) + 1
         prefix = attempt[:8].ljust(8, b"\0")
         self.records.append(Record(at, int(kind), prefix, number, state, detail, argument))
 
-    def word(self, text: str) -> int:
-        if text not in self.words:
-            self.words.append(text)
-        return self.words.index(text)
+    def reason_number(self, text: str) -> int:
+        if text not in self.reasons:
+            self.reasons.append(text)
+        return self.reasons.index(text)
 
     def close(self) -> None:
         """The process ends in order."""
@@ -75,30 +75,30 @@ class Notes:
 
     def recording(self) -> Recording:
         """As a reader of its ring would have it."""
-        words, records = tuple(self.words), list(self.records)
-        return Recording(self.role, self.boot, HOST, 0, 0, words, records)
+        reasons, records = tuple(self.reasons), list(self.records)
+        return Recording(self.role, self.boot, HOST, 0, 0, reasons, records)
 
 
 class Played:
     """One side of a made-up hand-off: does what the machine says, and notes it."""
 
     def __init__(self, log: RecordSink, side: Side, attempt: bytes) -> None:
-        self.trace = EventLog(log)
+        self.event_log = EventLog(log)
         self.attempt = attempt
         self.state = Handoff(side, float("inf"))
-        self.trace.mark(RecordKind.OPENED, attempt, self.state, 3, MAX_ARGUMENT)
+        self.event_log.record(RecordKind.OPENED, attempt, self.state, 3, MAX_ARGUMENT)
 
-    def mark(self, mark: RecordKind, detail: int = 0, argument: int = 0) -> None:
-        self.trace.mark(mark, self.attempt, self.state, detail, argument)
+    def record(self, kind: RecordKind, detail: int = 0, argument: int = 0) -> None:
+        self.event_log.record(kind, self.attempt, self.state, detail, argument)
 
     def does(self, event: Event, now: float = 0.0) -> None:
         before = self.state
         self.state, actions = step(before, event, now)
-        self.trace.step(self.attempt, event, before, self.state, actions)
+        self.event_log.step(self.attempt, event, before, self.state, actions)
         if Action.FREE_BLOCKS in actions:
-            self.mark(RecordKind.FREED)
+            self.record(RecordKind.FREED)
         if Action.COMMIT in actions:
-            self.mark(RecordKind.HANDED)
+            self.record(RecordKind.HANDED)
 
 
 def play(
@@ -108,15 +108,15 @@ def play(
     EventLog(router).route(attempt, 1, request)
     receive = Played(decode, Side.RECEIVE, attempt)
     send = Played(prefill, Side.SEND, attempt)
-    send.mark(RecordKind.TAKEN, 3)
+    send.record(RecordKind.TAKEN, 3)
     send.does(Picked())
     receive.does(Claimed())
-    receive.mark(RecordKind.TAKEN, 3, CELLS)
+    receive.record(RecordKind.TAKEN, 3, CELLS)
     receive.does(Reserved())
     send.does(ClaimGranted())
     for frame in (5, 6):
-        send.mark(RecordKind.SENT, frame, CELLS // 2)
-        receive.mark(RecordKind.WRITTEN, frame, CELLS // 2)
+        send.record(RecordKind.SENT, frame, CELLS // 2)
+        receive.record(RecordKind.WRITTEN, frame, CELLS // 2)
     receive.does(Filled())
     send.does(Filled())
     EventLog(router).unroute(attempt, "")

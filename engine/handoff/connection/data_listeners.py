@@ -13,24 +13,24 @@ from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.transport.base import KvTransport, Listener, Wire
 
-MAX_STRANGERS = 16
+MAX_UNPROVEN = 16
 
 
 class DataListeners:
     """The listeners of one decode process. `links` and `counters` are its endpoint's: each
-    connection is added to the one, `strangers_refused` to the other."""
+    connection is added to the one, `unproven_refused` to the other."""
 
     def __init__(
         self,
         boot: bytes,
-        terms: HandoffCompatibility,
+        compatibility: HandoffCompatibility,
         handler: DataLinkHandler,
         links: dict[DataLink, None],
         counters: Counter[str],
     ) -> None:
         self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
         self._boot = boot
-        self._terms = terms
+        self._compatibility = compatibility
         self._handler = handler
         self._links = links
         self._counters = counters
@@ -49,9 +49,9 @@ class DataListeners:
         """Why a process that has introduced itself is turned away; empty: it is not."""
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
-        if link.direct and self._terms.encrypted:
+        if link.direct and self._compatibility.encrypted:
             return "encrypted payloads cannot stay on a device (--encrypt-kv)"
-        return self._terms.refusal(hello)
+        return self._compatibility.refusal(hello)
 
     def close(self) -> None:
         """No more connections."""
@@ -59,9 +59,9 @@ class DataListeners:
             listener.close()
 
     def _accepted(self, transport: str, wire: Wire) -> None:
-        strangers = sum(link.open and not link.genuine for link in list(self._links))
-        if strangers >= MAX_STRANGERS:
-            self._counters["strangers_refused"] += 1
+        unproven = sum(link.open and not link.genuine for link in list(self._links))
+        if unproven >= MAX_UNPROVEN:
+            self._counters["unproven_refused"] += 1
             wire.close()
             return
         link = DataLink(wire, transport, self._handler)

@@ -380,7 +380,7 @@ class DataLink:
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         with ExitStack() as held:
-            frame = held.enter_context(job(slot, self._wire.outlet(slot)))
+            frame = held.enter_context(job(slot, self._wire.sink(slot)))
             with self._wake:
                 if frame is None:
                     self._slots.put_back(slot)

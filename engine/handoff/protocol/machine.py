@@ -113,7 +113,7 @@ class HandoffEnded:
     """Something ends it. `told`: the peer knows already, or cannot be told."""
 
     reason: str
-    told: bool = False
+    peer_notified: bool = False
 
 
 Event = (
@@ -222,7 +222,7 @@ def _release(state: Handoff, end: HandoffEnded) -> tuple[Handoff, Actions]:
         actions.append(Action.FREE_BLOCKS)
     if state.side is Side.SEND and state.phase is Phase.ADMITTED:
         actions.append(Action.LEAVE_QUEUE)
-    if state.linked and not end.told:
+    if state.linked and not end.peer_notified:
         actions.append(Action.SEND_ABORT)
     actions.append(Action.REPORT_LOST)
     return replace(state, phase=Phase.RELEASED, reason=end.reason), tuple(actions)

@@ -1,20 +1,20 @@
-"""Checks what processes have noted of their hand-offs against the machine that they run; pure.
+"""Checks the event logs of processes against the machine that they run; pure.
 
-Each side of an attempt is replayed (life.py): phases and actions of every record must be those of
-machine.step. On top of that:
+Each side of an attempt is replayed (replay.py): phases and actions of every record must be those
+of machine.step. On top of that:
 
 - blocks are taken once, and given back or handed to the sequence once, when the machine says so;
-  no frame is sent or written outside of that; an orderly end leaves nothing alive
+  no frame is sent or written while the side has no blocks; an orderly end leaves nothing alive
 - receive commits only when the new cells of its frames sum up to what it asked for
-- what one side learns from the other was noted there first: Picked before Claimed, Reserved before
-  Granted, receive's Filled before send's; a frame was sent before it is written, with no fewer
-  cells; one process each sends and receives an attempt
+- what one side learns from the other was recorded there first: Picked before Claimed, Reserved
+  before Granted, receive's Filled before send's; a frame was sent before it is written, with no
+  fewer cells; one process sends an attempt and one receives it
 - a router opens an attempt before decode has it, and closes it once
-- a follower (services/decode/single_flight) is handed no KV, its wait is over once, and nobody
-  waits at an orderly end
+- a follower (services/decode/single_flight) is handed no KV, its wait ends once, and nobody waits
+  at an orderly end
 
-What was overwritten, or never written because a process died, is no violation: rules that need it
-are left out for its attempt.
+Records that were overwritten, or never written because a process died, are no violation: rules
+that need them are not applied to their attempt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, Recording, 
 from pdserve.engine.handoff.recorder.replay import Replay
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
 
-AROUND = 4  # records of the attempt that a violation shows before and after
+AROUND = 4  # records of the attempt that a violation shows before it and after it
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 
 # The first is noted before the second.
@@ -37,11 +37,8 @@ ORDER = (
     ((ROUTE, "opened"), (RECEIVE, "opened")),
     ((ROUTE, "opened"), (FOLLOW, "opened")),
 )
-BY_ENGINE = (
-    RecordKind.OPENED,
-    RecordKind.TAKEN,
-    RecordKind.END,
-)  # besides events: by the engine thread alone
+# Beside the machine's events, only the engine thread records these.
+BY_ENGINE = (RecordKind.OPENED, RecordKind.TAKEN, RecordKind.END)
 
 NO_BEGINNING = "nothing says that it was opened"
 
@@ -51,7 +48,7 @@ Sides = dict[str, dict[int, list[Entry]]]  # by side and recording
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A record that breaks a rule, with the attempt's records around it, in words."""
+    """A record that breaks a rule, with lines of text about the attempt's records around it."""
 
     attempt: bytes
     rule: str
@@ -63,7 +60,7 @@ class Violation:
 
 
 def check(recordings: Iterable[Recording]) -> list[Violation]:
-    """Everything that is wrong; empty: these processes did what the machine says."""
+    """Everything that is wrong; empty if these processes did what the machine says."""
     timeline = merge(recordings)
     ends = [_end(recording) for recording in timeline.recordings]
     found = []
@@ -76,10 +73,10 @@ def check(recordings: Iterable[Recording]) -> list[Violation]:
 
 
 def _end(recording: Recording) -> tuple[int, bool]:
-    """The sequence of the last record of the engine thread; whether the process ended in order."""
+    """(sequence of the engine thread's last record, whether the process ended in order)."""
     for record in reversed(recording.records):
-        if record.event is not None or record.mark in BY_ENGINE:
-            return record.sequence, recording.records[-1].mark is RecordKind.END
+        if record.event is not None or record.kind in BY_ENGINE:
+            return record.sequence, recording.records[-1].kind is RecordKind.END
     return 0, False
 
 
@@ -103,39 +100,39 @@ def _by_side(entries: Sequence[Entry]) -> Sides:
 
 
 def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -> Iterator[Wrong]:
-    """Each side in each process by itself."""
+    """Checks each side in each process by itself."""
     for side, sources in sides.items():
         for source, entries in sources.items():
             recording = timeline.recordings[source]
             if side in (ROUTE, FOLLOW):
-                yield from _noted_twice(recording, entries)
+                yield from _opened_and_closed(recording, entries)
                 if (
                     side == FOLLOW
                     and ends[source][1]
-                    and entries[-1].record.mark is RecordKind.OPENED
+                    and entries[-1].record.kind is RecordKind.OPENED
                 ):
                     yield entries[-1], "it waits at an orderly end"
                 continue
-            life = Replay(recording, entries[0])
-            if not life.begins:
+            replay = Replay(recording, entries[0])
+            if not replay.begins:
                 yield entries[0], NO_BEGINNING
             for entry in entries:
-                for rule in life.take(entry):
+                for rule in replay.take(entry):
                     yield entry, rule
-            yield from life.end(*ends[source])
+            yield from replay.end(*ends[source])
 
 
-def _noted_twice(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
-    """OPENED, then CLOSED, once each."""
+def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
+    """Checks that OPENED comes once, then CLOSED once."""
     if recording.damaged:
         return
     opened = closed = False
     for number, entry in enumerate(entries):
-        if entry.record.mark is RecordKind.OPENED:
+        if entry.record.kind is RecordKind.OPENED:
             if opened or closed:
                 yield entry, "opened twice"
             opened = True
-        elif entry.record.mark is RecordKind.CLOSED:
+        elif entry.record.kind is RecordKind.CLOSED:
             if closed:
                 yield entry, "closed twice"
             elif not opened and not (recording.lost and number == 0):
@@ -144,7 +141,7 @@ def _noted_twice(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wro
 
 
 def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
-    """What the sides say about each other."""
+    """Checks what the sides say about each other."""
     for entries in sides.get(FOLLOW, {}).values():
         if RECEIVE in sides:
             yield entries[0], "it waits for the KV of another, and is handed its own"
@@ -154,11 +151,11 @@ def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
             yield max(entries[0] for entries in processes), f"two processes {side} it"
             return
     for (cause_side, cause), (effect_side, effect) in ORDER:
-        told = _noted(timeline, sides, cause_side)
-        heard = _first(_noted(timeline, sides, effect_side) or (), effect)
-        if told is None or heard is None:
+        causes = _complete(timeline, sides, cause_side)
+        heard = _first(_complete(timeline, sides, effect_side) or (), effect)
+        if causes is None or heard is None:
             continue
-        source = _first(told, cause)
+        source = _first(causes, cause)
         if source is None:
             yield heard, f"{effect} on {effect_side}, never {cause} on {cause_side}"
         elif timeline.one_host and source.at_ns > heard.at_ns:
@@ -166,10 +163,10 @@ def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
     yield from _frames(timeline, sides)
 
 
-def _noted(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
-    """The entries of a side whose process has noted it from the beginning; None: there are none."""
+def _complete(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
+    """The entries of a side in a process that has all of them; None if there is no such process."""
     for entries in sides.get(side, {}).values():
-        if entries[0].record.mark is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
+        if entries[0].record.kind is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
             return entries
     return None
 
@@ -179,14 +176,14 @@ def _first(entries: Sequence[Entry], event: str) -> Entry | None:
 
 
 def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
-    """A frame is written after it was sent."""
-    sent = _noted(timeline, sides, SEND)
-    written = _noted(timeline, sides, RECEIVE)
+    """Checks that a frame is written after it was sent."""
+    sent = _complete(timeline, sides, SEND)
+    written = _complete(timeline, sides, RECEIVE)
     if sent is None or written is None:
         return
-    frames = {e.record.detail: e for e in sent if e.record.mark is RecordKind.SENT}
+    frames = {e.record.detail: e for e in sent if e.record.kind is RecordKind.SENT}
     for entry in written:
-        if entry.record.mark is RecordKind.WRITTEN:
+        if entry.record.kind is RecordKind.WRITTEN:
             frame = frames.get(entry.record.detail)
             if frame is None:
                 yield entry, "a frame that was never sent"

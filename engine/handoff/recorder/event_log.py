@@ -1,21 +1,21 @@
-"""What a process notes of its hand-offs: records of 32 bytes, their codes, who writes them; pure.
+"""The event log of hand-offs: records of 32 bytes, their codes, and who writes them; pure.
 
     bytes   field
-    0-7     time << 8 | kind   ns since its ring began; kind: a machine event, or a RecordKind
+    0-7     time << 8 | code   ns since the ring began; the code of a machine event or a RecordKind
     8-15    attempt            the first 8 of its 16 random bytes
     16-19   sequence           of the record in its ring, from 1, modulo 2^32
     20-21   state              side << 12 | phase before << 6 | phase after
-    22-23   detail             see RecordKind; of an event: TOLD, and the ring's word for the reason
-    24-27   argument           see RecordKind; of an event: a bit for each action, in order
-    28-31   check              CRC-32 of the 28 bytes before: a torn record is no record
+    22-23   detail             see RecordKind; of an event: PEER_NOTIFIED | number of the reason
+    24-27   argument           see RecordKind; of an event: one bit for each action, in order
+    28-31   check              CRC-32 of the 28 bytes before; a torn record is ignored
 
-Eight bytes name an attempt: among the 10^6 attempts that a few rings hold at most, two are alike
-with probability 3e-8, and a record stays half a cache line. The codes of phases, events and actions
-follow the machine's own order, so a ring carries VOCABULARY, a digest of their names: it is read
-by the machine that wrote it, or refused.
+Eight bytes are enough to name an attempt: a few rings hold at most 10^6 attempts, and two of them
+are alike with probability 3e-8. So a record takes half a cache line. The codes of phases, events
+and actions follow the machine's own order. A ring therefore carries VOCABULARY, a digest of their
+names, and a reader with another vocabulary refuses it.
 
-Steps that change nothing (bytes heard, progress, ticks that find nothing) are left out; what the
-checker (conform.py) needs of them is in the reason of the tick that found something.
+Steps that change nothing (bytes heard, progress, ticks that find nothing) are not recorded. The
+checker (conform.py) finds what it needs of them in the reason of the tick that ended the attempt.
 """
 
 import struct
@@ -28,33 +28,33 @@ from pdserve.engine.handoff.protocol.machine import Action, Actions, Event, Hand
 
 RECORD_BYTES = 32
 PREFIX_BYTES = 8  # of an attempt's id
-TOLD = 1 << 15  # in the detail of Ended
+PEER_NOTIFIED = 1 << 15  # in the detail of HandoffEnded
 MAX_DETAIL = (1 << 16) - 1
 MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
 class RecordKind(IntEnum):
-    """What is noted beside the machine's steps: (detail modulo 2^16, argument)."""
+    """What is recorded beside the machine's steps: (detail modulo 2^16, argument)."""
 
-    OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route:
-    #               (which try, number of the request); a follower's: (blocks awaited, the first
-    #               four bytes of the attempt that they are of)
-    TAKEN = 129  # blocks allocated (how many, cells to be filled; a cell: a block of a layer)
-    FREED = 130  # blocks given back
-    HANDED = 131  # blocks belong to the sequence now
-    UNDONE = 132  # the commit has raised: the step before it is void
-    SENT = 133  # a frame was read and signed (its sequence, cells)
-    WRITTEN = 134  # a verified frame is in the blocks (its sequence, cells new)
-    LATE = 135  # a frame of an ended attempt, dropped or not counted (its sequence, 0)
+    OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route
+    #               has (which try, number of the request); a follower's wait has (blocks awaited,
+    #               the first four bytes of the attempt that computes them)
+    TAKEN = 129  # blocks were allocated (how many, cells to be filled; a cell: a block of a layer)
+    FREED = 130  # the blocks were given back
+    HANDED = 131  # the blocks belong to the sequence now
+    UNDONE = 132  # the commit has raised, so the step before it is void
+    SENT = 133  # a frame was read and signed (its sequence, its cells)
+    WRITTEN = 134  # a verified frame is in the blocks (its sequence, its new cells)
+    LATE = 135  # a frame of an ended attempt was dropped or not counted (its sequence, 0)
     GONE = 136  # a late Claim was answered Gone
-    CLOSED = 137  # the router takes no more events of it, or its wait is over (word for why, 0)
-    END = 138  # the process ended in order; of no attempt
+    CLOSED = 137  # the router or the follower is done with it (number of the reason, 0)
+    END = 138  # the process ended in order; this belongs to no attempt
 
 
 EVENTS: tuple[type, ...] = get_args(Event)
-# The machine does not run on these sides of an attempt:
-ROUTE = "route"  # the router's
-FOLLOW = "follow"  # decode's, while it waits for the KV of another
+# The machine does not run on these two sides of an attempt:
+ROUTE = "route"  # at the router
+FOLLOW = "follow"  # at decode, while it waits for KV that another attempt computes
 SIDES = (*(side.value for side in Side), ROUTE, FOLLOW)
 PHASES = tuple(Phase)
 ACTIONS = tuple(Action)
@@ -63,27 +63,27 @@ _NAMES = (
     *SIDES,
     *(phase.value for phase in PHASES),
     *(action.value for action in ACTIONS),
-    *(mark.name for mark in RecordKind),
+    *(kind.name for kind in RecordKind),
 )
 VOCABULARY = crc32(" ".join(_NAMES).encode())
 
 # Enum members hash in Python; their ids do not.
-_KIND = {event: number for number, event in enumerate(EVENTS)}
+_CODE = {event: number for number, event in enumerate(EVENTS)}
 _SIDE = {id(side): number << 12 for number, side in enumerate(Side)}
 _PHASE = {id(phase): number for number, phase in enumerate(PHASES)}
 _BIT = {id(action): 1 << number for number, action in enumerate(ACTIONS)}
 _ROUTE = SIDES.index(ROUTE) << 12
 _FOLLOW = SIDES.index(FOLLOW) << 12
-_MARKS = frozenset(int(mark) for mark in RecordKind)
+_KINDS = frozenset(int(kind) for kind in RecordKind)
 _BODY = struct.Struct("<Q8sIHHI")
 _CHECK = struct.Struct("<I")
 
 
 class Record(NamedTuple):
-    """One record, unpacked; `time_ns` counts from its ring's epoch."""
+    """One unpacked record; `time_ns` counts from the epoch of its ring."""
 
     time_ns: int
-    kind: int
+    code: int
     attempt: bytes
     sequence: int
     state: int
@@ -92,12 +92,13 @@ class Record(NamedTuple):
 
     @property
     def event(self) -> type | None:
-        """The machine's event; None: a RecordKind."""
-        return EVENTS[self.kind] if self.kind < len(EVENTS) else None
+        """The class of the machine's event; None if the record has a RecordKind."""
+        return EVENTS[self.code] if self.code < len(EVENTS) else None
 
     @property
-    def mark(self) -> RecordKind | None:
-        return RecordKind(self.kind) if self.kind >= RecordKind.OPENED else None
+    def kind(self) -> RecordKind | None:
+        """None if the record is a step of the machine."""
+        return RecordKind(self.code) if self.code >= RecordKind.OPENED else None
 
     @property
     def side(self) -> str:
@@ -113,42 +114,42 @@ class Record(NamedTuple):
 
     @property
     def actions(self) -> Actions:
-        """Of an event, in Action's order."""
+        """The actions of a machine event, in the order of Action."""
         return tuple(a for n, a in enumerate(ACTIONS) if self.argument >> n & 1)
 
 
 def pack(
     time_ns: int,
-    kind: int,
+    code: int,
     attempt: bytes,
     sequence: int,
     state: int,
     detail: int,
     argument: int,
 ) -> bytes:
-    """The RECORD_BYTES bytes of a Record with these fields; of `attempt` the first eight count."""
-    word = time_ns << 8 | kind
-    body = _BODY.pack(word, attempt, sequence & 0xFFFFFFFF, state, detail, argument)
+    """The RECORD_BYTES bytes of a Record; only the first eight bytes of `attempt` are kept."""
+    time_and_code = time_ns << 8 | code
+    body = _BODY.pack(time_and_code, attempt, sequence & 0xFFFFFFFF, state, detail, argument)
     return body + _CHECK.pack(crc32(body))
 
 
 def unpack(data: bytes) -> Record | None:
-    """The inverse of `pack`; None: torn, damaged, never written."""
+    """The inverse of `pack`; None if the record is torn, damaged or was never written."""
     body = data[: _BODY.size]
     if len(data) != RECORD_BYTES or crc32(body) != _CHECK.unpack_from(data, _BODY.size)[0]:
         return None
-    word, attempt, sequence, state, detail, argument = _BODY.unpack(body)
-    kind = word & 255
+    time_and_code, attempt, sequence, state, detail, argument = _BODY.unpack(body)
+    code = time_and_code & 255
     phases = max(state >> 6 & 63, state & 63)
-    if not (kind < len(EVENTS) or kind in _MARKS):
+    if not (code < len(EVENTS) or code in _KINDS):
         return None
     if state >> 12 >= len(SIDES) or phases >= len(PHASES):
         return None
-    return Record(word >> 8, kind, attempt, sequence, state, detail, argument)
+    return Record(time_and_code >> 8, code, attempt, sequence, state, detail, argument)
 
 
 def action_bits(actions: Actions) -> int:
-    """The argument of an event's record."""
+    """The argument of a machine event's record."""
     bits = 0
     for action in actions:
         bits |= _BIT[id(action)]
@@ -157,87 +158,91 @@ def action_bits(actions: Actions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one process has noted, as far as its ring still has it."""
+    """The event log of one process, as far as its ring still has it."""
 
     role: str
-    boot: bytes  # this life of the process
-    host: bytes  # the running kernel: one monotonic clock
+    boot: bytes  # id of this start of the process
+    host: bytes  # id of the running kernel, whose processes share one monotonic clock
     epoch_ns: int  # CLOCK_MONOTONIC at time 0
     wall_ns: int  # time of day at time 0
-    words: tuple[str, ...]
+    reasons: tuple[str, ...]
     records: list[Record]
-    lost: int = 0  # older records, overwritten
+    lost: int = 0  # older records that were overwritten
     damaged: int = 0  # records that should be there and are not whole
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.boot.hex()[:6]}"
 
-    def word(self, detail: int) -> str:
-        number = detail & ~TOLD
-        return self.words[number] if number < len(self.words) else "?"
+    def reason(self, detail: int) -> str:
+        """The text that a record's detail names."""
+        number = detail & ~PEER_NOTIFIED
+        return self.reasons[number] if number < len(self.reasons) else "?"
 
 
 class RecordSink(Protocol):
-    """Where records go; any thread."""
+    """Where records go; any thread may call it."""
 
-    def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
-        """Add a record under the next sequence number and the time now."""
+    def append(self, code: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
+        """Adds a record under the next sequence number and the time now."""
 
-    def word(self, text: str) -> int:
-        """The number of a text in the log, below TOLD."""
+    def reason_number(self, text: str) -> int:
+        """The number of a text in this sink; it is below PEER_NOTIFIED."""
 
 
 class EventLog:
-    """Notes steps and marks in a log; without one it does nothing."""
+    """Writes the records of a process; without a sink it does nothing."""
 
-    def __init__(self, log: RecordSink | None = None) -> None:
-        self._log = log
+    def __init__(self, sink: RecordSink | None = None) -> None:
+        self._sink = sink
 
     def step(
         self, attempt: bytes, event: Event, before: Handoff, after: Handoff, actions: Actions
     ) -> None:
-        """A step of the machine, before its actions are done."""
-        log = self._log
-        if log is None or not (actions or before.phase is not after.phase):
+        """Records a step of the machine, before its actions are carried out."""
+        sink = self._sink
+        if sink is None or not (actions or before.phase is not after.phase):
             return
         changed = before.phase is not after.phase
         reason = getattr(event, "reason", "") or (after.reason if changed else "")
-        detail = log.word(reason) if reason else 0
-        if getattr(event, "told", False):
-            detail |= TOLD
+        detail = sink.reason_number(reason) if reason else 0
+        if getattr(event, "peer_notified", False):
+            detail |= PEER_NOTIFIED
         phases = _PHASE[id(before.phase)] << 6 | _PHASE[id(after.phase)]
         state = _SIDE[id(before.side)] | phases
-        log.append(_KIND[type(event)], attempt, state, detail, action_bits(actions))
+        sink.append(_CODE[type(event)], attempt, state, detail, action_bits(actions))
 
-    def mark(
-        self, mark: RecordKind, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
+    def record(
+        self, kind: RecordKind, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
     ) -> None:
-        """Something beside the machine, on the attempt's side, in its present phase."""
-        if self._log is not None:
+        """Records something beside the machine's steps, in the attempt's present phase."""
+        if self._sink is not None:
             phase = _PHASE[id(state.phase)] * 65  # before and after are the same
-            code = _SIDE[id(state.side)] | phase
+            side_and_phase = _SIDE[id(state.side)] | phase
             bounded = argument if argument < MAX_ARGUMENT else MAX_ARGUMENT
-            self._log.append(mark, attempt, code, detail & MAX_DETAIL, bounded)
+            self._sink.append(kind, attempt, side_and_phase, detail & MAX_DETAIL, bounded)
 
     def route(self, attempt: bytes, number: int, request: int) -> None:
-        """The router begins the try `number` of its request number `request`."""
-        if self._log is not None:
+        """Records that the router begins the try `number` of its request number `request`."""
+        if self._sink is not None:
             tries, which = number & MAX_DETAIL, request & MAX_ARGUMENT
-            self._log.append(RecordKind.OPENED, attempt, _ROUTE, tries, which)
+            self._sink.append(RecordKind.OPENED, attempt, _ROUTE, tries, which)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
-        """The router is done with it; `reason`: why it is lost, empty otherwise."""
-        if self._log is not None:
-            self._log.append(RecordKind.CLOSED, attempt, _ROUTE, self._log.word(reason), 0)
+        """Records that the router is done with it; `reason` says why it is lost, if it is."""
+        self._close(attempt, _ROUTE, reason)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
-        """Decode has it wait for that many blocks of another."""
-        if self._log is not None:
+        """Records that decode has it wait for that many blocks of the attempt `leader`."""
+        if self._sink is not None:
             other = int.from_bytes(leader[:4], "big")
-            self._log.append(RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
+            self._sink.append(RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
-        """That wait is over."""
-        if self._log is not None:
-            self._log.append(RecordKind.CLOSED, attempt, _FOLLOW, self._log.word(reason), 0)
+        """Records that this wait is over."""
+        self._close(attempt, _FOLLOW, reason)
+
+    def _close(self, attempt: bytes, side: int, reason: str) -> None:
+        if self._sink is not None:
+            number = self._sink.reason_number(reason)
+            self._sink.append(RecordKind.CLOSED, attempt, side, number, 0)

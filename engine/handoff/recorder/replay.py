@@ -1,7 +1,7 @@
-"""One side of an attempt in one process, replayed through the machine from its records; pure.
+"""Replays one side of an attempt in one process through the machine, from its records; pure.
 
-Every `take` gives the rules that the record breaks, in words. A life that `begins` in the middle
-(older records are overwritten) or whose ring has holes is checked step by step only.
+Every `take` yields the rules that the record breaks. An attempt whose older records are overwritten
+or damaged is only checked step by step.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
-    TOLD,
+    PEER_NOTIFIED,
     Record,
     Recording,
     RecordKind,
@@ -29,21 +29,25 @@ from pdserve.engine.handoff.recorder.event_log import (
 from pdserve.engine.handoff.recorder.timeline import Entry
 
 INF = float("inf")
-SLACK_S = 0.1  # between the reading of a clock and its record
+SLACK_S = 0.1  # at most between reading a clock and writing the record
 OWES = {Action.FREE_BLOCKS: RecordKind.FREED, Action.COMMIT: RecordKind.HANDED}
 
 
 class Replay:
-    """The replay. Give it the entries of its side in order, the first one too."""
+    """Takes the entries of one side in order, the first one too.
+
+    `whole`: the recording has every record of the attempt. `begins`: the first entry is one that
+    an attempt may begin with, given what the recording has lost.
+    """
 
     def __init__(self, recording: Recording, first: Entry) -> None:
         record = first.record
         self._recording = recording
-        self.whole = record.mark is RecordKind.OPENED and not recording.damaged
+        self.whole = record.kind is RecordKind.OPENED and not recording.damaged
         self.begins = self.whole or bool(recording.lost or recording.damaged)
         self.state = Handoff(Side(record.side), INF, record.before)
         self._last = first
-        self._before = self.state  # the step before, for UNDONE
+        self._before = self.state  # the state before the last step; UNDONE returns to it
         self._opened: Entry | None = None
         self._linked_ns = first.at_ns
         self._has_blocks = False
@@ -52,17 +56,20 @@ class Replay:
         self._cells = 0
 
     def take(self, entry: Entry) -> Iterator[str]:
-        """The next record; what is wrong with it."""
+        """Takes the next record and yields what is wrong with it."""
         self._last = entry
         record = entry.record
         if record.event is not None:
             yield from self._step(entry)
         elif self.whole:
-            yield from self._mark(entry)
+            yield from self._kind(entry)
 
     def end(self, engine_sequence: int, orderly: bool) -> Iterator[tuple[Entry, str]]:
-        """What is missing. `engine_sequence`: of the last record that the engine thread made;
-        `orderly`: the process has ended in order."""
+        """Yields what is missing at the end of the recording.
+
+        `engine_sequence`: sequence of the last record that the engine thread made. `orderly`: the
+        process has ended in order.
+        """
         if not self.whole:
             return
         if self._owed is not None and self._owed[1].record.sequence < engine_sequence:
@@ -93,8 +100,8 @@ class Replay:
             yield from self._obliged(actions, entry)
 
     def _input(self, record: Record, now: float) -> tuple[Handoff, Event]:
-        """The state and event as the process had them, as far as the step depends on them."""
-        reason = self._recording.word(record.detail)
+        """The state and event that the process had, as far as the step depends on them."""
+        reason = self._recording.reason(record.detail)
         state = replace(self.state, deadline=INF, heard=now, moved=now)
         if record.event is Tick:
             if reason == "deadline":
@@ -105,14 +112,15 @@ class Replay:
                 return replace(state, moved=-INF), Tick()
             return state, HandoffEnded(reason)
         assert record.event is not None
-        told = bool(record.detail & TOLD)
-        known = {"at": now, "reason": reason, "told": told}  # the rest decides nothing
+        peer_notified = bool(record.detail & PEER_NOTIFIED)
+        # The machine's step depends on none of the other fields.
+        known = {"at": now, "reason": reason, "peer_notified": peer_notified}
         event: Event = record.event(**{f.name: known.get(f.name, 0) for f in fields(record.event)})
         return state, event
 
     def _too_early(self, record: Record, at_ns: int) -> Iterator[str]:
-        """A tick may only find what time has brought."""
-        reason = self._recording.word(record.detail)
+        """Yields if a tick has found an end that could not have come yet."""
+        reason = self._recording.reason(record.detail)
         linked_s = (at_ns - self._linked_ns) / 1e9 + SLACK_S
         if record.event is not Tick or not self.whole:
             return
@@ -127,7 +135,7 @@ class Replay:
                 yield "its deadline is later"
 
     def _obliged(self, actions: Actions, entry: Entry) -> Iterator[str]:
-        """What the machine has said that the shell must do with the blocks."""
+        """Notes what the process must now do with the blocks, and yields if it cannot."""
         owed = [OWES[action] for action in actions if action in OWES]
         if owed and not self._has_blocks:
             yield "it has no blocks"
@@ -136,9 +144,9 @@ class Replay:
         if owed:
             self._owed = (owed[0], entry)
 
-    def _mark(self, entry: Entry) -> Iterator[str]:
+    def _kind(self, entry: Entry) -> Iterator[str]:
         record, phase = entry.record, self.state.phase
-        match record.mark:
+        match record.kind:
             case RecordKind.OPENED:
                 if self._opened is not None:
                     yield "opened twice"
@@ -151,7 +159,7 @@ class Replay:
                 self._has_blocks = True
                 self._wanted, self._cells = record.argument, 0
             case RecordKind.FREED | RecordKind.HANDED:
-                if self._owed is None or self._owed[0] is not record.mark:
+                if self._owed is None or self._owed[0] is not record.kind:
                     yield "the machine has not said so"
                 self._has_blocks, self._owed = False, None
             case RecordKind.UNDONE:

@@ -1,13 +1,14 @@
-"""A ring of trace records in a memory-mapped file that survives SIGKILL (the record: trace.py).
+"""A ring of records in a memory-mapped file that survives SIGKILL (event_log.py has the record).
 
     0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, boot, host, role, check
     112    position: the sequence of the newest record that is whole
-    128    words: 62 of 64 bytes, a length and UTF-8; a record's detail names a reason by its number
+    128    62 reasons of 64 bytes each, a length and UTF-8; a record's detail has a reason's number
     4096   capacity records; sequence s lies in slot s modulo capacity
 
 The kernel keeps what was written to the mapping when the process dies, so nothing is flushed. A
-record is written before the position is, in one copy of 32 bytes: what a kill tears is the record
-after the position, and its check tells. A lock on the file says that its writer is alive.
+record is written in one copy of 32 bytes, and the position after it. So a kill can only tear the
+record after the position, and its checksum shows that. A lock on the file says that its writer is
+alive.
 """
 
 import fcntl
@@ -39,15 +40,15 @@ VERSION = 1
 SUFFIX = ".ring"
 HEADER_BYTES = 4096
 MAX_MB = 32
-KEPT = 32  # rings of dead processes in a folder, the newest
+KEPT = 32  # the newest rings of dead processes that stay in a folder
 ID_BYTES = 16
 POSITION_AT = 112
-WORDS_AT = 128
-WORD_BYTES = 64
-NUM_WORDS = (HEADER_BYTES - WORDS_AT) // WORD_BYTES
-MORE = "(a reason beyond the ring's words)"
+REASONS_AT = 128
+REASON_BYTES = 64
+NUM_REASONS = (HEADER_BYTES - REASONS_AT) // REASON_BYTES
+MORE = "(a reason that did not fit into the ring)"
 # The reasons that the machine itself gives come first, so that there is always room for them.
-FIRST_WORDS = ("", MORE, "deadline", "peer silent", "peer frozen")
+FIRST_REASONS = ("", MORE, "deadline", "peer silent", "peer frozen")
 
 _HEADER = struct.Struct("<8sIIQQQ16s16s16s")
 _CHECK = struct.Struct("<I")
@@ -55,14 +56,14 @@ _EMPTY = bytes(RECORD_BYTES)
 
 
 class RingError(Exception):
-    """A file is not a ring that can be read here; the message names it and says why."""
+    """A file is not a ring that can be read here; the message names the file and says why."""
 
 
 class Ring:
-    """The writer. Any thread may append; one lock orders the records, so their times never fall.
+    """Writes a ring. Any thread may append; one lock orders the records, so times never go back.
 
-    Raises OSError if the file cannot be made or its bytes are not there to be had: a page that is
-    missing later would kill the process.
+    Raises OSError if the file cannot be made or its bytes cannot be allocated at once: a page that
+    is missing later would kill the process.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Ring:
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
-        self._words: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
         size = HEADER_BYTES + self._capacity * RECORD_BYTES
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -97,10 +98,10 @@ class Ring:
         # A cast view stores the eight bytes at once; struct would store them one by one.
         self._view = memoryview(self._map)
         self._position = self._view[POSITION_AT : POSITION_AT + 8].cast("Q")
-        for text in FIRST_WORDS:
-            self.word(text)
+        for text in FIRST_REASONS:
+            self.reason_number(text)
 
-    def append(self, kind: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
+    def append(self, code: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
         with self._lock:
             if self._map.closed:
                 return
@@ -108,27 +109,27 @@ class Ring:
             at = HEADER_BYTES + sequence % self._capacity * RECORD_BYTES
             time_ns = self._clock() - self._epoch
             self._map[at : at + RECORD_BYTES] = pack(
-                time_ns, kind, attempt, sequence, state, detail, argument
+                time_ns, code, attempt, sequence, state, detail, argument
             )
             self._position[0] = sequence
 
-    def word(self, text: str) -> int:
-        number = self._words.get(text)
-        return self._add_word(text) if number is None else number
+    def reason_number(self, text: str) -> int:
+        number = self._reasons.get(text)
+        return self._add_reason(text) if number is None else number
 
-    def _add_word(self, text: str) -> int:
+    def _add_reason(self, text: str) -> int:
         with self._lock:
-            number = self._words.get(text, len(self._words))
-            if number >= NUM_WORDS or self._map.closed:
-                return FIRST_WORDS.index(MORE)
-            data = text.encode()[: WORD_BYTES - 1].decode(errors="ignore").encode()
-            at = WORDS_AT + number * WORD_BYTES
+            number = self._reasons.get(text, len(self._reasons))
+            if number >= NUM_REASONS or self._map.closed:
+                return FIRST_REASONS.index(MORE)
+            data = text.encode()[: REASON_BYTES - 1].decode(errors="ignore").encode()
+            at = REASONS_AT + number * REASON_BYTES
             self._map[at : at + 1 + len(data)] = bytes([len(data)]) + data
-            self._words[text] = number
+            self._reasons[text] = number
             return number
 
     def close(self) -> None:
-        """The process ends in order. What is appended later is dropped."""
+        """Records that the process ends in order. What is appended later is dropped."""
         self.append(RecordKind.END, b"", 0, 0, 0)
         with self._lock:
             if not self._map.closed:
@@ -139,7 +140,7 @@ class Ring:
 
 
 def host_boot() -> bytes:
-    """Names the running kernel, whose monotonic clock all its processes share; 16 bytes."""
+    """The 16-byte id of the running kernel, whose monotonic clock all its processes share."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))[:ID_BYTES]
@@ -148,8 +149,9 @@ def host_boot() -> bytes:
 
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
-    """The ring of a process in `folder` (made if it is not there), or none if there is no folder
-    or no size. Of dead processes the newest rings are kept. Raises OSError."""
+    """Makes the ring of a process in `folder`, and the folder if it is missing. Returns None
+    without a folder or a size. Removes all but the newest rings of dead processes. Raises
+    OSError."""
     if not folder or not megabytes:
         return None
     base = Path(folder)
@@ -157,12 +159,12 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
     sweep(base)
     path = base / f"{role}-{boot.hex()[:12]}{SUFFIX}"
     ring = Ring(path, role, boot, megabytes << 20)
-    log.info("hand-offs are traced in %s", path)
+    log.info("hand-offs are recorded in %s", path)
     return ring
 
 
 def sweep(folder: Path, kept: int = KEPT) -> None:
-    """Remove the oldest rings of this user whose writers have died."""
+    """Removes the oldest rings of this user whose writers have died."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
@@ -180,7 +182,7 @@ def sweep(folder: Path, kept: int = KEPT) -> None:
 
 
 def read_ring(path: Path) -> Recording:
-    """What is in a ring, its writer alive or dead. Raises RingError."""
+    """Reads a ring whose writer may be alive or dead. Raises RingError."""
     if path.exists() and not path.is_file():
         raise RingError(f"{path}: not a file")
     try:
@@ -195,9 +197,11 @@ def read_ring(path: Path) -> Recording:
 
 
 def read_rings(paths: Iterable[Path]) -> list[Recording]:
-    """Several rings as they were at one moment, though their processes run: of this host's, what
-    is younger than the beginning is left out. So nothing is there whose cause is not. Raises
-    RingError."""
+    """Reads several rings as they were at one moment, even while their processes run.
+
+    Records of this host that are younger than the start of the call are left out, so no record is
+    there without its cause. Raises RingError.
+    """
     now, here = time.monotonic_ns(), host_boot()
     found = []
     for recording in map(read_ring, paths):
@@ -211,7 +215,7 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 
 
 def parse_ring(data: bytes) -> Recording:
-    """The bytes of a ring; a missing end costs the records there. Raises RingError."""
+    """Parses the bytes of a ring; if the end is missing, its records are. Raises RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise RingError("no ring")
     head = data[: _HEADER.size]
@@ -228,7 +232,7 @@ def parse_ring(data: bytes) -> Recording:
         slot = data[at : at + RECORD_BYTES]
         record = None if slot == _EMPTY else unpack(slot)
         if record is not None:
-            # The sequence in full: the one with these low bits that is nearest to the position.
+            # The full sequence is the one with these low bits that is nearest to the position.
             gap = (record.sequence - position + (1 << 31)) % (1 << 32) - (1 << 31)
             sequence = position + gap
             if sequence > 0 and HEADER_BYTES + sequence % capacity * RECORD_BYTES == at:
@@ -236,7 +240,7 @@ def parse_ring(data: bytes) -> Recording:
     found.sort(key=lambda record: record.sequence)
     newest = found[-1].sequence if found else 0
     records = [r for r in found if r.sequence > newest - capacity]
-    # The slot after the newest may be torn; it held the oldest.
+    # The slot after the newest record may be torn; it held the oldest record.
     whole = min(max(newest, position), capacity - 1)
     return Recording(
         role=role.rstrip(b"\0").decode("utf-8", "replace"),
@@ -244,17 +248,17 @@ def parse_ring(data: bytes) -> Recording:
         host=host,
         epoch_ns=epoch,
         wall_ns=wall,
-        words=_words(data),
+        reasons=_reasons(data),
         records=records,
         lost=max(0, newest - capacity),
         damaged=max(0, whole - len(records)),
     )
 
 
-def _words(data: bytes) -> tuple[str, ...]:
+def _reasons(data: bytes) -> tuple[str, ...]:
     found = []
-    for number in range(NUM_WORDS):
-        at = WORDS_AT + number * WORD_BYTES
-        size = min(data[at], WORD_BYTES - 1)
+    for number in range(NUM_REASONS):
+        at = REASONS_AT + number * REASON_BYTES
+        size = min(data[at], REASON_BYTES - 1)
         found.append(data[at + 1 : at + 1 + size].decode("utf-8", "replace"))
     return tuple(found)

@@ -1,9 +1,9 @@
-"""What a timeline says of a run, as a scenario of the cluster simulation; pure.
+"""Turns a timeline of a real run into a scenario of the cluster simulation; pure.
 
-The simulation (tests/simulation, whose form of a scenario is in docs/design.md) is another, smaller
-cluster with its own tokens, so this is not the run itself: as many requests at the same times,
-prompts of as many blocks, and for what ended an attempt the fault that looks alike, at the request
-and phase that it met. One fault for each kind and second: what dies takes several attempts along.
+The simulation (tests/simulation) is another, smaller cluster with its own tokens, so the scenario
+is not the run itself. It has as many requests at the same times, with prompts of as many blocks.
+For whatever ended an attempt it has the fault that looks most alike, at the request and phase that
+it met. A dying process ends several attempts, so there is one fault for each kind and second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from typing import Any
 from zlib import crc32
 
 from pdserve.engine.handoff.protocol.machine import Phase, Side
-from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, TOLD, RecordKind
+from pdserve.engine.handoff.recorder.event_log import FOLLOW, PEER_NOTIFIED, ROUTE, RecordKind
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
 
-BLOCK = 4  # tokens, in the simulation
-MAX_BLOCKS = 11  # of a prompt there
-MAX_PROCESSES = 2  # of a role there
+BLOCK = 4  # tokens of a block in the simulation
+MAX_BLOCKS = 11  # of a prompt in the simulation
+MAX_PROCESSES = 2  # of one role in the simulation
 MAX_TOKENS = 10
-# Part of a reason -> fault; the first that fits. A peer that fell silent is looked up by the side.
+# Part of a reason -> fault; the first that fits is taken. SILENT has the faults of silent peers.
 REASONS = (
     ("cancelled", "client closes"),
     ("deadline", "deadline"),
@@ -36,9 +36,9 @@ FOLLOWS = (FOLLOW, RecordKind.OPENED)
 SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decode"}
 
 
-def scenario(timeline: Timeline, lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, Any]:
-    """The scenario of these attempts, ready to become JSON."""
-    requests = _requests(lives)
+def scenario(timeline: Timeline, attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, Any]:
+    """The scenario of these attempts, of plain values that can be written as JSON."""
+    requests = _requests(attempts)
     first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
     owners = _owners(requests)
     asks, faults, struck = [], [], set()
@@ -54,7 +54,7 @@ def scenario(timeline: Timeline, lives: Mapping[bytes, Sequence[Entry]]) -> dict
                 fault = {"kind": kind, "phase": phase, "request": name, "index": index}
                 faults.append(fault | {"seed": seed})
     return {
-        "seed": crc32(b"".join(lives)),
+        "seed": crc32(b"".join(attempts)),
         "asks": asks,
         "faults": faults,
         "gateways": 1,
@@ -72,12 +72,12 @@ def _processes(timeline: Timeline, role: str) -> int:
     return min(max(found, 1), MAX_PROCESSES)
 
 
-def _requests(lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
-    """Tries by request; an attempt that no router tells of is a request of its own."""
+def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
+    """The tries of each request; an attempt that no router recorded is a request of its own."""
     found: dict[str, list[Sequence[Entry]]] = {}
-    for attempt, entries in lives.items():
+    for attempt, entries in attempts.items():
         opened = [
-            e for e in entries if e.record.side == ROUTE and e.record.mark is RecordKind.OPENED
+            e for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
         ]
         name = f"{opened[0].source}-{opened[0].record.argument}" if opened else attempt.hex()
         found.setdefault(name, []).append(entries)
@@ -85,19 +85,19 @@ def _requests(lives: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence
 
 
 def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
-    """Whose prompt each request has: its own, or that of the request whose KV it waited for."""
+    """The request whose prompt each request has: itself, or the one whose KV it waited for."""
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
-        waits = [e for t in tries for e in t if (e.record.side, e.record.mark) == FOLLOWS]
+        waits = [e for t in tries for e in t if (e.record.side, e.record.kind) == FOLLOWS]
         leader = names.get(waits[0].record.argument.to_bytes(4), name) if waits else name
         owners[name] = owners.get(leader, leader)
     return owners
 
 
 def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
-    """`tries`: of the owner of its prompt."""
-    taken = [e.record.detail for t in tries for e in t if e.record.mark is RecordKind.TAKEN]
+    """One request of the scenario; `tries` are those of the owner of its prompt."""
+    taken = [e.record.detail for t in tries for e in t if e.record.kind is RecordKind.TAKEN]
     length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
     seed = crc32(owner.encode())
     prompt = [(seed + 7 * i + i * i) % 63 + 1 for i in range(length)]
@@ -106,13 +106,13 @@ def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -
 
 
 def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
-    """What ended an attempt, and where in it; empty if nothing did."""
+    """(the fault that ended an attempt, the entry that says so); the fault is empty without one."""
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
-        if record.side == FOLLOW or (not released and record.mark is not RecordKind.CLOSED):
+        if record.side == FOLLOW or (not released and record.kind is not RecordKind.CLOSED):
             continue  # a wait that is over is no fault
-        reason = timeline.of(entry).word(record.detail & ~TOLD)
+        reason = timeline.of(entry).reason(record.detail & ~PEER_NOTIFIED)
         if not reason or reason == "busy":
             continue
         killed = [role for role in ("prefill", "decode") if _died(timeline, entries, role, entry)]
@@ -125,10 +125,10 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
 
 
 def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -> bool:
-    """A process of the attempt has noted nothing since, and did not end in order."""
+    """Whether a process of the attempt recorded nothing after `end` and did not end in order."""
     for entry in entries:
         recording = timeline.of(entry)
-        if recording.role == role and recording.records[-1].mark is not RecordKind.END:
+        if recording.role == role and recording.records[-1].kind is not RecordKind.END:
             last = max(e.at_ns for e in timeline.entries if e.source == entry.source)
             if last <= end.at_ns and end.source != entry.source:
                 return True
@@ -136,7 +136,7 @@ def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -
 
 
 def _phase(entries: Sequence[Entry], end: Entry, kind: str) -> tuple[str, int]:
-    """The simulation's name of where the attempt stood, and which frame or token it was."""
+    """(the simulation's name of the attempt's phase, index of the frame or token in it)."""
     names = [event_name(e.record) for e in entries if e.at_ns <= end.at_ns]
     sides = {(e.record.side, event_name(e.record)) for e in entries if e.at_ns <= end.at_ns}
     frames = names.count("sent")

@@ -1,7 +1,8 @@
-"""Recordings of several processes as one timeline, and their records in words; pure.
+"""Merges the recordings of several processes into one timeline and describes records; pure.
 
 Processes on one host share a monotonic clock, so their records merge in the order in which they
-were made. With more than one host the time of day decides, and order between hosts means little.
+were made. With more than one host the time of day decides, and the order between hosts means
+little.
 """
 
 import re
@@ -12,8 +13,8 @@ from typing import NamedTuple
 from pdserve.engine.handoff.recorder.event_log import (
     FOLLOW,
     MAX_ARGUMENT,
+    PEER_NOTIFIED,
     ROUTE,
-    TOLD,
     Record,
     Recording,
     RecordKind,
@@ -21,7 +22,7 @@ from pdserve.engine.handoff.recorder.event_log import (
 
 
 class Entry(NamedTuple):
-    """A record in its place among those of all processes."""
+    """A record in its place among the records of all processes."""
 
     at_ns: int
     source: int  # index of its recording
@@ -30,26 +31,26 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Every record of some recordings, in order."""
+    """Every record of some recordings, in order of time."""
 
     recordings: tuple[Recording, ...]
     entries: tuple[Entry, ...]
-    one_host: bool  # their clocks are one
+    one_host: bool  # all recordings share one clock
 
     def of(self, entry: Entry) -> Recording:
         return self.recordings[entry.source]
 
     def attempts(self) -> dict[bytes, list[Entry]]:
-        """Entries by the attempt's first eight bytes, in order of each attempt's beginning."""
+        """The entries by the attempt's first eight bytes; the attempt that began first is first."""
         found: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
-            if entry.record.kind != RecordKind.END:
+            if entry.record.code != RecordKind.END:
                 found.setdefault(entry.record.attempt, []).append(entry)
         return found
 
 
 def merge(recordings: Iterable[Recording]) -> Timeline:
-    """One timeline of recordings whose records are in order."""
+    """Merges recordings, each of which has its records in order, into one timeline."""
     all_of = tuple(recordings)
     one_host = len({recording.host for recording in all_of}) < 2
     entries = [
@@ -62,9 +63,9 @@ def merge(recordings: Iterable[Recording]) -> Timeline:
 
 
 def describe(recording: Recording, record: Record) -> str:
-    """A record in words, without its time and attempt."""
+    """One line of text about a record, without its time and attempt."""
     detail, argument = record.detail, record.argument
-    match record.mark:
+    match record.kind:
         case None:
             return _step(recording, record)
         case RecordKind.OPENED if record.side == ROUTE:
@@ -92,23 +93,24 @@ def describe(recording: Recording, record: Record) -> str:
         case RecordKind.GONE:
             return "answered Gone"
         case RecordKind.CLOSED:
-            reason = recording.word(detail)
+            reason = recording.reason(detail)
             return f"closed: {reason}" if reason else "closed"
         case _:
             return "the process ended in order"
 
 
 def _step(recording: Recording, record: Record) -> str:
-    reason = recording.word(record.detail)
+    reason = recording.reason(record.detail)
     event = event_name(record)
-    why = f" ({reason}{', told' if record.detail & TOLD else ''})" if reason else ""
+    notified = ", peer notified" if record.detail & PEER_NOTIFIED else ""
+    why = f" ({reason}{notified})" if reason else ""
     moved = record.before is not record.after
     phases = f"{record.before.value} -> {record.after.value}" if moved else record.before.value
     return f"{event}{why}: {phases}; {', '.join(a.value for a in record.actions)}"
 
 
 def event_name(record: Record) -> str:
-    """In lower case: "claim granted", "tick", ... of the machine, else a kind ("opened", ...)."""
+    """The machine event ("claim granted", "tick", ...) or kind ("opened", ...) in lower case."""
     if record.event is None:
-        return RecordKind(record.kind).name.lower()
+        return RecordKind(record.code).name.lower()
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.event.__name__).lower()

@@ -56,8 +56,8 @@ _PEERCRED = struct.Struct("3i")
 
 
 @dataclass(slots=True)
-class _Spot:
-    """A slot, for a pool to copy into (DeviceSink) or out of (Inlet)."""
+class _DeviceSlot:
+    """A slot, for a pool to copy into (DeviceSink) or out of (DeviceSource)."""
 
     device: Device
     slot: Slot
@@ -79,7 +79,7 @@ class _Spot:
             raise DeviceError(f"{pages.num_bytes} bytes for a slot of {self.slot.capacity}")
 
 
-class _Peer:
+class PeerProcess:
     """The process at the other end of a unix socket; a reused pid is never taken for it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -144,8 +144,8 @@ class CudaWriter(WindowWriter):
         except DeviceError as err:
             raise TransportRefused(f"open_failed: {err}", "open_failed") from None
 
-    def outlet(self, slot: int) -> DeviceSink:
-        return _Spot(self._device, self._slots[slot])
+    def sink(self, slot: int) -> DeviceSink:
+        return _DeviceSlot(self._device, self._slots[slot])
 
     def send_frame(
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
@@ -200,7 +200,7 @@ class CudaReader(WindowReader):
         self._device = device
         self._windows = windows
         self._probes = probes
-        self._peer: _Peer | None = None
+        self._peer: PeerProcess | None = None
         self._window: DeviceWindow | None = None
         self._proof = b""
 
@@ -241,7 +241,7 @@ class CudaReader(WindowReader):
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
             raise WireClosed("a frame before the window")
-        return _Spot(self._device, self._window.slots[slot])
+        return _DeviceSlot(self._device, self._window.slots[slot])
 
     def close(self) -> None:
         super().close()
@@ -255,7 +255,7 @@ class CudaReader(WindowReader):
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes at once")
         try:
-            self._peer = _Peer(self.sock)
+            self._peer = PeerProcess(self.sock)
             self._windows.prepare()
         except OSError as err:
             return Refusal("pid_namespace", f"prefill's process is not here: {err.strerror}")

@@ -1,5 +1,5 @@
 // Keys, values and attention over the pool, as kernels/ops.py defines them but for the pool's
-// layout: attention.h.
+// layout: attention/attend.h.
 #include "bind.h"
 
 #include <nanobind/stl/string.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../attend.h"
+#include "attention/attention.h"
 
 using pdserve::KvLayer;
 using pdserve::KvType;

@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "../pool.h"
-#include "../table.h"
+#include "threads/pool.h"
+#include "dispatch/table.h"
 
 namespace nb = nanobind;
 

@@ -3,7 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "../targets.h"
+#include "dispatch/targets.h"
 
 void bind_context(nb::module_& m) {
   nb::class_<Context>(m, "Context", "Threads and the kernels that run on them.")

@@ -1,5 +1,5 @@
 // Matrix and the product with it.
-#include "../linear.h"
+#include "linear/linear.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "../pack.h"
+#include "linear/pack.h"
 #include "bind.h"
 
 using pdserve::Activations;

@@ -4,7 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "../targets.h"
+#include "dispatch/targets.h"
 
 NB_MODULE(_native, m) {
   m.doc() = "CPU kernels: see docs/cpu.md.";

@@ -2,7 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "../stack.h"
+#include "decoder/stack.h"
 #include "bind.h"
 
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../attend.h"
+#include "attention/attention.h"
 #include "kernels.h"
 #include "tests.h"
 

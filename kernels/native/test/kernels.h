@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../targets.h"
+#include "dispatch/targets.h"
 #include "check.h"
 
 namespace pdserve {

@@ -3,7 +3,7 @@
 #include <memory>
 #include <vector>
 
-#include "../linear.h"
+#include "linear/linear.h"
 #include "kernels.h"
 #include "tests.h"
 

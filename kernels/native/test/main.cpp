@@ -1,6 +1,6 @@
 // Runs the tests named on the command line, or all, on every target that this machine can run.
 // Exits with 1 if a check was false.
-#include "../targets.h"
+#include "dispatch/targets.h"
 #include "check.h"
 #include "tests.h"
 

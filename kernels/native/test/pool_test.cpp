@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "../pool.h"
+#include "threads/pool.h"
 #include "check.h"
 #include "tests.h"
 

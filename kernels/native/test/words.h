@@ -1,6 +1,6 @@
 // One run of every word of simd/ on the same operands, by each target and by plain scalar code.
 #pragma once
-#include "../common.h"
+#include "base/common.h"
 
 namespace pdserve {
 

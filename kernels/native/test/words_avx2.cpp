@@ -4,7 +4,7 @@
 
 namespace pdserve::avx2 {
 
-#include "../simd/avx2.h"
+#include "simd/avx2.h"
 #include "words.inl"
 
 }  // namespace pdserve::avx2

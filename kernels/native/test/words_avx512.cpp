@@ -4,7 +4,7 @@
 
 namespace pdserve::avx512 {
 
-#include "../simd/avx512.h"
+#include "simd/avx512.h"
 #include "words.inl"
 
 }  // namespace pdserve::avx512

@@ -2,7 +2,7 @@
 
 namespace pdserve::generic {
 
-#include "../simd/generic.h"
+#include "simd/generic.h"
 #include "words.inl"
 
 }  // namespace pdserve::generic

@@ -2,7 +2,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "../targets.h"
+#include "dispatch/targets.h"
 #include "check.h"
 #include "tests.h"
 #include "words.h"

@@ -18,7 +18,7 @@ from pdserve.services.router.requests import commands
 from pdserve.services.router.requests.effects import Attempt, Stage
 
 if TYPE_CHECKING:
-    from pdserve.services.router.requests.progress import RequestProgress
+    from pdserve.services.host.request_progress import RequestProgress
     from pdserve.services.router.requests.request import RoutedRequest
 
 SEEK_S = 5.0  # for its worker to join a router that has just started, or to be reached again

@@ -23,13 +23,13 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import adoption, commands, single_flight
 from pdserve.services.router.requests.beginning import Beginning
 from pdserve.services.router.requests.effects import ASKING, Attempt, Client, Effects, Stage
 from pdserve.services.router.requests.migration import Migration
-from pdserve.services.router.requests.progress import RequestProgress
 from pdserve.services.router.requests.single_flight import SharedKv
 from pdserve.services.router.requests.times import FirstToken
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.request_progress import LostTokens
 from pdserve.services.router.requests import adoption, single_flight
 from pdserve.services.router.requests.effects import Stage
-from pdserve.services.router.requests.progress import LostTokens
 
 if TYPE_CHECKING:
     from pdserve.services.router.requests.request import RoutedRequest

@@ -46,8 +46,8 @@ def test_a_whole_hand_off_conforms() -> None:
 
 
 def number_of(notes: Notes, kind: str, nth: int = 0) -> int:
-    """The place of the nth record of an event or mark."""
-    names = [r.event.__name__ if r.event else RecordKind(r.kind).name for r in notes.records]
+    """The place of the nth record of an event or kind."""
+    names = [r.event.__name__ if r.event else RecordKind(r.code).name for r in notes.records]
     return [at for at, name in enumerate(names) if name == kind][nth]
 
 
@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "blocks never freed": (lambda r, d, p: without(p, "FREED"), "it owes FREED"),
     "blocks never handed": (lambda r, d, p: without(d, "HANDED"), "it owes HANDED"),
     "freed before the end": (
-        lambda r, d, p: changed(d, "WRITTEN", kind=int(RecordKind.FREED)),
+        lambda r, d, p: changed(d, "WRITTEN", code=int(RecordKind.FREED)),
         "the machine has not said so",
     ),
     "written after the end": (
@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "it is alive at an orderly end",
     ),
     "late, but waited for": (
-        lambda r, d, p: changed(d, "WRITTEN", kind=int(RecordKind.LATE)),
+        lambda r, d, p: changed(d, "WRITTEN", code=int(RecordKind.LATE)),
         "a frame dropped as late, and it was waiting for it",
     ),
     "a frame from nowhere": (
@@ -194,7 +194,7 @@ def test_a_tick_finds_only_what_time_has_brought(reason: str, wait_s: float) -> 
     before = replace(before, moved=-1e9 if reason == "peer frozen" else 100.0)
     after, actions = step(before, Tick(), 100.0)
     assert after.reason == reason
-    side.trace.step(ATTEMPT, Tick(), before, after, actions)
+    side.event_log.step(ATTEMPT, Tick(), before, after, actions)
     assert len(rules(notes)) == (1 if wait_s < 1 else 0)
 
 
@@ -202,13 +202,13 @@ def test_a_commit_that_raised_is_undone() -> None:
     notes = fresh("decode")
     side = Played(notes, Side.RECEIVE, ATTEMPT)
     side.does(Claimed())
-    side.mark(RecordKind.TAKEN, 3, 0)
+    side.record(RecordKind.TAKEN, 3, 0)
     side.does(Reserved())
     before = side.state
     after, actions = step(before, Filled(), 0.0)
-    side.trace.step(ATTEMPT, Filled(), before, after, actions)
+    side.event_log.step(ATTEMPT, Filled(), before, after, actions)
     assert rules(notes) == [], "the process may have been killed here"
-    side.mark(RecordKind.UNDONE)
+    side.record(RecordKind.UNDONE)
     side.does(HandoffEnded("internal error"))
     notes.close()
     assert rules(notes) == []
@@ -256,7 +256,7 @@ EVENTS: list[Event] = [
     Tick(),
     PeerProgress(1.0, 2, True),
 ]
-EVENTS += [HandoffEnded("cancel"), HandoffEnded("peer: cancel", told=True)]
+EVENTS += [HandoffEnded("cancel"), HandoffEnded("peer: cancel", peer_notified=True)]
 reached: dict[Phase, int] = {}
 
 
@@ -277,7 +277,7 @@ def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
         event = chosen or next(happy, Tick())
         taking = (Side.SEND, Phase.ADMITTED, Picked()), (Side.RECEIVE, Phase.CLAIMED, Reserved())
         if (side, played.state.phase, event) in taking:
-            played.mark(RecordKind.TAKEN, 3)
+            played.record(RecordKind.TAKEN, 3)
         played.does(event)
     reached[played.state.phase] = reached.get(played.state.phase, 0) + 1
     assert rules(notes) == []
@@ -318,4 +318,4 @@ def test_the_trace_leaves_out_what_changes_nothing() -> None:
     assert notes.records == []
     after, actions = step(state, Tick(), 1.0)
     trace.step(ATTEMPT, Tick(), state, after, actions)
-    assert notes.recording().word(notes.records[0].detail) == "deadline"
+    assert notes.recording().reason(notes.records[0].detail) == "deadline"

@@ -51,7 +51,7 @@ class Copy:
         raise AssertionError("decode never waits")
 
 
-class Inlet:
+class DeviceSource:
     def __init__(self, run: "Run", content: str) -> None:
         self._run, self.content, self.is_ready = run, content, False
 
@@ -82,7 +82,7 @@ class Run:
         )
         self.told: Counter[str] = Counter()
         self.nacked: deque[Piece] = deque()
-        self.inlets: list[Inlet] = []
+        self.inlets: list[DeviceSource] = []
         self.num_sent = 0
         self.frames = DeviceFrames(self.pool, self, self.guarded)
 
@@ -99,28 +99,28 @@ class Run:
             payload_tag=bytes(16),
         )
         self.num_sent += 1
-        self.inlets.append(Inlet(self, content))
+        self.inlets.append(DeviceSource(self, content))
         self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.inlets[-1]))
 
     def guarded(self, attempt: Any, act: Any) -> bool:
         act(attempt)
         return True
 
-    def took(self, parcel: ReceivedFrame, written: Piece | None) -> None:
+    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
-            assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
+            assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
             self.attempt.bitmap.add(written)
 
-    def damaged(self, parcel: ReceivedFrame) -> None:
+    def damaged(self, frame: ReceivedFrame) -> None:
         self.told["damaged"] += 1
-        assert self.credits[parcel.header.slot] == 1, "answered before its slot was credited"
-        self.nacked.append(self.attempt.bitmap.piece(parcel.header))
+        assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
+        self.nacked.append(self.attempt.bitmap.piece(frame.header))
 
-    def refused(self, parcel: ReceivedFrame, error: Exception) -> None:
+    def refused(self, frame: ReceivedFrame, error: Exception) -> None:
         self.told[str(error)] += 1
 
-    def late(self, parcel: ReceivedFrame) -> None:
+    def late(self, frame: ReceivedFrame) -> None:
         self.told["late"] += 1
 
     def check(self) -> None:

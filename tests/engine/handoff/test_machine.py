@@ -143,5 +143,5 @@ def test_a_duplicate_claim_changes_nothing() -> None:
 def test_the_peer_that_ended_it_is_not_told() -> None:
     state, _ = run(send(), Picked())
     assert Action.SEND_ABORT in step(state, HandoffEnded("cancel"), 1.0)[1]
-    assert Action.SEND_ABORT not in step(state, HandoffEnded("gone", told=True), 1.0)[1]
+    assert Action.SEND_ABORT not in step(state, HandoffEnded("gone", peer_notified=True), 1.0)[1]
     assert Action.LEAVE_QUEUE in step(send(), HandoffEnded("cancel"), 1.0)[1]

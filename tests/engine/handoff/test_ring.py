@@ -34,7 +34,7 @@ from pdserve.engine.handoff.recorder.ring import (
     HEADER_BYTES,
     KEPT,
     MORE,
-    NUM_WORDS,
+    NUM_REASONS,
     POSITION_AT,
     Ring,
     RingError,
@@ -50,7 +50,7 @@ ATTEMPT = bytes(range(100, 116))
 RECORDS = st.builds(
     Record,
     time_ns=st.integers(0, (1 << 56) - 1),
-    kind=st.sampled_from([*range(len(EVENTS)), *RecordKind]),
+    code=st.sampled_from([*range(len(EVENTS)), *RecordKind]),
     attempt=st.binary(min_size=8, max_size=8),
     sequence=st.integers(0, (1 << 32) - 1),
     state=st.builds(
@@ -117,7 +117,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (found.role, found.boot, found.name) == ("decode", BOOT, "decode-000102")
     assert [r.argument for r in live.records] == list(range(30))
     assert found.records[:-1] == live.records
-    assert found.records[-1].mark is RecordKind.END
+    assert found.records[-1].kind is RecordKind.END
     assert (found.lost, found.damaged) == (0, 0)
     assert found.records[0].attempt == ATTEMPT[:8]
     assert [r.sequence for r in found.records] == list(range(1, 32))
@@ -177,15 +177,15 @@ def test_threads_append_in_one_order(tmp_path: Path) -> None:
 def test_words(tmp_path: Path) -> None:
     ring = make(tmp_path, 1000)
     trace, state = EventLog(ring), Handoff(Side.SEND, 1.0)
-    reasons = [f"peer {n}: " + "é" * 60 for n in range(2 * NUM_WORDS)]
+    reasons = [f"peer {n}: " + "é" * 60 for n in range(2 * NUM_REASONS)]
     for reason in ("deadline", *reasons, "deadline"):
-        event = HandoffEnded(reason, told=True)
+        event = HandoffEnded(reason, peer_notified=True)
         after, actions = step(state, event, 0.0)
         trace.step(ATTEMPT, event, state, after, actions)
     found = read_ring(tmp_path / "a.ring")
-    words = [found.word(record.detail) for record in found.records]
+    words = [found.reason(record.detail) for record in found.records]
     assert words[0] == words[-1] == "deadline", "the machine's own always fit"
-    room = NUM_WORDS - 5
+    room = NUM_REASONS - 5
     assert all(w and r.startswith(w) for w, r in zip(words[1:room], reasons, strict=False))
     assert set(words[room + 1 : -1]) == {MORE}
     assert found.records[0].actions == (Action.LEAVE_QUEUE, Action.REPORT_LOST)
@@ -284,7 +284,7 @@ def whole_ring(folder: Path) -> bytes:
     times = count(1000)
     ring = make(folder, 50, clock=lambda: next(times))
     for record in decode.records:
-        ring.append(record.kind, record.attempt, record.state, record.detail, record.argument)
+        ring.append(record.code, record.attempt, record.state, record.detail, record.argument)
     ring.close()
     return (folder / "a.ring").read_bytes()
 

@@ -129,9 +129,9 @@ def test_credits_of_waiting_frames_share_writes(
 
 
 def counted(job: FrameJob, number: int, built: list[int]) -> FrameJob:
-    def build(slot: int, outlet: DeviceSink | None) -> AbstractContextManager[Frame | None]:
+    def build(slot: int, sink: DeviceSink | None) -> AbstractContextManager[Frame | None]:
         built.append(number)
-        return job(slot, outlet)
+        return job(slot, sink)
 
     return build
 
@@ -142,9 +142,9 @@ def test_frames_that_are_not_wanted_are_skipped_and_credited(ends: Ends) -> None
     link = ends.dial(prefill)
     for i in range(3 * SLOTS):
         link.push(frame_job(os.urandom(70_000), i))
-    link.push(lambda slot, outlet: nullcontext())  # its attempt has ended
+    link.push(lambda slot, sink: nullcontext())  # its attempt has ended
     done = threading.Event()
-    link.push(lambda slot, outlet: nullcontext(done.set()))
+    link.push(lambda slot, sink: nullcontext(done.set()))
     assert done.wait(10)
     assert ends.decode.payloads == []
     assert link.open

@@ -64,15 +64,15 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def first(ends: Ends, count: int = 1) -> Any:
-    """The inlet of the `count`th frame."""
+    """The source of the `count`th frame."""
     keeper: Any = ends.decode
     assert keeper.wait(lambda: len(keeper.inlets) >= count)
     return keeper.inlets[count - 1][2]
 
 
-def take(inlet: Any) -> tuple[bool, np.ndarray]:
+def take(source: Any) -> tuple[bool, np.ndarray]:
     target = np.zeros(SIZE, np.uint8)
-    copy = inlet.copy_in(pages_of(target), COPY_KEY)
+    copy = source.copy_in(pages_of(target), COPY_KEY)
     copy.wait()
     return copy.intact, target
 
@@ -83,18 +83,18 @@ def window_of(ends: Ends, link: int) -> Any:
 
 def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:
     child = start("half")
-    inlet = first(ends)
-    assert not inlet.ready(), "its frame is here, its copy is not done"
+    source = first(ends)
+    assert not source.ready(), "its frame is here, its copy is not done"
     window = window_of(ends, 0)
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
-    assert not inlet.ready(), "and never will be: decode waits for nobody"
-    counts = inlet.slot.signal.counts
-    assert isinstance(inlet.slot.signal, FakeSignal)
+    assert not source.ready(), "and never will be: decode waits for nobody"
+    counts = source.slot.signal.counts
+    assert isinstance(source.slot.signal, FakeSignal)
     counts[1] = counts[0]  # a driver that calls the dead one's work done
-    assert inlet.ready()
-    intact, _ = take(inlet)
+    assert source.ready()
+    intact, _ = take(source)
     assert not intact, "half a payload"
     start("late")
     intact, data = take(first(ends, 2))
@@ -105,14 +105,14 @@ def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> No
 
 def test_late_writes_change_the_window_and_nothing_else(ends: Ends, start: Any) -> None:
     child = start("late")
-    inlet = first(ends)
-    intact, data = take(inlet)
+    source = first(ends)
+    intact, data = take(source)
     assert intact
     child.stdin.write("again\n")
     child.stdin.flush()
     assert child.stdout.readline() == "late\n"
     assert (data == payload(7)).all()
-    intact, later = take(inlet)
+    intact, later = take(source)
     assert (later == 0xEE).all(), "the writer really wrote"
     assert not intact, "a copy made now would have been refused"
 
@@ -124,13 +124,13 @@ def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
     child.send_signal(signal.SIGSTOP)
     ends.decode.links[0].close("peer silent")
     second = start("late")
-    inlet = first(ends, 2)
+    source = first(ends, 2)
     assert window_of(ends, 1) is not window_of(ends, 0)
     child.send_signal(signal.SIGCONT)
     child.stdin.write("again\n")
     child.stdin.flush()
     assert child.stdout.readline() == "late\n"
-    intact, data = take(inlet)
+    intact, data = take(source)
     assert intact
     assert (data == payload(7)).all()
     assert second.poll() is None
@@ -143,8 +143,8 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child = start("flood")
         for _ in range(1 + 5 * round):
             first(ends, taken + 1)
-            link, header, inlet = keeper.inlets[taken]
-            intact, data = take(inlet)
+            link, header, source = keeper.inlets[taken]
+            intact, data = take(source)
             assert intact
             assert (data == payload(header.sequence)).all()
             link.credit(header)

@@ -114,11 +114,11 @@ def test_a_process_that_is_not_visible(
 ) -> None:
     """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
 
-    class Outside(wires._Peer):
+    class Outside(wires.PeerProcess):
         def __init__(self, sock: socket.socket) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(wires, "_Peer", Outside)
+    monkeypatch.setattr(wires, "PeerProcess", Outside)
     refused("pid_namespace", "process is not here", ends, tmp_path, FakeDevice(), caplog)
 
 

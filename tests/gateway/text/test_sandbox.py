@@ -1,6 +1,8 @@
 """Templates that would run for ever, fill memory or reach Python end in an error at once."""
 
+import math
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ from pdserve.gateway.text.sandbox import RenderLimits
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 
-LIMITS = RenderLimits(seconds=0.2, chars=100_000)
+# Counts decide, so that a verdict is the same on a busy machine.
+LIMITS = RenderLimits(steps=400_000, chars=100_000, seconds=math.inf)
+MOST_BYTES = 32 << 20  # that a refused render has held at once
+BY_THE_CLOCK = RenderLimits(steps=1 << 60, chars=100_000, seconds=0.2)
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 
 GROWING = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = STEP %}{% endfor %}"
@@ -70,25 +75,35 @@ ESCAPES = {
 }
 
 
-def render(tokenizer: Tokenizer, source: str) -> Any:
-    template = ChatTemplate(source, tokenizer, LIMITS)
+def render(tokenizer: Tokenizer, source: str, limits: RenderLimits = LIMITS) -> Any:
+    template = ChatTemplate(source, tokenizer, limits)
     return template.render([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_endless_templates_are_stopped(smollm: Tokenizer, source: str) -> None:
-    begun = time.thread_time()
+def test_endless_templates_run_out_of_steps(smollm: Tokenizer, source: str) -> None:
     with pytest.raises(TextError, match=r"too long|too deeply|too much"):
         render(smollm, source)
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_endless_templates_run_out_of_time(smollm: Tokenizer, source: str) -> None:
+    begun = time.thread_time()
+    with pytest.raises(TextError, match=r"too long|too deeply|too much"):
+        render(smollm, source, BY_THE_CLOCK)
     assert time.thread_time() - begun < 2
 
 
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
 def test_huge_results_are_refused_before_they_are_made(smollm: Tokenizer, source: str) -> None:
-    begun = time.thread_time()
-    with pytest.raises(TextError, match=r"too much|too large|width|translate|[Rr]ange"):
-        render(smollm, source)
-    assert time.thread_time() - begun < 2
+    template = ChatTemplate(source, smollm, LIMITS)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TextError, match=r"too much|too large|width|translate|[Rr]ange"):
+            template.render([{"role": "user", "content": "hello"}])
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.metrics_http import MetricsHttp
 from pdserve.services.host.options import option
+from pdserve.services.host.server import MetricsHttp
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.compatibility import STRANDED_S
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests.progress import RequestProgress
 
 SPEC = pb.KvSpec(
     block_size=16,

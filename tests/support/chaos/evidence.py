@@ -47,9 +47,9 @@ class Watch:
     def sending(self) -> set[bytes]:
         """Attempts that have sent a frame, but not many, and hold their blocks."""
         for record in self._new():
-            if record.mark is RecordKind.SENT:
+            if record.kind is RecordKind.SENT:
                 self.frames[record.attempt] += 1
-            elif record.mark is RecordKind.FREED:
+            elif record.kind is RecordKind.FREED:
                 self.frames.pop(record.attempt, None)
         return {attempt for attempt, sent in self.frames.items() if sent <= EARLY}
 
@@ -90,12 +90,12 @@ class Evidence:
             found: dict[str, list[Entry]] = {side: [] for side in SIDES}
             for entry in entries:
                 found[entry.record.side].append(entry)
-            closed = next((e for e in found[ROUTE] if e.record.mark is RecordKind.CLOSED), None)
+            closed = next((e for e in found[ROUTE] if e.record.kind is RecordKind.CLOSED), None)
             self.handoffs[attempt] = Handoff(
                 opened_ns=next((e.at_ns for e in found[ROUTE]), 0),
                 closed_ns=closed.at_ns if closed else 0,
-                reason=timeline.of(closed).word(closed.record.detail) if closed else "",
-                sent=tuple(e.at_ns for e in found[SEND] if e.record.mark is RecordKind.SENT),
+                reason=timeline.of(closed).reason(closed.record.detail) if closed else "",
+                sent=tuple(e.at_ns for e in found[SEND] if e.record.kind is RecordKind.SENT),
                 sender=timeline.of(found[SEND][0]).boot if found[SEND] else b"",
                 receiver=timeline.of(found[RECEIVE][0]).boot if found[RECEIVE] else b"",
                 filled_ns=next(
@@ -105,7 +105,7 @@ class Evidence:
                     side: e.at_ns
                     for side in (SEND, RECEIVE)
                     for e in found[side]
-                    if e.record.mark is RecordKind.FREED
+                    if e.record.kind is RecordKind.FREED
                 },
             )
 

@@ -41,8 +41,8 @@ HANDOFF_EVENTS: dict[str, tuple[tuple[Event, float], ...]] = {
     "granted": ((ClaimGranted(), 0.0),),
     "filled": ((Filled(), 0.0),),
     "ended": ((HandoffEnded("cancelled"), 0.0),),
-    "told": ((HandoffEnded("peer: cancelled", told=True), 0.0),),
-    "disconnected": ((HandoffEnded("connection: closed", told=True), 0.0),),
+    "told": ((HandoffEnded("peer: cancelled", peer_notified=True), 0.0),),
+    "disconnected": ((HandoffEnded("connection: closed", peer_notified=True), 0.0),),
     "silent": ((Tick(), SILENCE_S),),
     "no progress": (
         (Heard(FROZEN_S), FROZEN_S),

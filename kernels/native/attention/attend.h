@@ -1,0 +1,72 @@
+// Keys and values as attention reads them, and one piece of its work.
+#pragma once
+#include "base/common.h"
+
+namespace pdserve {
+
+enum class KvType : int { kF32, kBf16, kF16, kI8 };
+
+// One layer of the pool: [blocks][2][kv_heads] of block_size * head_dim values. A block's values
+// lie [block_size, head_dim], its keys [head_dim, block_size], so that a vector is 16 keys.
+// kI8: after all values of a block come its float32 scales [2][kv_heads][block_size].
+struct KvLayer {
+  uint8_t* data = nullptr;
+  KvType type = KvType::kF32;
+  int64_t block_bytes = 0;
+  int64_t block_size = 0;  // a multiple of 16
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+};
+
+// Bytes of one block of such a layer.
+inline int64_t kv_block_bytes(const KvLayer& kv) {
+  const int64_t vectors = 2 * kv.kv_heads * kv.block_size;
+  switch (kv.type) {
+    case KvType::kF32:
+      return vectors * kv.head_dim * 4;
+    case KvType::kBf16:
+    case KvType::kF16:
+      return vectors * kv.head_dim * 2;
+    case KvType::kI8:
+      break;
+  }
+  return vectors * (kv.head_dim + 4);
+}
+
+// Queries of one sequence, at consecutive positions, that read the keys of one kv head.
+struct Attend {
+  KvLayer kv;
+  const int64_t* blocks = nullptr;  // blocks[c] holds positions from c * block_size
+  int64_t kv_head = 0;
+  int64_t group = 0;                // query heads of this kv head, adjacent in q
+  int64_t tokens = 0;
+  int64_t position = 0;             // of the first token; it sees keys [0, position]
+  int64_t window = 0;               // keys a token sees, its own included; 0: all
+  float scale = 1;
+  float soft_cap = 0;               // 0: none
+  const float* q = nullptr;         // token t, head g at q + t * q_stride + g * head_dim
+  int64_t q_stride = 0;
+  float* out = nullptr;             // the same, with out_stride
+  int64_t out_stride = 0;
+  const Attend* next = nullptr;     // what this thread may do next, or null: only prefetched
+};
+
+// A query's result is made of tiles of kKeyTile keys aligned to position 0. Each tile is computed
+// by itself (maximum, weights, weighted sum of values), then the tiles are merged in order.
+constexpr int64_t kKeyTile = 64;
+
+// Tiles in which a query of the task sees a key: [first_tile, end_tile).
+inline int64_t first_tile(const Attend& task) {
+  bool bounded = task.window > 0 && task.position >= task.window;
+  return bounded ? (task.position - task.window + 1) / kKeyTile : 0;
+}
+inline int64_t end_tile(const Attend& task) {
+  return ceil_div(task.position + task.tokens, kKeyTile);
+}
+// Floats that hold the result of one tile for all queries of the task.
+inline int64_t tile_floats(const Attend& task) {
+  int64_t queries = task.tokens * task.group;
+  return queries * (round_up(task.kv.head_dim, kLanes) + kLanes) + round_up(queries, kLanes);
+}
+
+}  // namespace pdserve

@@ -1,0 +1,85 @@
+// Attention of a batch over the pool, cut into pieces for the threads.
+//
+// Owns the plan and the scratch memory of all workers, kept between steps. How the work is cut
+// depends on the batch and the number of threads; no result does.
+#pragma once
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "threads/pool.h"
+#include "dispatch/table.h"
+
+namespace pdserve {
+
+// Rows as in kernels/ops.py: row r's tokens are [starts[r], starts[r + 1]), the last of them at
+// position kv_lens[r] - 1; their keys and values are in the pool already.
+struct AttentionBatch {
+  KvLayer kv;
+  int64_t heads = 0;                     // of q, a multiple of kv.kv_heads
+  const float* q = nullptr;              // [tokens, heads, head_dim], q_stride floats a token
+  int64_t q_stride = 0;
+  float* out = nullptr;                  // the same, with out_stride
+  int64_t out_stride = 0;
+  int64_t rows = 0;
+  const int64_t* block_table = nullptr;  // [rows, ...], table_stride a row
+  int64_t table_stride = 0;
+  const int64_t* starts = nullptr;       // [rows + 1]
+  const int64_t* kv_lens = nullptr;      // [rows]
+  float scale = 1;
+  int64_t window = 0;
+  float soft_cap = 0;
+};
+
+class Attention {
+ public:
+  // Cuts the batch. Looks at its sizes, starts, kv_lens and window only, so that one plan serves
+  // all layers that agree in these; q, out, kv.data and block_table may still be null.
+  void plan(const AttentionBatch& batch, const Kernels& kernels, int threads);
+
+  // A batch of the planned shape, on a pool of the planned number of threads.
+  void run(Pool& pool, const Kernels& kernels, const AttentionBatch& batch) {
+    pool.run(pieces(), [&](int64_t index, int worker) { piece(kernels, batch, index, worker); });
+  }
+
+  // The same for a thread that takes rows through a layer by itself: all of the rows
+  // [begin, end), of one token each, as one of the planned number of workers.
+  void run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin, int64_t end,
+                int worker);
+
+  // Of a planned row, in the unit of a tile of keys for one query head.
+  int64_t cost(int64_t row) const { return row_costs_[static_cast<size_t>(row)]; }
+
+ private:
+  struct Piece {
+    int64_t row, kv_head, token, tokens;  // token: the first, counted from the row's first
+    int64_t split;                        // index into splits_, or -1: all tiles at once
+    int64_t begin, end;                   // tiles, if split
+    int64_t cost;
+  };
+  struct Split {  // queries whose tiles are computed by several pieces; the last one merges
+    int64_t first_tile, parts, states_at;
+  };
+  int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
+  void piece(const Kernels& kernels, const AttentionBatch& batch, int64_t index, int worker);
+  float* scratch(int worker) { return scratch_.get() + worker * scratch_floats_; }
+  static Attend shape(const AttentionBatch& batch, const Piece& piece);
+  static Attend locate(const AttentionBatch& batch, const Piece& piece);
+
+  using Floats = std::unique_ptr<float[], decltype(&std::free)>;
+
+  int threads_ = 1;
+  std::vector<Piece> pieces_;  // the longest first
+  std::vector<Split> splits_;
+  std::vector<int64_t> row_costs_;
+  std::unique_ptr<std::atomic<int64_t>[]> done_;  // parts of each split; 0 between runs
+  size_t done_size_ = 0;
+  Floats scratch_{nullptr, &std::free};  // scratch_floats_ a worker
+  int64_t scratch_floats_ = 0;
+  int64_t scratch_size_ = 0;
+  Floats states_{nullptr, &std::free};
+  int64_t states_size_ = 0;
+};
+
+}  // namespace pdserve

@@ -1,0 +1,78 @@
+// Operations on rows of floats. Where a row is read and written, in and out may be the same.
+
+// Squares are summed by 16 lanes in column order, then over the lanes.
+static void rms_norm(const float* x, const float* residual, const float* weight, float eps,
+                     int64_t cols, float* sum, float* y) {
+  F squares = zero();
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F a = load_some(x + i, n);
+    if (residual) a = add(a, load_some(residual + i, n));
+    squares = fma(a, a, squares);
+    if (sum) store_some(sum + i, a, n);
+  });
+  if (!y) return;
+  float mean = reduce_add(squares) / (float)cols;
+  F factor = set1(1.0f / __builtin_sqrtf(mean + eps));
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F a = load_some((sum ? sum : x) + i, n);
+    if (residual && !sum) a = add(a, load_some(residual + i, n));
+    store_some(y + i, mul(mul(a, factor), load_some(weight + i, n)), n);
+  });
+}
+
+template <Activation kind>
+PDS_INLINE F activate(F x) {
+  if (kind == Activation::kSilu) return times_sigmoid(x, x);
+  if (kind == Activation::kGeluTanh) {
+    // (1 + tanh(u)) / 2 = sigmoid(2 u); u = sqrt(2 / pi) * (x + 0.044715 x^3).
+    F cubic = fma(mul(x, x), mul(x, set1(0.044715f)), x);
+    return times_sigmoid(x, mul(cubic, set1(1.5957691216f)));
+  }
+  return mul(mul(x, set1(0.5f)), add(set1(1.0f), erf(mul(x, set1(0.70710678119f)))));
+}
+
+template <Activation kind>
+static void gated_by(const float* gate, const float* up, int64_t cols, float* y) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, mul(activate<kind>(load_some(gate + i, n)), load_some(up + i, n)), n);
+  });
+}
+
+static void gated(const float* gate, const float* up, Activation kind, int64_t cols, float* y) {
+  switch (kind) {
+    case Activation::kSilu: return gated_by<Activation::kSilu>(gate, up, cols, y);
+    case Activation::kGeluTanh: return gated_by<Activation::kGeluTanh>(gate, up, cols, y);
+    case Activation::kGelu: return gated_by<Activation::kGelu>(gate, up, cols, y);
+  }
+}
+
+// Products rounded before they are added, as the reference does.
+static void rope(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
+                 int64_t half) {
+  for (int64_t head = 0; head < heads; ++head, x += head_dim) {
+    each_vector(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      F c = load_some(cos + i, n), s = load_some(sin + i, n);
+      F first = load_some(x + i, n), second = load_some(x + half + i, n);
+      store_some(x + i, sub(mul(first, c), mul(second, s)), n);
+      store_some(x + half + i, add(mul(second, c), mul(first, s)), n);
+    });
+  }
+}
+
+static void add_bias(float* y, const float* bias, int64_t cols) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, add(load_some(y + i, n), load_some(bias + i, n)), n);
+  });
+}
+
+static void scale(float* y, float factor, int64_t cols) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, mul(load_some(y + i, n), set1(factor)), n);
+  });
+}
+
+static void soft_cap(float* y, float cap, int64_t cols) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, mul(set1(cap), tanh(div(load_some(y + i, n), set1(cap)))), n);
+  });
+}

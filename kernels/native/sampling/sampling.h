@@ -1,0 +1,22 @@
+// What one token is sampled with: the key of its noise (kernels/reference/noise.py) and filters.
+#pragma once
+#include "base/common.h"
+
+namespace pdserve {
+
+struct NoiseKey {
+  int64_t seed = 0;
+  int64_t choice = 0;
+  int64_t position = 0;
+};
+
+// Which tokens may be picked; kernels/reference/candidates.py says what each means.
+struct Filter {
+  int64_t top_k = 0;  // 0: all
+  double top_p = 1.0;
+  float log_min_p = -__builtin_inff();
+
+  bool active() const { return top_k > 0 || top_p < 1.0 || log_min_p > -__builtin_inff(); }
+};
+
+}  // namespace pdserve

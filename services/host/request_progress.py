@@ -1,0 +1,134 @@
+"""What one request asks for and has received, for whoever may have to issue it again; pure.
+
+Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing.
+The router keeps one of each request that it runs.
+"""
+
+from collections.abc import Sequence
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+
+MAX_CHOICES = 128
+
+
+class LostTokens(Exception):
+    """A message of ids or log-probabilities leaves a gap: what belongs before it never arrived."""
+
+
+class RequestProgress:
+    """The Start of a request and the ids of each of its choices.
+
+    A Start for any worker can be made of it at any time. The constructor keeps and changes the
+    Start that it is given, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
+    """
+
+    def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ServiceError(pb.INVALID_ARGUMENT, "the prompt is empty", "prompt_ids")
+        if start.params.n > MAX_CHOICES:
+            raise ServiceError(pb.INVALID_ARGUMENT, f"n is above {MAX_CHOICES}", "n")
+        if len(start.choices) not in (0, max(1, start.params.n)):
+            raise ServiceError(pb.INVALID_ARGUMENT, "choices must be none or n", "choices")
+        self.start = start  # without ids and choices
+        self.prompt_ids = list(prompt_ids)
+        self.choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        for mine, given in zip(self.choices, start.choices, strict=False):
+            mine.CopyFrom(given)
+        self._num_scored = 0  # prompt tokens whose log-probabilities have gone out
+        del self.start.choices[:]
+        del self.start.prompt_ids[:]
+
+    def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
+        """Add ids to their choice: the message, cut down to what is new, or None.
+
+        Changes the message. Raises LostTokens if ids before it are missing.
+        """
+        if tokens.choice >= len(self.choices):
+            return None
+        choice = self.choices[tokens.choice]
+        known = len(choice.generated_ids)
+        if choice.finish:
+            return None
+        if tokens.position > known:
+            raise LostTokens(f"choice {tokens.choice}: {known} ids, then {tokens.position}")
+        skip = known - tokens.position
+        if skip >= len(tokens.ids) and not tokens.finish:
+            return None
+        if skip:
+            del tokens.ids[:skip]
+            del tokens.logprobs[:skip]
+            tokens.position = known
+        choice.generated_ids.extend(tokens.ids)
+        choice.finish = tokens.finish
+        return tokens
+
+    def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
+        """Likewise for log-probabilities of the prompt, which are wanted once in a request."""
+        if not self.start.params.HasField("prompt_logprobs"):
+            return None
+        if scores.position > self._num_scored + 1:
+            raise LostTokens(f"{self._num_scored} prompt scores, then from {scores.position}")
+        skip = self._num_scored + 1 - scores.position
+        if skip >= len(scores.logprobs):
+            return None
+        del scores.logprobs[:skip]
+        scores.position += skip
+        self._num_scored += len(scores.logprobs)
+        if self._num_scored >= len(self.prompt_ids) - 1:
+            self.start.params.ClearField("prompt_logprobs")
+        return scores
+
+    def abort(self, choices: Sequence[int]) -> None:
+        """Mark choices as ended by the client; those that have ended keep their finish reason."""
+        for index in choices:
+            if index < len(self.choices) and not self.choices[index].finish:
+                self.choices[index].finish = pb.ABORTED
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any choice has ids."""
+        return any(choice.generated_ids for choice in self.choices)
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many choices still want tokens."""
+        return sum(not choice.finish for choice in self.choices)
+
+    @property
+    def may_go_remote(self) -> bool:
+        """Whether a prefill worker may compute the prompt. Its log-probabilities need the logits of
+        the whole prompt, so a request that wants them stays at decode."""
+        return not self.start.params.HasField("prompt_logprobs")
+
+    def prefix_ids(self) -> list[int]:
+        """The ids whose KV must exist before the first decode row, plus that row's token.
+
+        The prompt; with exactly one unfinished choice, what it has generated too.
+        """
+        unfinished = [choice for choice in self.choices if not choice.finish]
+        if len(unfinished) == 1:
+            return [*self.prompt_ids, *unfinished[0].generated_ids]
+        return self.prompt_ids
+
+    def to_start(self, epoch: int, crash_count: int, remaining_ms: int, queue_ms: int) -> pb.Start:
+        """The Start of the next try, without prompt ids: they may travel in parts.
+
+        Generated ids do not: above some 60,000 of them the message exceeds the usual 256 KiB, and
+        gRPC's 4 MiB hold a million.
+        """
+        start = pb.Start()
+        start.CopyFrom(self.start)
+        start.epoch = epoch
+        start.crash_count = crash_count
+        start.remaining_ms = remaining_ms
+        start.queue_remaining_ms = queue_ms
+        start.ClearField("placement")
+        if self.begun or any(choice.finish for choice in self.choices):
+            start.choices.extend(self.choices)
+        return start
