@@ -41,8 +41,8 @@ def build_engine(
     context_len = min(card.context_len, num_blocks * spec.block_size)
     kv = backend.kv_cache(spec, num_blocks)
     progress("warming up", 0.0)
-    chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len)
-    token_s = measure_token(decoder, kv, context_len)
+    measured, token_s = measure(decoder, kv, context_len)
+    chunk_size = config.chunk_size or measured
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -89,26 +89,20 @@ def _pool_blocks(config: EngineConfig, backend: Backend, spec: KvSpec, context_l
     return min(room, most)
 
 
-def measure_chunk(model: Model, kv: KvCache, context_len: int) -> int:
-    """The power of two from 64 to 2048 whose chunk takes nearest to 100 ms; warms the model up."""
+def measure(model: Model, kv: KvCache, context_len: int) -> tuple[int, float]:
+    """(the power of two from 64 to 2048 whose chunk takes nearest to 100 ms, seconds that a token
+    of a chunk takes); warms the model up. What takes longer than that is not tried."""
     most = min(context_len, kv.num_blocks * kv.spec.block_size)
-    best, distance = CHUNKS[0], math.inf
-    _chunk_seconds(model, kv, min(CHUNKS[0], most))  # the first pass allocates
-    for size in CHUNKS:
-        if size > most:
+    first = min(CHUNKS[0], most)
+    _chunk_seconds(model, kv, first)  # the first pass allocates
+    taken = {first: _chunk_seconds(model, kv, first)}
+    for size in CHUNKS[1:]:
+        # A chunk of twice the size takes at least twice as long: further from 100 ms than this.
+        if size > most or taken[size // 2] >= CHUNK_S / math.sqrt(2):
             break
-        seconds = _chunk_seconds(model, kv, size)
-        if abs(math.log(seconds / CHUNK_S)) < distance:
-            best, distance = size, abs(math.log(seconds / CHUNK_S))
-        if seconds > CHUNK_S:
-            break
-    return best
-
-
-def measure_token(model: Model, kv: KvCache, context_len: int) -> float:
-    """Seconds that a token of the shortest chunk takes, once the model is warm."""
-    size = min(CHUNKS[0], context_len, kv.num_blocks * kv.spec.block_size)
-    return min(_chunk_seconds(model, kv, size) for _ in range(2)) / size
+        taken[size] = _chunk_seconds(model, kv, size)
+    best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
+    return max(best, CHUNKS[0]), min(seconds / size for size, seconds in taken.items())
 
 
 def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:

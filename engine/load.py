@@ -9,8 +9,8 @@ from pathlib import Path
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import known_specs, parse_config
 from pdserve.engine.backends import choose
+from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.checkpoints.digest import DigestCache
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
@@ -53,9 +53,12 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     except UnsupportedModel as error:
         raise CheckpointError(f"{found.path}: {error}") from error
     progress("reading the tokenizer", 0.0)
-    text = checkpoint.text_files()  # before the weights: what is wrong here is found at once
+    text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     backend = chosen(config)
-    decoder, digest = _load_weights(checkpoint, model, backend, progress)
+    try:
+        decoder, digest = _load_weights(checkpoint, model, backend, progress)
+    except UnsupportedModel as error:
+        raise CheckpointError(f"{found.path}: {error}") from error
     card = _card(config, found, checkpoint, text, model, digest)
     return LoadedModel(decoder, backend, card)
 
@@ -74,6 +77,16 @@ def find_mapping(arch: str) -> tuple[str, GgufMapping]:
     spec = known[arch]
     assert spec.gguf is not None
     return spec.architectures[0], spec.gguf
+
+
+def _text_files(checkpoint: Checkpoint) -> TextFiles:
+    """As at an earlier start, if the files are the same."""
+    cache = TextCache()
+    text = cache.get(checkpoint.text_paths)
+    if text is None:
+        text = checkpoint.text_files()
+        cache.put(checkpoint.text_paths, text)
+    return text
 
 
 def _load_weights(

@@ -3,7 +3,7 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
-from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
+from pdserve.engine.models.parts import Add, Attention, Gate, HeadNorm, Linear, Norm, Part, Rope
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import as_plain, unpack
@@ -21,6 +23,24 @@ from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
 Weights = Callable[[str], RawTensor]
+
+# The order of the stack's operations; norms may be absent.
+PLACES: tuple[tuple[type[Part], str], ...] = (
+    (Norm, "attn_in"),
+    (Linear, "qkv"),
+    (HeadNorm, ""),
+    (Rope, ""),
+    (Attention, ""),
+    (Linear, "out"),
+    (Norm, "attn_out"),
+    (Add, ""),
+    (Norm, "ffn_in"),
+    (Linear, "gate_up"),
+    (Gate, ""),
+    (Linear, "down"),
+    (Norm, "ffn_out"),
+    (Add, ""),
+)
 
 
 class ArrayKv(Protocol):
@@ -63,13 +83,13 @@ class NativeDecoder:
         self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
-        embedding = self._pack(weights("model.embed_tokens.weight"))
+        embedding = self._pack(weights(EMBEDDING))
         self._stack.set_embedding(embedding)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
-        norm = norm_weight(config, weights("model.norm.weight"))
-        head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
-        self._stack.set_head(norm, head)
+        norm = final_norm(config)
+        vector = _vector(weights(norm.weight.name), norm.offset)
+        self._stack.set_head(vector, embedding if config.tied_head else self._pack(weights(HEAD)))
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
@@ -118,41 +138,27 @@ class NativeDecoder:
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
     def _add_layer(self, n: int, weights: Weights) -> None:
-        config, layer, prefix = self.config, self.config.layers[n], f"model.layers.{n}."
-        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-        linears = {
-            "qkv": (qkv, config.qkv_bias),
-            "out": (["self_attn.o_proj"], config.o_bias),
-            "gate_up": (["mlp.gate_proj", "mlp.up_proj"], config.ffn_bias),
-            "down": (["mlp.down_proj"], config.ffn_bias),
-        }
-        matrices = {
-            place: [self._pack(weights(f"{prefix}{name}.weight")) for name in names]
-            for place, (names, _) in linears.items()
-        }
-        biases = {
-            place: _joined([weights(f"{prefix}{name}.bias") for name in names])
-            for place, (names, has_bias) in linears.items()
-            if has_bias
-        }
-        places = config.norms
-        norms = {
-            "attn_in": places.attn_in,
-            "attn_out": places.attn_out,
-            "ffn_in": places.ffn_in,
-            "ffn_out": places.ffn_out,
-            "q_norm": "self_attn.q_norm" if config.qk_norm else None,
-            "k_norm": "self_attn.k_norm" if config.qk_norm else None,
-        }
+        layer = self.config.layers[n]
+        norms: dict[str, Floats] = {}
+        matrices: dict[str, list[_native.Matrix]] = {}
+        biases: dict[str, Floats] = {}
+        for place, part in _placed(layer_parts(self.config, n)):
+            match part:
+                case Norm():
+                    norms[place] = _vector(weights(part.weight.name), part.offset)
+                case HeadNorm():
+                    norms["q_norm"] = _vector(weights(part.q.name), part.offset)
+                    norms["k_norm"] = _vector(weights(part.k.name), part.offset)
+                case Linear():
+                    matrices[place] = [self._pack(weights(spec.name)) for spec in part.weights]
+                    if part.biases:
+                        vectors = [unpack(weights(spec.name)) for spec in part.biases]
+                        biases[place] = np.concatenate(vectors)
         self._stack.add_layer(
             group=self._group_of[n],
             window=layer.window,
             rope=list(self._ropes).index(layer.rope),
-            norms={
-                place: norm_weight(config, weights(f"{prefix}{name}.weight"))
-                for place, name in norms.items()
-                if name
-            },
+            norms=norms,
             weights=matrices,
             biases=biases,
         )
@@ -164,10 +170,21 @@ class NativeDecoder:
         return self._kernels.pack(data, stored.format, *stored.shape)
 
 
-def norm_weight(config: ModelConfig, weight: RawTensor) -> Floats:
+def _vector(weight: RawTensor, offset: float) -> Floats:
     """As the norm operations take it: float32, the architecture's offset added."""
-    return unpack(weight) + np.float32(config.norm_offset)
+    return unpack(weight) + np.float32(offset)
 
 
-def _joined(biases: Sequence[RawTensor]) -> Floats:
-    return np.concatenate([unpack(bias) for bias in biases])
+def _placed(parts: Sequence[Part]) -> Iterator[tuple[str, Part]]:
+    """The parts with their places in the stack. Raises UnsupportedModel for one that has none."""
+    left = list(parts)
+    for kind, place in PLACES:
+        if left and type(left[0]) is kind:
+            yield place, left.pop(0)
+        elif kind not in (Norm, HeadNorm):
+            break
+    if left:
+        raise UnsupportedModel(
+            f"the native kernels cannot compute {type(left[0]).__name__} here; "
+            "--kernels reference can"
+        )

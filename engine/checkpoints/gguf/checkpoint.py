@@ -71,6 +71,10 @@ class GgufCheckpoint:
     def files(self) -> tuple[str, ...]:
         return self._paths
 
+    @property
+    def text_paths(self) -> tuple[str, ...]:
+        return self._paths[:1]
+
     def names(self) -> Collection[str]:
         return self._tensors.keys()
 

@@ -49,6 +49,10 @@ class DirectoryCheckpoint:
     def files(self) -> tuple[str, ...]:
         return tuple(str(reader.path) for reader in self._readers.values())
 
+    @property
+    def text_paths(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in sorted(self._path.glob("*.j*")))
+
     def names(self) -> Collection[str]:
         return self._parts.keys()
 

@@ -20,7 +20,8 @@ from tiny_models import shipped_model, write_tiny
 from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
+from pdserve.engine.checkpoints.cache import DigestCache, TextCache
+from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
@@ -318,6 +319,47 @@ def test_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> 
     remembered.put([__file__], "ab" * 32)
     assert remembered.get([__file__]) is None
     assert remembered.get([str(tmp_path / "gone")]) is None
+
+
+@pytest.mark.parametrize("kind", ["gguf", "directory"])
+def test_a_tokenizer_is_remembered_until_its_file_changes(
+    kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    path = write_gguf(folder, tmp_path / "m.gguf") if kind == "gguf" else folder
+    checkpoint = open_checkpoint(path)
+    read: list[Path] = []
+    real = type(checkpoint).text_files
+
+    def counted(self: Any) -> Any:
+        read.append(path)
+        return real(self)
+
+    monkeypatch.setattr(type(checkpoint), "text_files", counted)
+    first = load(path).card
+    again = load(path).card
+    assert len(read) == 1
+    assert again == first
+    for damaged in (b"", b"{}", first.tokenizer_json):
+        (entry,) = (cache.parent / "tokenizers").iterdir()
+        entry.write_bytes(damaged)
+        assert load(path).card == first
+    assert len(read) == 4
+    changed = path if kind == "gguf" else path / "tokenizer.json"
+    os.utime(changed, ns=(1, 1))
+    load(path)
+    assert len(read) == 5
+
+
+def test_a_tokenizer_that_was_changed_in_the_cache_is_read_anew(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    checkpoint = open_checkpoint(folder)
+    remembered, text = TextCache(tmp_path / "texts"), checkpoint.text_files()
+    remembered.put(checkpoint.text_paths, text)
+    assert remembered.get(checkpoint.text_paths) == text
+    (entry,) = (tmp_path / "texts").iterdir()
+    entry.write_bytes(entry.read_bytes().replace(b"vocab", b"vocap"))
+    assert remembered.get(checkpoint.text_paths) is None
 
 
 @given(st.dictionaries(st.text(max_size=4), st.binary(min_size=1, max_size=4), max_size=9))
