@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from eventually import wait_until
 
 from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received
@@ -256,10 +257,9 @@ class Prefill:
         ).result(PATIENCE_S)
         outgoing = self.sender._by_attempt[ticket.attempt]
         self._tell(Scheduled(outgoing.key, 0))
-        end = time.monotonic() + PATIENCE_S
-        while not outgoing.next_blocks and not outgoing.state.final:
-            assert time.monotonic() < end, "no grant"
-            time.sleep(0.001)
+        wait_until(
+            lambda: outgoing.next_blocks or outgoing.state.final, "a grant", PATIENCE_S, 0.001
+        )
         cpu = time.process_time()
         self._tell(PrefillComputed(outgoing.key, NUM_TOKENS, True))
         with self.changed:

@@ -3,7 +3,7 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,7 +14,17 @@ from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
-from pdserve.engine.models.parts import Add, Attention, Gate, HeadNorm, Linear, Norm, Part, Rope
+from pdserve.engine.models.parts import (
+    Add,
+    Attention,
+    Gate,
+    HeadNorm,
+    Linear,
+    Norm,
+    Part,
+    Rope,
+    TensorSpec,
+)
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import as_plain, unpack
@@ -23,24 +33,7 @@ from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
 Weights = Callable[[str], RawTensor]
-
-# The order of the stack's operations; norms may be absent.
-PLACES: tuple[tuple[type[Part], str], ...] = (
-    (Norm, "attn_in"),
-    (Linear, "qkv"),
-    (HeadNorm, ""),
-    (Rope, ""),
-    (Attention, ""),
-    (Linear, "out"),
-    (Norm, "attn_out"),
-    (Add, ""),
-    (Norm, "ffn_in"),
-    (Linear, "gate_up"),
-    (Gate, ""),
-    (Linear, "down"),
-    (Norm, "ffn_out"),
-    (Add, ""),
-)
+NativePart = tuple[str, dict[str, object]]  # kind and fields, as the stack takes them
 
 
 class ArrayKv(Protocol):
@@ -68,16 +61,8 @@ class NativeDecoder:
         self._stack = _native.Stack(
             kernels.context,
             hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            ffn=config.ffn_size,
-            eps=config.norm_eps,
-            attn_scale=config.attn_scale,
-            attn_soft_cap=config.attn_soft_cap,
-            logit_soft_cap=config.logit_soft_cap,
             embed_scale=config.embed_scale,
-            activation=config.activation,
+            logit_soft_cap=config.logit_soft_cap,
         )
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
@@ -88,8 +73,10 @@ class NativeDecoder:
         for n in range(config.num_layers):
             self._add_layer(n, weights)
         norm = final_norm(config)
-        vector = _vector(weights(norm.weight.name), norm.offset)
-        self._stack.set_head(vector, embedding if config.tied_head else self._pack(weights(HEAD)))
+        self._stack.set_head(
+            _norm(norm, norm.weight, weights),
+            embedding if config.tied_head else self._pack(weights(HEAD)),
+        )
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
@@ -138,29 +125,40 @@ class NativeDecoder:
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
     def _add_layer(self, n: int, weights: Weights) -> None:
-        layer = self.config.layers[n]
-        norms: dict[str, Floats] = {}
-        matrices: dict[str, list[_native.Matrix]] = {}
-        biases: dict[str, Floats] = {}
-        for place, part in _placed(layer_parts(self.config, n)):
-            match part:
-                case Norm():
-                    norms[place] = _vector(weights(part.weight.name), part.offset)
-                case HeadNorm():
-                    norms["q_norm"] = _vector(weights(part.q.name), part.offset)
-                    norms["k_norm"] = _vector(weights(part.k.name), part.offset)
-                case Linear():
-                    matrices[place] = [self._pack(weights(spec.name)) for spec in part.weights]
-                    if part.biases:
-                        vectors = [unpack(weights(spec.name)) for spec in part.biases]
-                        biases[place] = np.concatenate(vectors)
-        self._stack.add_layer(
-            group=self._group_of[n],
-            window=layer.window,
-            rope=list(self._ropes).index(layer.rope),
-            norms=norms,
-            weights=matrices,
-            biases=biases,
+        group = self._group_of[n]
+        parts = layer_parts(self.config, n)
+        self._stack.add_layer([one for p in parts for one in self._native(p, weights, group)])
+
+    def _native(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
+        """A part as the stack takes it. Raises UnsupportedModel for a kind that it lacks."""
+        match part:
+            case Norm():
+                return [("norm", _norm(part, part.weight, weights))]
+            case Linear():
+                matrices = [self._pack(weights(spec.name)) for spec in part.weights]
+                vectors = [unpack(weights(spec.name)) for spec in part.biases]
+                bias = np.concatenate(vectors) if vectors else None
+                return [("linear", {"matrices": matrices, "bias": bias})]
+            case HeadNorm():
+                heads = part.heads
+                q = _norm(part, part.q, weights) | {"first": 0, "heads": heads.q}
+                k = _norm(part, part.k, weights) | {"first": heads.q, "heads": heads.kv}
+                return [("head_norm", q), ("head_norm", k)]
+            case Rope():
+                heads, table = part.heads, list(self._ropes).index(part.config)
+                rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}
+                return [("rope", {"table": table, **rotated})]
+            case Attention():
+                heads = part.heads
+                shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
+                scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
+                return [("attention", {**shape, **scores, "group": group})]
+            case Gate():
+                return [("gate", {"activation": part.activation})]
+            case Add():
+                return [("add", {})]
+        raise UnsupportedModel(
+            f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
         )
 
     def _pack(self, weight: RawTensor) -> "_native.Matrix":
@@ -170,21 +168,6 @@ class NativeDecoder:
         return self._kernels.pack(data, stored.format, *stored.shape)
 
 
-def _vector(weight: RawTensor, offset: float) -> Floats:
-    """As the norm operations take it: float32, the architecture's offset added."""
-    return unpack(weight) + np.float32(offset)
-
-
-def _placed(parts: Sequence[Part]) -> Iterator[tuple[str, Part]]:
-    """The parts with their places in the stack. Raises UnsupportedModel for one that has none."""
-    left = list(parts)
-    for kind, place in PLACES:
-        if left and type(left[0]) is kind:
-            yield place, left.pop(0)
-        elif kind not in (Norm, HeadNorm):
-            break
-    if left:
-        raise UnsupportedModel(
-            f"the native kernels cannot compute {type(left[0]).__name__} here; "
-            "--kernels reference can"
-        )
+def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:
+    """Weight, float32 with the architecture's offset, and eps of a norm."""
+    return {"weight": unpack(weights(spec.name)) + np.float32(part.offset), "eps": part.eps}

@@ -328,7 +328,7 @@ def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
     run(engine, ask("long", range(50)))
     engine.submit(ask("short", range(5)))
     engine.step()
-    (blocks,) = engine._roster.running[0].sequences[0].block_tables
+    (blocks,) = engine.jobs.running[0].sequences[0].block_tables
     line = engine._runner._tables[0][0].tolist()
     assert line[: len(blocks)] == blocks
     assert not any(line[len(blocks) :])
@@ -339,7 +339,7 @@ def test_a_window_gives_its_blocks_back_on_the_way() -> None:
     engine.submit(ask("a", range(4), max_tokens=100))
     for _ in range(80):
         engine.step()
-    full, window = (pool.counts().used for pool in engine._roster.tables.pools)
+    full, window = (pool.counts().used for pool in engine.jobs.tables.pools)
     assert full >= 20
     assert window <= 3
     run(engine)
