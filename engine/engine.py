@@ -28,7 +28,7 @@ from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
 from pdserve.engine.scheduling.step_progress import StepProgress
-from pdserve.kernels.ops import SamplingOps
+from pdserve.kernels.streams import SamplingOps
 
 log = logging.getLogger(__name__)
 

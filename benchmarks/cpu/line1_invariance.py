@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from alike import Traces, differing, resumed, seeded_requests, traces
 from fleet import Fleet
 from machine import CORES
@@ -32,8 +31,8 @@ NEW = 32
 
 
 def engine(threads: int = CORES, **changes: object) -> Engine:
-    torch.set_num_threads(threads)
-    return build_engine(dataclasses.replace(CONFIG, **changes), lambda *_: None)[0]  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, threads=threads, **changes)  # type: ignore[arg-type]
+    return build_engine(config, lambda *_: None)[0]
 
 
 def engine_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, Traces, Traces]]:

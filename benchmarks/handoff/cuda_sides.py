@@ -30,14 +30,15 @@ class Side:
         import torch
 
         from pdserve.engine.handoff.protocol.keys import TagKey
-        from pdserve.engine.kv.cache import KvCache
+        from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
         from pdserve.engine.transport.base import TransportOptions
         from pdserve.engine.transport.registry import transports
 
         self.torch = torch
         self.spec = spec_of()
         self.where = "cpu" if fake else "cuda"
-        self.kv = KvCache(self.spec, blocks, self.where)
+        self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, blocks)
+        self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
         self.device = self._open(fake)
         self.key = TagKey(bytes(32))
         size = (4 << 20) if fake else (32 << 20)
@@ -57,7 +58,7 @@ class Side:
 
     def fill(self, seed: int) -> None:
         """The same numbers in every process of this machine."""
-        for data in self.kv.data:
+        for data in self.pools:
             generator = self.torch.Generator(self.where).manual_seed(seed)
             words = data.view(self.torch.int16)
             words.copy_(
@@ -68,7 +69,7 @@ class Side:
             )  # fmt: skip
 
     def clear(self) -> None:
-        for data in self.kv.data:
+        for data in self.pools:
             data.zero_()
 
     def equal(self, one: Any, other: Any) -> bool:

@@ -3,28 +3,44 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
-from pdserve.engine.models.build import norm_weight
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.decoder import LayerKv
-from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
+from pdserve.engine.models.parts import (
+    Add,
+    Attention,
+    Gate,
+    HeadNorm,
+    Linear,
+    Norm,
+    Part,
+    Rope,
+    TensorSpec,
+)
+from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.stored import Weight, Weights, expand
+from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
-Part = tuple[str, dict[str, object]]  # kind and fields, as `_native.Stack.add_layer` takes them
-Pack = Callable[[Weight], "_native.Matrix"]
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Weights = Callable[[str], RawTensor]
+NativePart = tuple[str, dict[str, object]]  # kind and fields, as the stack takes them
+
+
+class ArrayKv(Protocol):
+    """What the decoder needs of a KvCache."""
+
+    def layer(self, n: int) -> tuple[NDArray[Any], int]:
+        """(blocks of model layer n, its group's index)."""
 
 
 class NativeDecoder:
@@ -40,7 +56,8 @@ class NativeDecoder:
         self.numerics = kernels.numerics
         self._kernels = kernels
         self._kv_dtype = kv_dtype
-        self._kv: LayerKv | None = None
+        self._kv: ArrayKv | None = None
+        self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
         self._stack = _native.Stack(
             kernels.context,
             hidden=config.hidden_size,
@@ -48,24 +65,21 @@ class NativeDecoder:
             logit_soft_cap=config.logit_soft_cap,
         )
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        cpu = torch.device("cpu")
-        self._ropes = {rope: RopeTable(rope, config.context_len, cpu) for rope in ropes}
+        self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
-        embedding = self._pack(weights("model.embed_tokens.weight"))
+        embedding = self._pack(weights(EMBEDDING))
         self._stack.set_embedding(embedding)
-        tables = {rope: index for index, rope in enumerate(self._ropes)}
-        groups = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
-        for n, layer in enumerate(config.layers):
-            table, group = tables[layer.rope], groups[n]
-            parts = layer_parts(config, n, weights, self._pack, table, group)
-            self._stack.add_layer(parts)
-        norm = norm_fields(config, weights("model.norm.weight"))
-        head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
-        self._stack.set_head(norm, head)
+        for n in range(config.num_layers):
+            self._add_layer(n, weights)
+        norm = final_norm(config)
+        self._stack.set_head(
+            _norm(norm, norm.weight, weights),
+            embedding if config.tied_head else self._pack(weights(HEAD)),
+        )
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
-    def forward(self, batch: Batch[Ints], kv: LayerKv) -> Floats:
+    def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
@@ -95,9 +109,9 @@ class NativeDecoder:
         self._stack.logits(hidden, out)
         return out
 
-    def _attach(self, kv: LayerKv) -> None:
+    def _attach(self, kv: ArrayKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
-        blocks = [pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in pools]
+        blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]
         block_size = blocks[0].shape[1] // self.kv_groups[0].block_bytes(1)
         self._stack.set_kv(blocks, self._kv_dtype, block_size)
         self._kv = kv
@@ -107,79 +121,53 @@ class NativeDecoder:
             return
         for index, table in enumerate(self._ropes.values()):
             table.reserve(num_positions)
-            self._stack.set_rope(index, table.cos.numpy(), table.sin.numpy())
+            self._stack.set_rope(index, table.cos, table.sin)
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
-    def _pack(self, weight: Weight) -> "_native.Matrix":
+    def _add_layer(self, n: int, weights: Weights) -> None:
+        group = self._group_of[n]
+        parts = layer_parts(self.config, n)
+        self._stack.add_layer([one for p in parts for one in self._native(p, weights, group)])
+
+    def _native(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
+        """A part as the stack takes it. Raises UnsupportedModel for a kind that it lacks."""
+        match part:
+            case Norm():
+                return [("norm", _norm(part, part.weight, weights))]
+            case Linear():
+                matrices = [self._pack(weights(spec.name)) for spec in part.weights]
+                vectors = [unpack(weights(spec.name)) for spec in part.biases]
+                bias = np.concatenate(vectors) if vectors else None
+                return [("linear", {"matrices": matrices, "bias": bias})]
+            case HeadNorm():
+                heads = part.heads
+                q = _norm(part, part.q, weights) | {"first": 0, "heads": heads.q}
+                k = _norm(part, part.k, weights) | {"first": heads.q, "heads": heads.kv}
+                return [("head_norm", q), ("head_norm", k)]
+            case Rope():
+                heads, table = part.heads, list(self._ropes).index(part.config)
+                rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}
+                return [("rope", {"table": table, **rotated})]
+            case Attention():
+                heads = part.heads
+                shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
+                scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
+                return [("attention", {**shape, **scores, "group": group})]
+            case Gate():
+                return [("gate", {"activation": part.activation})]
+            case Add():
+                return [("add", {})]
+        raise UnsupportedModel(
+            f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
+        )
+
+    def _pack(self, weight: RawTensor) -> "_native.Matrix":
         """Formats that no kernel knows are expanded to float32."""
-        if isinstance(weight, RawTensor) and weight.format not in FORMATS:
-            weight = expand(weight, torch.float32)
-        if isinstance(weight, RawTensor):
-            rows, cols = weight.shape
-            return self._kernels.pack(weight.data, weight.format, rows, cols)
-        return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
+        stored = weight if weight.format in FORMATS else as_plain(weight, "F32")
+        (data,) = stored.parts.values()
+        return self._kernels.pack(data, stored.format, *stored.shape)
 
 
-def layer_parts(
-    config: ModelConfig, n: int, weights: Weights, pack: Pack, table: int, group: int
-) -> list[Part]:
-    """The parts of layer n in the order in which a row goes through them.
-
-    `table` is the index of its rope table, `group` that of its KV group.
-    """
-    prefix = f"model.layers.{n}."
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def linear(has_bias: bool, *names: str) -> Part:
-        matrices = [pack(weights(f"{prefix}{name}.weight")) for name in names]
-        biases = [weights(f"{prefix}{name}.bias") for name in names] if has_bias else []
-        return "linear", {"matrices": matrices, "bias": _joined(biases) if biases else None}
-
-    def norm(name: str | None) -> list[Part]:
-        if name is None:
-            return []
-        return [("norm", norm_fields(config, weights(f"{prefix}{name}.weight")))]
-
-    def head_norm(name: str, first: int, count: int) -> list[Part]:
-        if not config.qk_norm:
-            return []
-        fields = norm_fields(config, weights(f"{prefix}self_attn.{name}.weight"))
-        return [("head_norm", fields | {"first": first, "heads": count})]
-
-    places = config.norms
-    attention: dict[str, object] = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": size,
-        "scale": config.attn_scale,
-        "soft_cap": config.attn_soft_cap,
-        "window": config.layers[n].window,
-        "group": group,
-    }
-    return [
-        *norm(places.attn_in),
-        linear(config.qkv_bias, *(f"self_attn.{part}_proj" for part in "qkv")),
-        *head_norm("q_norm", 0, heads),
-        *head_norm("k_norm", heads, kv_heads),
-        ("rope", {"table": table, "heads": heads + kv_heads, "head_dim": size}),
-        ("attention", attention),
-        linear(config.o_bias, "self_attn.o_proj"),
-        *norm(places.attn_out),
-        ("add", {}),
-        *norm(places.ffn_in),
-        linear(config.ffn_bias, "mlp.gate_proj", "mlp.up_proj"),
-        ("gate", {"activation": config.activation}),
-        linear(config.ffn_bias, "mlp.down_proj"),
-        *norm(places.ffn_out),
-        ("add", {}),
-    ]
-
-
-def norm_fields(config: ModelConfig, weight: Weight) -> dict[str, object]:
-    """Weight and eps of a norm."""
-    return {"weight": norm_weight(config, weight).numpy(), "eps": config.norm_eps}
-
-
-def _joined(biases: Sequence[Weight]) -> Floats:
-    joined: Floats = torch.cat([expand(bias, torch.float32) for bias in biases]).numpy()
-    return joined
+def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:
+    """Weight, float32 with the architecture's offset, and eps of a norm."""
+    return {"weight": unpack(weights(spec.name)) + np.float32(part.offset), "eps": part.eps}

@@ -1,7 +1,7 @@
 """`pdserve up`: a whole system on one machine, every process a child of this one.
 
-The router starts first and keeps its address over restarts; gateway and workers start together and
-find it. Nothing of it is left when `run` returns.
+All start together: the router's address is chosen before, and it keeps it over restarts. Nothing of
+it is left when `run` returns.
 """
 
 import secrets
@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ ENTRIES = {
     "decode": "pdserve.services.decode.main:run",
 }
 STOP_SLACK_S = 5.0  # beyond the drain, before what is left is killed
-ROUTER_START_S = 30.0
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 10_000  # of those that are chosen here
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -62,7 +64,7 @@ class System:
         self._check()
         self._secret = self._up.cluster_secret or secrets.token_urlsafe(32)
         self._drain_s = self._gateway.drain_s
-        self._router_address = f"127.0.0.1:{self._up.router_port}"
+        self._router_address = f"127.0.0.1:{self._up.router_port or free_port()}"
         self._progress = progress_on(sys.stderr)
         self._stopping = False
         self._started_at = time.monotonic()
@@ -96,14 +98,10 @@ class System:
         children: list[Child] = []
         gateways: list[Child] = []
         try:
-            if not supervisor.run_until(lambda: "address" in router.figures, ROUTER_START_S):
-                raise StartError(f"router did not listen within {ROUTER_START_S:g} s")
-            self._router_address = router.figures.get("address", self._router_address)
-            if not supervisor.signals:
-                for (name, role, model), share in zip(workers, shares, strict=True):
-                    make = self._worker_task(role, model, share, folder)
-                    children.append(supervisor.start(name, make))
-                gateways.append(supervisor.start("gateway", self._gateway_task))
+            for (name, role, model), share in zip(workers, shares, strict=True):
+                make = self._worker_task(role, model, share, folder)
+                children.append(supervisor.start(name, make))
+            gateways.append(supervisor.start("gateway", self._gateway_task))
             everyone = [router, *children, *gateways]
             supervisor.run_until(lambda: all(child.ready for child in everyone))
             self._progress.close()
@@ -210,6 +208,22 @@ class System:
             "or `pdserve chat` in another terminal. Ctrl-C stops it.\n",
             flush=True,
         )
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and that the system gives to nobody who asks for any: so
+    it stays free until the router listens there."""
+    try:
+        end = int(EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 32_768
+    choices = range(FIRST_PORT, end) if end > FIRST_PORT else range(FIRST_PORT, 1 << 16)
+    while True:
+        port = secrets.choice(choices)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def check_free(flag: str, host: str, port: int) -> None:

@@ -272,7 +272,7 @@ def test_prefill_only_holds_its_blocks() -> None:
     (blocks,) = engine.held_blocks("p")
     assert len(blocks) == 6
     assert engine.stats().held == 1
-    keys = engine.kv.data[0][0][blocks, 0, 0].flatten(0, 1)
+    keys = torch.from_numpy(engine.kv.data[0][0][blocks, 0, 0]).flatten(0, 1)
     assert torch.equal(keys[:21], words(torch.arange(21), torch.arange(21))[:, 0])
     engine.release_held("p")
     assert_at_rest(engine)

@@ -100,7 +100,7 @@ class Victim:
         def read(_: Any) -> dict[str, Any]:
             pool = hashlib.sha256()
             for data in self.engine.kv.data:
-                pool.update(data.numpy().tobytes())
+                pool.update(data.tobytes())
             bitmaps = {
                 ticket.hex(): repr(live.bitmap._have)
                 for ticket in tickets
