@@ -1,10 +1,11 @@
 """One connection between a prefill and a decode process: its two threads, records and credits.
 
-Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
-thread alone writes, but for records that are posted while it is idle and that the socket takes at
-once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
-until sent, then to decode until its Credit arrives, which goes out when nothing reads the payload
-any more: on a device when the copy from the slot is done, else when the handler has returned.
+Ownership: the reader thread owns the wire and closes it when both threads have ended. Only the
+writer thread writes, except for records that are posted while it is idle and that the socket takes
+at once. Users of a link only post. At most SLOTS frames are in flight: a slot belongs to prefill
+until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when
+nothing reads the payload any more: on a device when the copy from the slot is done, otherwise when
+the handler has returned.
 """
 
 import contextlib
@@ -39,31 +40,31 @@ from pdserve.engine.transport.base import (
 log = logging.getLogger(__name__)
 
 INTRODUCTION_S = 5.0  # from accept to the first genuine message
-MAX_POSTED = 4096  # control records waiting for a peer that does not read
+MAX_POSTED = 4096  # control records that may wait for a peer that does not read
 
 
 class DataLinkHandler(Protocol):
-    """Called on the link's threads; must not block. A FrameError closes the link."""
+    """Is called on the link's threads and must not block. A FrameError closes the link."""
 
     def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
-        """decode: why this peer is refused; empty: welcome."""
+        """decode: why this peer is refused; empty if it is welcome."""
 
     def message(self, link: "DataLink", message: messages.Message) -> None: ...
 
     def frame(self, link: "DataLink", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        """decode: may its payload be received? The header's tag is checked here. What is refused
-        is passed over; the connection goes on."""
+        """decode: checks the header's tag; returns whether the payload may be received. If not, it
+        is skipped, and the connection goes on."""
 
     def payload(self, link: "DataLink", header: FrameHeader, payload: Payload) -> None:
-        """decode: not yet verified: bytes that stay as they are until it returns, or a slot on the
-        device, which it is to `credit` when done with."""
+        """decode: takes a payload that is not verified yet: bytes that stay as they are until it
+        returns, or a slot on the device, which it must `credit` when it is done with it."""
 
     def closed(self, link: "DataLink", reason: str) -> None:
-        """Once, whatever the cause."""
+        """The link has ended; called once, whatever the cause."""
 
 
 class DataLink:
-    """Use `DataLink.dial` at prefill; `DataLink(...)`, then `accept()`, at decode."""
+    """A connection. Prefill uses `DataLink.dial`; decode uses `DataLink(...)`, then `accept()`."""
 
     def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
@@ -75,13 +76,13 @@ class DataLink:
         self._posted: deque[memoryview] = deque()
         self._writing = True  # the writer thread has work, or has not begun
         self._jobs: deque[FrameJob] = deque()
-        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
-        self._lent = ReaderSlots(SLOTS)  # decode's
+        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # at prefill
+        self._lent = ReaderSlots(SLOTS)  # at decode
         self._credits: list[bytes] = []  # decode's reader thread: records to be posted
-        self.num_surplus = 0  # prefill: credits of doubled records, damaged, later than an answer
+        self.num_surplus = 0  # prefill: credits of doubled or damaged records, or after an answer
         self._genuine = False
         self._reason = ""
-        self._busy_s = 0.0  # moving payloads, since last taken
+        self._busy_s = 0.0  # seconds of moving payloads since take_busy_s
         self._reader = threading.Thread(target=self._read_loop, name=f"kv-{transport}-read")
         self._writer = threading.Thread(target=self._write_loop, name=f"kv-{transport}-write")
 
@@ -94,7 +95,7 @@ class DataLink:
         hello: messages.Hello,
         timeout_s: float,
     ) -> "DataLink":
-        """prefill: introduce ourselves on a new wire. Raises TransportRefused."""
+        """prefill: sends Hello on a new wire and waits for Welcome. Raises TransportRefused."""
         link = cls(wire, transport, handler)
         link.peer = hello.decode_boot
         try:
@@ -120,7 +121,8 @@ class DataLink:
         return link
 
     def accept(self) -> None:
-        """decode: hear the peer out on the reader thread; memory stays small until `trust`."""
+        """decode: starts the threads; the reader waits for Hello. Memory stays small until
+        `trust`."""
         self._wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
@@ -135,7 +137,7 @@ class DataLink:
 
     @property
     def direct(self) -> bool:
-        """Payloads go from pool to pool on a device."""
+        """Whether payloads go from pool to pool on a device."""
         return self._wire.direct
 
     @property
@@ -145,7 +147,7 @@ class DataLink:
 
     @property
     def ended(self) -> bool:
-        """Its threads are over and its socket is closed."""
+        """Whether its threads have ended and its socket is closed."""
         return not self.open and not self._reader.is_alive()
 
     def take_busy_s(self) -> float:
@@ -158,7 +160,8 @@ class DataLink:
         return self._genuine
 
     def trust(self) -> None:
-        """decode: a tagged Claim has arrived; called by the handler on the reader thread."""
+        """decode: a message with a right tag has arrived; the handler calls it on the reader
+        thread."""
         if not self._genuine:
             self._genuine = True
             self._wire.trust()
@@ -166,7 +169,7 @@ class DataLink:
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
-        """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
+        """Sends a control record, ahead of waiting frames. Never blocks; a closed link drops it."""
         failed = ""
         with self._wake:
             self._posted.append(memoryview(record))
@@ -180,7 +183,8 @@ class DataLink:
             self.end(failed)
 
     def _write_now(self) -> str:
-        """Spare the idle writer thread a turn; with the lock. Returns why the wire is closed."""
+        """Writes at once instead of waking the idle writer thread; called with the lock. Returns
+        why the wire is closed, if it is."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
@@ -191,19 +195,22 @@ class DataLink:
         return ""
 
     def push(self, *jobs: FrameJob) -> None:
-        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
+        """Queues frames; their jobs run on the writer thread, each when a slot is free."""
         with self._wake:
             self._jobs.extend(jobs)
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
+        """decode, direct: nothing reads that frame's slot any more. Raises KeyError if it was
+        credited before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def landed(self, slot: int, mark: bytes) -> bool:
-        """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
-        says so, and an answer to the frame does, should that have come damaged. What an ended
-        attempt has sent gets no answer."""
+        """prefill: decode is done with that frame's slot; False if that was known already.
+
+        Both the Credit and an answer to the frame say so: a Credit may be damaged on the way, and a
+        frame of an ended attempt gets no answer.
+        """
         with self._wake:
             if not self._slots.expects(slot, mark):
                 return False
@@ -212,13 +219,13 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed here") -> None:
-        """End it and wait for its threads, unless called on one of them."""
+        """Ends the link and waits for its threads, unless it is called on one of them."""
         self.end(reason)
         if threading.current_thread() not in (self._reader, self._writer):
             self._reader.join()
 
     def end(self, reason: str) -> None:
-        """Wake both threads to end; never waits. The first reason counts."""
+        """Makes both threads end; never waits. The first reason counts."""
         with self._wake:
             if self._reason:
                 return
@@ -252,7 +259,7 @@ class DataLink:
         self._wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
-        except OtherVersion as err:  # its own reader finds our version in the answer, and says so
+        except OtherVersion as err:  # the peer finds our version in the answer and says so
             self._wire.write(messages.encode(messages.Refused(str(err))))
             self._skip_rest()
             raise
@@ -273,13 +280,14 @@ class DataLink:
         self.post(messages.encode(reply))
 
     def _skip_rest(self) -> None:
-        """Until the peer closes: closing before it would reset the connection, answer and all."""
+        """Reads until the peer closes: closing first would reset the connection and lose the
+        answer."""
         with contextlib.suppress(WireClosed):
             while True:
                 self._wire.take(1)
 
     def _turn(self) -> None:
-        """A record, then the credits that need not wait for another."""
+        """Reads a record, then posts the credits if no more records wait."""
         self._read_record()
         if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
             self.post(b"".join(self._credits))
@@ -314,7 +322,7 @@ class DataLink:
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
-            if not lent:  # else it is here twice: the first one will be credited
+            if not lent:  # otherwise it came twice, and the first one will be credited
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
@@ -326,11 +334,11 @@ class DataLink:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
-        """Several in one write if there is more to read: each wakes a thread of prefill's."""
+        """Collects a credit; several go out in one write, since each write wakes a thread."""
         self._credits.append(_credit(slot, mark))
 
     def _opened(self, window: bytes) -> None:
-        """prefill: from now on there are slots."""
+        """prefill: the window is open, so there are slots from now on."""
         self._wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
@@ -361,7 +369,7 @@ class DataLink:
             return work
 
     def _ready(self) -> bytes | tuple[int, FrameJob] | None:
-        """What to write now; None: nothing, or the link has ended."""
+        """What to write now; None if there is nothing, or if the link has ended."""
         if self._reason:
             return None
         if self._posted:

@@ -12,7 +12,6 @@ from pdserve.engine.handoff.protocol.layout import (
     Bitmap,
     Piece,
     cut,
-    first_needed_block,
     slot_bytes,
 )
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
@@ -46,7 +45,8 @@ def header(piece: Piece, **change: object) -> FrameHeader:
 )
 def test_pieces_cover_every_cell_once(num_tokens: int, first: int, limit: int, seed: int) -> None:
     end = -(-num_tokens // 32)
-    firsts = (min(first, end), max(min(first, end), first_needed_block(WINDOW, 32, num_tokens)))
+    # The row at num_tokens sees a window of 48 tokens, itself included.
+    firsts = (min(first, end), max(min(first, end), max(0, num_tokens - 47) // 32))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)
@@ -72,7 +72,8 @@ def test_leading_blocks_are_there_in_every_layer(
     num_tokens: int, first: int, limit: int, seed: int
 ) -> None:
     end = -(-num_tokens // 32)
-    firsts = (min(first, end), max(min(first, end), first_needed_block(WINDOW, 32, num_tokens)))
+    # The row at num_tokens sees a window of 48 tokens, itself included.
+    firsts = (min(first, end), max(min(first, end), max(0, num_tokens - 47) // 32))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)
@@ -97,16 +98,6 @@ def test_frames_are_large_where_the_prompt_allows() -> None:
 def test_a_block_larger_than_a_slot_makes_the_slot_larger() -> None:
     spec = KvSpec(1024, (LayerGroup((0,), "full", 0, 8, 128, "float32", 0, 8),))
     assert slot_bytes(spec) == spec.groups[0].block_bytes(1024) > SLOT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "block"), [(1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)]
-)
-def test_first_needed_block_of_a_window(num_tokens: int, block: int) -> None:
-    assert first_needed_block(WINDOW, 32, num_tokens) == block
-    oldest = max(0, num_tokens - 48 + 1)  # that the row at num_tokens sees
-    assert oldest // 32 == block
-    assert first_needed_block(FULL, 32, num_tokens) == 0
 
 
 @pytest.mark.parametrize(
