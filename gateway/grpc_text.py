@@ -11,7 +11,7 @@ from pdserve.gateway.completion import Usage
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
-from pdserve.protos.common_pb2 import UNAUTHENTICATED, SamplingParams
+from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
 from pdserve.services.host.backpressure import Backpressure, deliver
@@ -33,7 +33,7 @@ class TextServicer(TextBase):
         try:
             self._check_key(context)
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
-            ask = ChatAsk(request.model, messages, _wishes(request.options))
+            ask = ChatAsk(request.model, messages, _sampling(request.options))
             await deliver(self._run(ask), context.write, self._patience)
         except ServiceError as error:
             await abort(context, error)
@@ -41,7 +41,7 @@ class TextServicer(TextBase):
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
         try:
             self._check_key(context)
-            ask = CompleteAsk(request.model, [request.prompt], _wishes(request.options))
+            ask = CompleteAsk(request.model, [request.prompt], _sampling(request.options))
             await deliver(self._run(ask), context.write, self._patience)
         except ServiceError as error:
             await abort(context, error)
@@ -72,30 +72,20 @@ class TextServicer(TextBase):
                     )
 
 
-def _wishes(options: TextOptions) -> RequestedSampling:
-    """Raises ServiceError for parameters that text has no place for."""
+def _sampling(options: TextOptions) -> RequestedSampling:
+    """Fields have the same names on both sides; absent ones take the model's defaults.
+
+    Raises ServiceError for parameters that text has no place for.
+    """
     params = options.params
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
             raise refuse(name, f"{name} is not part of text answers; use Router.Generate")
-    return RequestedSampling(
-        temperature=_given(params, "temperature"),
-        top_k=params.top_k or None,
-        top_p=_given(params, "top_p"),
-        min_p=params.min_p or None,
-        repetition_penalty=_given(params, "repetition_penalty"),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        stop=tuple(options.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        max_tokens=params.max_tokens or None,
-        n=params.n or 1,
-        seed=options.seed if options.HasField("seed") else None,
-    )
-
-
-def _given(params: SamplingParams, name: str) -> float | None:
-    return getattr(params, name) if params.HasField(name) else None
+    given = {field.name: value for field, value in params.ListFields()}
+    if params.logit_bias:
+        given["logit_bias"] = dict(params.logit_bias)
+    if params.stop_token_ids:
+        given["stop_token_ids"] = tuple(params.stop_token_ids)
+    if options.HasField("seed"):
+        given["seed"] = options.seed
+    return RequestedSampling(stop=tuple(options.stop), **given)

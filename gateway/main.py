@@ -5,6 +5,7 @@ Start-up waits for nobody: /health answers at once, /ready when a router has a d
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import socket
@@ -17,12 +18,14 @@ import uvloop
 
 from pdserve.gateway.catalog import TextPool
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.http.app import HttpLimits, create_app
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.protocol import BoundedProtocol
 from pdserve.gateway.keys import ApiKeys, read_key_file
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
@@ -66,19 +69,15 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.queue_timeout_s,
     )
     readiness = Readiness(client)
-    app = create_app(
-        service,
-        readiness,
-        keys,
-        HttpLimits(
-            settings.max_body_bytes,
-            settings.body_timeout_s,
-            settings.max_buffer_bytes,
-            settings.stall_timeout_s,
-        ),
-        open_metrics=not settings.metrics_key,
+    http_limits = HttpLimits(
+        settings.max_body_bytes,
+        settings.body_timeout_s,
+        settings.max_buffer_bytes,
+        settings.stall_timeout_s,
     )
-    http = HttpServer(app)
+    openai = OpenAiDialect(service, http_limits)
+    app = create_app([openai], service, readiness, keys, open_metrics=not settings.metrics_key)
+    http = HttpServer(app, openai)
     grpc_host = GrpcHost(
         _address(settings.host, settings.grpc_port),
         settings.cluster_secret,
@@ -139,13 +138,16 @@ async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the process's own does it."""
+    """uvicorn without its signal handling: the process's own does it.
 
-    def __init__(self, app: object) -> None:
+    `dialect` gives shape to the errors of what is no request.
+    """
+
+    def __init__(self, app: object, dialect: Dialect) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedProtocol,
+                http=functools.partial(BoundedProtocol, dialect=dialect),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -171,7 +171,7 @@ class Service:
                 text = await self._echo_text(ask, model, ids)
             wishes = ask.wishes
             if len(ids) < 2:  # a prompt's first token has no log-probability
-                wishes = replace(wishes, prompt_logprobs=False)
+                wishes = replace(wishes, prompt_logprobs=None)
             params = resolve(wishes, model.card, model.texts.defaults, len(ids), "prompt")
             prompts.append(Prompt(ids, text, params))
         return prompts

@@ -116,14 +116,14 @@ class Taker:
 
     def take(self, count: int, timeout_s: float = 60.0) -> tuple[int, int]:
         """The next `count` frames into the pool: (taken, damaged). Copies overlap."""
-        side, flights, taken, damaged = self._side, [], 0, 0
+        side, copies, taken, damaged = self._side, [], 0, 0
         end = time.monotonic() + timeout_s
         begun = 0
         while taken + damaged < count:
             assert time.monotonic() < end, f"{taken} frames of {count}"
             while begun < count:
                 try:
-                    link, header, payload = self.arrived.get(block=not flights, timeout=1.0)
+                    link, header, payload = self.arrived.get(block=not copies, timeout=1.0)
                 except queue.Empty:
                     break
                 blocks = list(range(header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1))
@@ -136,9 +136,9 @@ class Taker:
                     assert time.monotonic() < end, "an event that does not end"
                 pages = side.kv.pages(header.group, header.layers, blocks)
                 key = side.key.copy_key(header.sequence)
-                flights.append((link, header, payload.copy_in(pages, key)))
-            while flights and flights[0][2].done():
-                link, header, copy = flights.pop(0)
+                copies.append((link, header, payload.copy_in(pages, key)))
+            while copies and copies[0][2].done():
+                link, header, copy = copies.pop(0)
                 taken, damaged = taken + copy.intact, damaged + (not copy.intact)
                 link.credit(header)
         return taken, damaged

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from eventually import wait_until
 
 from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received
@@ -255,12 +256,11 @@ class Prefill:
                 ticket, asked["address"], tuple(range(NUM_TOKENS)), b"", float("inf")
             )
         ).result(PATIENCE_S)
-        outgoing = self.sender._by_attempt[ticket.attempt]
+        outgoing = self.sender.attempt(ticket.attempt)
         self._tell(Scheduled(outgoing.key, 0))
-        end = time.monotonic() + PATIENCE_S
-        while not outgoing.next_blocks and not outgoing.state.final:
-            assert time.monotonic() < end, "no grant"
-            time.sleep(0.001)
+        wait_until(
+            lambda: outgoing.next_blocks or outgoing.state.final, "a grant", PATIENCE_S, 0.001
+        )
         cpu = time.process_time()
         self._tell(PrefillComputed(outgoing.key, NUM_TOKENS, True))
         with self.changed:

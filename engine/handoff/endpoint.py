@@ -109,6 +109,15 @@ class HandoffEndpoint(Generic[AttemptT]):
         return list(self._live.values())
 
     @property
+    def links(self) -> list[DataLink]:
+        """The connections whose threads have not ended."""
+        return list(self._links)
+
+    def attempt(self, attempt: bytes) -> AttemptT | None:
+        """The live attempt with this id."""
+        return self._by_attempt.get(attempt)
+
+    @property
     def num_live(self) -> int:
         return len(self._live)
 
@@ -136,7 +145,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def cancel(self, attempt: bytes, reason: str) -> bool:
         """Ends an attempt here and at the peer; False if it is not live."""
-        found = self._by_attempt.get(attempt)
+        found = self.attempt(attempt)
         if found is None:
             return False
         self._advance(found, HandoffEnded(reason))

@@ -35,7 +35,7 @@ from pdserve.engine.handoff.protocol.keys import (
     derive_keys,
     verified_payload,
 )
-from pdserve.engine.handoff.protocol.layout import Piece, spec_digest
+from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
@@ -47,6 +47,7 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.codec import spec_digest
 from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.transport.base import KvTransport, Payload
 
@@ -80,21 +81,22 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._engine = engine
         self._kv = kv
         self._boot = boot
+        self.identity = identity
         self._compatibility = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self._claims = ClaimQueue(
+        self.claims = ClaimQueue(
             engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self._device_frames = DeviceFrames(kv, self, self._safely)
+        self.device_frames = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
         self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
-            Action.QUEUE_CLAIM: self._claims.add,
+            Action.QUEUE_CLAIM: self.claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
@@ -128,7 +130,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         ticket = Ticket(
             os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
         )
-        keys = derive_keys(ticket, self._digest, self._compatibility.identity.digest)
+        keys = derive_keys(ticket, self._digest, self.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
         self._add(IncomingHandoff(ticket, state, keys, request, blocks, times), blocks)
         return ticket
@@ -136,7 +138,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
         """Single choices are left out when the request joins the batch; False if the attempt is
         not live."""
-        found = self._by_attempt.get(attempt)
+        found = self.attempt(attempt)
         if found is None:
             return False
         found.cancelled.update(choices)
@@ -145,13 +147,13 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def park(self, attempt: bytes, parked: bool) -> bool:
         """Whether the request joins the engine parked; the hand-off goes on. False if the attempt
         is not live."""
-        if (found := self._by_attempt.get(attempt)) is not None:
+        if (found := self.attempt(attempt)) is not None:
             found.parked = parked
         return found is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
         """Whether the attempt is live and has no blocks yet."""
-        found = self._by_attempt.get(attempt)
+        found = self.attempt(attempt)
         return found is not None and not found.state.holds
 
     @property
@@ -169,9 +171,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # the engine thread
 
     def _work(self) -> bool:
-        for granted in self._claims.granted():
+        for granted in self.claims.granted():
             self._granted(granted)
-        more = self._device_frames.poll()
+        more = self.device_frames.poll()
         for incoming in self._to_ack:
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
@@ -277,7 +279,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self._device_frames.busy:  # otherwise decode itself is slow
+        if slow and not self.device_frames.busy:  # otherwise decode itself is slow
             self._advance(attempt, HandoffEnded("prefill slow"))
 
     def _acknowledge(self, incoming: IncomingHandoff) -> None:
@@ -371,7 +373,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self._device_frames.arrived(
+            self.device_frames.arrived(
                 ReceivedFrame(incoming, link, header, payload)
             )  # the copy verifies it
             self._wake()

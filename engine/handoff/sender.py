@@ -39,7 +39,7 @@ from pdserve.engine.handoff.outgoing import (
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
-from pdserve.engine.handoff.protocol.layout import cut, encode_spec, spec_digest
+from pdserve.engine.handoff.protocol.layout import cut
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     ClaimGranted,
@@ -52,6 +52,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
 )
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.codec import encode_spec, spec_digest
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
 
@@ -107,7 +108,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._spec = encode_spec(kv.spec)
         self._digest = spec_digest(kv.spec)
         self._on_ended = on_ended
-        self._transports = transports
+        self.transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
         self._peers: dict[bytes, _DecodePeer] = {}  # by decode boot
@@ -184,7 +185,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         for outgoing in list(self._live.values()):
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
-        for transport in self._transports:
+        for transport in self.transports:
             transport.close()
         while self._inbox:
             self._inbox.popleft()()  # a connection that was just opened

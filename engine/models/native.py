@@ -3,7 +3,7 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,8 @@ from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
+Part = tuple[str, dict[str, object]]  # kind and fields, as `_native.Stack.add_layer` takes them
+Pack = Callable[[Weight], "_native.Matrix"]
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -39,20 +41,11 @@ class NativeDecoder:
         self._kernels = kernels
         self._kv_dtype = kv_dtype
         self._kv: LayerKv | None = None
-        self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
         self._stack = _native.Stack(
             kernels.context,
             hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            ffn=config.ffn_size,
-            eps=config.norm_eps,
-            attn_scale=config.attn_scale,
-            attn_soft_cap=config.attn_soft_cap,
-            logit_soft_cap=config.logit_soft_cap,
             embed_scale=config.embed_scale,
-            activation=config.activation,
+            logit_soft_cap=config.logit_soft_cap,
         )
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         cpu = torch.device("cpu")
@@ -61,11 +54,15 @@ class NativeDecoder:
         self._reserve_positions(1)
         embedding = self._pack(weights("model.embed_tokens.weight"))
         self._stack.set_embedding(embedding)
-        for n in range(config.num_layers):
-            self._add_layer(n, weights)
-        norm = norm_weight(config, weights("model.norm.weight"))
+        tables = {rope: index for index, rope in enumerate(self._ropes)}
+        groups = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
+        for n, layer in enumerate(config.layers):
+            table, group = tables[layer.rope], groups[n]
+            parts = layer_parts(config, n, weights, self._pack, table, group)
+            self._stack.add_layer(parts)
+        norm = norm_fields(config, weights("model.norm.weight"))
         head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
-        self._stack.set_head(norm.numpy(), head)
+        self._stack.set_head(norm, head)
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
     def forward(self, batch: Batch[Ints], kv: LayerKv) -> Floats:
@@ -113,46 +110,6 @@ class NativeDecoder:
             self._stack.set_rope(index, table.cos.numpy(), table.sin.numpy())
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
-    def _add_layer(self, n: int, weights: Weights) -> None:
-        config, layer, prefix = self.config, self.config.layers[n], f"model.layers.{n}."
-        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-        linears = {
-            "qkv": (qkv, config.qkv_bias),
-            "out": (["self_attn.o_proj"], config.o_bias),
-            "gate_up": (["mlp.gate_proj", "mlp.up_proj"], config.ffn_bias),
-            "down": (["mlp.down_proj"], config.ffn_bias),
-        }
-        matrices = {
-            place: [self._pack(weights(f"{prefix}{name}.weight")) for name in names]
-            for place, (names, _) in linears.items()
-        }
-        biases = {
-            place: _joined([weights(f"{prefix}{name}.bias") for name in names])
-            for place, (names, has_bias) in linears.items()
-            if has_bias
-        }
-        places = config.norms
-        norms = {
-            "attn_in": places.attn_in,
-            "attn_out": places.attn_out,
-            "ffn_in": places.ffn_in,
-            "ffn_out": places.ffn_out,
-            "q_norm": "self_attn.q_norm" if config.qk_norm else None,
-            "k_norm": "self_attn.k_norm" if config.qk_norm else None,
-        }
-        self._stack.add_layer(
-            group=self._group_of[n],
-            window=layer.window,
-            rope=list(self._ropes).index(layer.rope),
-            norms={
-                place: norm_weight(config, weights(f"{prefix}{name}.weight")).numpy()
-                for place, name in norms.items()
-                if name
-            },
-            weights=matrices,
-            biases=biases,
-        )
-
     def _pack(self, weight: Weight) -> "_native.Matrix":
         """Formats that no kernel knows are expanded to float32."""
         if isinstance(weight, RawTensor) and weight.format not in FORMATS:
@@ -161,6 +118,66 @@ class NativeDecoder:
             rows, cols = weight.shape
             return self._kernels.pack(weight.data, weight.format, rows, cols)
         return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
+
+
+def layer_parts(
+    config: ModelConfig, n: int, weights: Weights, pack: Pack, table: int, group: int
+) -> list[Part]:
+    """The parts of layer n in the order in which a row goes through them.
+
+    `table` is the index of its rope table, `group` that of its KV group.
+    """
+    prefix = f"model.layers.{n}."
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def linear(has_bias: bool, *names: str) -> Part:
+        matrices = [pack(weights(f"{prefix}{name}.weight")) for name in names]
+        biases = [weights(f"{prefix}{name}.bias") for name in names] if has_bias else []
+        return "linear", {"matrices": matrices, "bias": _joined(biases) if biases else None}
+
+    def norm(name: str | None) -> list[Part]:
+        if name is None:
+            return []
+        return [("norm", norm_fields(config, weights(f"{prefix}{name}.weight")))]
+
+    def head_norm(name: str, first: int, count: int) -> list[Part]:
+        if not config.qk_norm:
+            return []
+        fields = norm_fields(config, weights(f"{prefix}self_attn.{name}.weight"))
+        return [("head_norm", fields | {"first": first, "heads": count})]
+
+    places = config.norms
+    attention: dict[str, object] = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": size,
+        "scale": config.attn_scale,
+        "soft_cap": config.attn_soft_cap,
+        "window": config.layers[n].window,
+        "group": group,
+    }
+    return [
+        *norm(places.attn_in),
+        linear(config.qkv_bias, *(f"self_attn.{part}_proj" for part in "qkv")),
+        *head_norm("q_norm", 0, heads),
+        *head_norm("k_norm", heads, kv_heads),
+        ("rope", {"table": table, "heads": heads + kv_heads, "head_dim": size}),
+        ("attention", attention),
+        linear(config.o_bias, "self_attn.o_proj"),
+        *norm(places.attn_out),
+        ("add", {}),
+        *norm(places.ffn_in),
+        linear(config.ffn_bias, "mlp.gate_proj", "mlp.up_proj"),
+        ("gate", {"activation": config.activation}),
+        linear(config.ffn_bias, "mlp.down_proj"),
+        *norm(places.ffn_out),
+        ("add", {}),
+    ]
+
+
+def norm_fields(config: ModelConfig, weight: Weight) -> dict[str, object]:
+    """Weight and eps of a norm."""
+    return {"weight": norm_weight(config, weight).numpy(), "eps": config.norm_eps}
 
 
 def _joined(biases: Sequence[Weight]) -> Floats:

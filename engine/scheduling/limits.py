@@ -1,14 +1,11 @@
 """What an engine takes: its bounds, and the check of a request against them. Pure."""
 
-import math
 from dataclasses import dataclass
 
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import FinishReason, Request, SamplingParams
+from pdserve.engine.api.sampling_bounds import BOUNDS
 from pdserve.engine.kv.spec import blocks_for
-
-MAX_SEED = (1 << 64) - 1
-MAX_LOGPROBS = 20  # candidates of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,8 @@ class EngineLimits:
 
     def check(self, request: Request) -> int:
         """The resolved max_tokens. Raises InvalidRequest or ContextLengthExceeded."""
-        check_params(request.params, self.vocab_size, self.max_running)
+        self._check_sampling(request)
         params, prompt_len = request.params, len(request.prompt_ids)
-        if not 0 <= request.seed <= MAX_SEED:
-            raise InvalidRequest("seed must be an unsigned 64-bit integer", "seed")
         if not prompt_len:
             raise InvalidRequest("the prompt is empty", "prompt")
         if request.choices and len(request.choices) != params.n:
@@ -83,6 +78,25 @@ class EngineLimits:
             raise InvalidRequest("min_tokens is more than max_tokens", "min_tokens")
         return max_tokens
 
+    def _check_sampling(self, request: Request) -> None:
+        """Raises InvalidRequest with the parameter that is out of range."""
+        params = request.params
+        for name, bounds in BOUNDS.items():
+            given = request.seed if name == "seed" else getattr(params, name)
+            for value in given.values() if isinstance(given, dict) else (given,):
+                if value is not None and not bounds.engine.has(value):
+                    raise InvalidRequest(f"{name} must be {bounds.engine}, not {value}", name)
+        for name in ("logit_bias", "stop_token_ids"):
+            if not all(0 <= token < self.vocab_size for token in getattr(params, name)):
+                raise InvalidRequest(f"{name} has a token id outside the vocabulary", name)
+        for name, value, most, what in (
+            ("logprobs", params.logprobs, self.vocab_size, "the vocabulary's size"),
+            ("prompt_logprobs", params.prompt_logprobs, self.vocab_size, "the vocabulary's size"),
+            ("n", params.n, self.max_running, "the batch's size"),
+        ):
+            if value is not None and value > most:
+                raise InvalidRequest(f"{name} must be at most {most}, {what}", name)
+
     def _pool_room(self, prompt_len: int, n: int) -> int:
         """Tokens that each of n choices can generate if the request has the pool to itself.
 
@@ -98,33 +112,3 @@ class EngineLimits:
             f"holds {self.num_blocks * self.block_size}. The request needs {prompt_len} for the "
             f"prompt and {max_tokens} for each completion."
         )
-
-
-def check_params(params: SamplingParams, vocab_size: int, max_running: int) -> None:
-    """Raises InvalidRequest with the field that is out of range."""
-
-    def need(ok: bool, param: str, rule: str) -> None:
-        if not ok:
-            raise InvalidRequest(f"{param} must be {rule}", param)
-
-    def bounded(value: float, low: float, high: float, param: str) -> None:
-        need(math.isfinite(value) and low <= value <= high, param, f"in [{low}, {high}]")
-
-    bounded(params.temperature, 0, 100, "temperature")
-    need(params.top_k >= 0, "top_k", "0 or more")
-    need(0 < params.top_p <= 1, "top_p", "in (0, 1]")
-    bounded(params.min_p, 0, 1, "min_p")
-    bounded(params.repetition_penalty, 0.01, 100, "repetition_penalty")
-    bounded(params.presence_penalty, -100, 100, "presence_penalty")
-    bounded(params.frequency_penalty, -100, 100, "frequency_penalty")
-    for token, bias in params.logit_bias.items():
-        need(0 <= token < vocab_size, "logit_bias", "of token ids of the vocabulary")
-        bounded(bias, -1e6, 1e6, "logit_bias")
-    for token in params.stop_token_ids:
-        need(0 <= token < vocab_size, "stop_token_ids", "token ids of the vocabulary")
-    need(params.min_tokens >= 0, "min_tokens", "0 or more")
-    need(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "1 or more")
-    most = min(MAX_LOGPROBS, vocab_size)
-    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        need(count is None or 0 <= count <= most, name, f"between 0 and {most}")
-    need(1 <= params.n <= max_running, "n", f"between 1 and {max_running}, the batch's size")

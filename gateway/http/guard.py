@@ -5,13 +5,13 @@ Invariant: with keys set, a request without one reaches no route but the open on
 
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
 from pdserve.gateway.keys import ApiKeys
-from pdserve.gateway.openai.errors import error_response
 
 REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -20,10 +20,17 @@ _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Guard:
     """Wraps the application; `open_paths` need no key."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        open_paths: Collection[str],
+        dialects: Sequence[Dialect],
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = frozenset(open_paths)
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,10 +50,13 @@ class Guard:
         if scope["path"] not in self._open_paths and not self._keys.admits(
             headers.get("authorization", "")
         ):
-            message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
-            denial = error_response(
-                message, 401, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            error = HttpError(
+                401,
+                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+                "unauthenticated",
+                headers={"www-authenticate": "Bearer"},
             )
+            denial = error_response(dialect_of(self._dialects, scope["path"]), error)
             await denial(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)

@@ -9,8 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
 from pdserve.gateway.http.replies import DROP
-from pdserve.gateway.openai.errors import error_response
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
@@ -19,12 +19,19 @@ HEAD_TIMEOUT_S = 10.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a head over MAX_HEAD_BYTES with 431, and drops one that takes too long."""
+    """Refuses a head over MAX_HEAD_BYTES with 431, and drops one that takes too long.
+
+    `dialect` gives shape to errors of requests whose path is not known yet.
+    """
 
     _head_bytes = 0
     _idle_bytes = 0  # since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dialect = dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,7 +104,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         if self.transport.is_closing():
             return
-        response = error_response(message, status, headers={"connection": "close"})
+        error = HttpError(status, message, headers={"connection": "close"})
+        response = error_response(self._dialect, error)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))

@@ -23,7 +23,7 @@ class ChatReply:
         self._ask = ChatAsk(
             body.model,
             [message.as_template() for message in body.messages],
-            body.wishes(),
+            body.sampling(),
             (body.cache_salt or "").encode(),
         )
         self._id = f"chatcmpl-{request_id}"

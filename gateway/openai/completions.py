@@ -25,7 +25,7 @@ class CompletionReply:
         self._ask = CompleteAsk(
             body.model,
             body.prompt,
-            body.wishes(),
+            body.sampling(),
             echo=bool(body.echo),
             echo_only=body.echo_only,
             add_special_tokens=body.add_special_tokens is not False,

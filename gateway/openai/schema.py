@@ -1,4 +1,4 @@
-"""Request bodies of the REST API: strict types here, bounds in gateway/sampling.py.
+"""Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py.
 
 Fields that nobody knows are ignored and named in the debug log, as vLLM does; known ones that
 would change the answer and are not supported are refused by name.
@@ -45,6 +45,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort",
      "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
+)  # fmt: skip
+# Fields that RequestedSampling has under the same name.
+_SAME_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
 )  # fmt: skip
 
 
@@ -117,23 +122,14 @@ class Sampling(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _shared(self) -> dict[str, Any]:
+        """Fields of RequestedSampling; a field that is null is not given."""
+        given = {name: getattr(self, name) for name in _SAME_NAMES}
         return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
+            **{name: value for name, value in given.items() if value is not None},
             "logit_bias": _biases(self.logit_bias or {}),
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": bool(self.ignore_eos),
-            "min_tokens": self.min_tokens or 0,
-            "n": 1 if self.n is None else self.n,
-            "seed": self.seed,
             "include_stop": bool(self.include_stop_str_in_output),
-            "skip_special_tokens": self.skip_special_tokens is not False,
         }
 
 
@@ -157,7 +153,7 @@ class ChatBody(Sampling):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
-    def wishes(self) -> RequestedSampling:
+    def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
@@ -186,7 +182,7 @@ class CompletionBody(Sampling):
     def echo_only(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def wishes(self) -> RequestedSampling:
+    def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
         n = 1 if self.n is None else self.n
         if self.stream and self.best_of is not None and self.best_of > n:
@@ -195,7 +191,7 @@ class CompletionBody(Sampling):
             **self._shared(),
             max_tokens=1 if self.echo_only else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=bool(self.echo) and self.logprobs is not None,
+            prompt_logprobs=self.logprobs if self.echo else None,
             best_of=self.best_of,
         )
 

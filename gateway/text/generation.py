@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.engine.api.sampling_bounds import BOUNDS
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
 
-# field -> (type, lowest, highest); top_k may also be 0 or -1, "all"
-_BOUNDS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0.0, 2.0),
-    "top_k": (int, -1, 1 << 20),
-    "top_p": (float, 1e-9, 1.0),
-    "min_p": (float, 0.0, 1.0),
-    "repetition_penalty": (float, 1e-9, 2.0),
+_KINDS: dict[str, type] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
 }
 
 
@@ -38,7 +38,8 @@ class GenerationDefaults:
     def from_json(cls, data: bytes | str) -> "GenerationDefaults":
         """From the text of generation_config.json; empty text gives no defaults.
 
-        A value that makes no sense is left out with a warning: it must not take a model down.
+        A value that no client could ask for is left out with a warning, so that it does not take
+        the model down.
         Raises UnsupportedTokenizer if the text is not a JSON object.
         """
         if not data.strip():
@@ -51,17 +52,17 @@ class GenerationDefaults:
             raise UnsupportedTokenizer("generation_config.json is nested too deeply") from None
         if not isinstance(config, dict):
             raise UnsupportedTokenizer("generation_config.json is not a JSON object")
-        return cls(**{name: _number(config, name) for name in _BOUNDS if name in config})
+        return cls(**{name: _number(config, name) for name in _KINDS if name in config})
 
 
 def _number(config: dict[str, Any], name: str) -> Any:
-    kind, lowest, highest = _BOUNDS[name]
+    kind, allowed = _KINDS[name], BOUNDS[name].api
     value = config[name]
     if value is None:
         return None
     whole = isinstance(value, int) and not isinstance(value, bool)
     fits = whole or (kind is float and isinstance(value, float) and math.isfinite(value))
-    if not fits or not lowest <= value <= highest:
+    if not fits or not allowed.has(value):
         logger.warning("generation_config.json: %s = %.40r is ignored", name, value)
         return None
     return max(value, 0) if kind is int else float(value)

@@ -1,6 +1,7 @@
 """Requests and events between protos and the engine's types."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pdserve.engine.api.request import (
     ChoiceState,
@@ -10,6 +11,7 @@ from pdserve.engine.api.request import (
     SamplingParams,
     TokenLogprob,
 )
+from pdserve.engine.api.sampling_bounds import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
 
@@ -19,8 +21,7 @@ _FINISH = {
     FinishReason.ABORTED: pb.ABORTED,
 }
 _FINISH_BACK = {wire: reason for reason, wire in _FINISH.items()}
-MAX_CHOICES = 4096
-MAX_LOGPROBS = 512  # in a message: one has at most 20 candidates of about 8 bytes
+SCORES_A_PART = 512  # of a prompt; each has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
@@ -33,28 +34,13 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
 
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults that common.proto names."""
-
-    def given(name: str, default: float) -> float:
-        return float(getattr(params, name)) if params.HasField(name) else default
-
-    return SamplingParams(
-        temperature=given("temperature", 1.0),
-        top_k=params.top_k,
-        top_p=given("top_p", 1.0),
-        min_p=params.min_p,
-        repetition_penalty=given("repetition_penalty", 1.0),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        max_tokens=params.max_tokens or None,
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
-        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
-        n=params.n or 1,
-    )
+    """Fields have the same names on both sides; absent ones take SamplingParams' defaults."""
+    given: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
+    if params.logit_bias:
+        given["logit_bias"] = dict(params.logit_bias)
+    if params.stop_token_ids:
+        given["stop_token_ids"] = tuple(params.stop_token_ids)
+    return SamplingParams(**given)
 
 
 def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.Tokens:
@@ -74,12 +60,12 @@ def to_prompt_logprobs(
     request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
 ) -> Iterator[pb.PromptLogprobs]:
     """Those of prompt tokens 1.., in parts."""
-    for start in range(0, len(logprobs), MAX_LOGPROBS):
+    for start in range(0, len(logprobs), SCORES_A_PART):
         yield pb.PromptLogprobs(
             request=request,
             attempt=attempt,
             position=start + 1,
-            logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + MAX_LOGPROBS]],
+            logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + SCORES_A_PART]],
         )
 
 

@@ -6,10 +6,9 @@ The router keeps one of each request that it runs.
 
 from collections.abc import Sequence
 
+from pdserve.engine.api.sampling_bounds import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
-
-MAX_CHOICES = 128
 
 
 class LostTokens(Exception):

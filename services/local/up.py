@@ -50,7 +50,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class System:
-    """The processes of one `up` and what is told to the person who started it."""
+    """A System owns the processes of one `up` and tells the person who started it how they fare."""
 
     def __init__(self, settings: Settings, entries: Mapping[str, str] = ENTRIES) -> None:
         """Raises OptionError for contradictions, OSError for a port that is taken."""
@@ -84,7 +84,7 @@ class System:
             check_free(flag, host, port)
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Everything between the start and the end of the children. Raises StartError."""
+        """Starts the children, waits for a signal and ends them. Raises StartError."""
         workers = self._workers()
         cores, worth = machine_cores()
         shares = allot(cores, worth, len(workers), self._up.threads)
@@ -119,7 +119,8 @@ class System:
         return 0 if clean else 1
 
     def _workers(self) -> list[tuple[str, str, str]]:
-        """(name, role, model) of each; decode first: a core that is left over is theirs."""
+        """Returns (name, role, model) of each worker; decode workers come first, so that
+        a core which is left over is theirs."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
         several = len(self._models) > 1
         return [
@@ -176,7 +177,7 @@ class System:
             raise OptionError(f"--api-key-file: {error}") from None
 
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
-        """Tell what a child reports."""
+        """Tells the person what a child reports."""
         if event == "loading":
             self._progress.update(child.name, float(figures.get("fraction", 0.0)))
         elif event == "ready":
@@ -187,6 +188,8 @@ class System:
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")
         elif event == "died" and not self._stopping:
             say(f"{child.name}: ended ({outcome(figures.get('code'))}) {child.failure}".rstrip())
+            if figures["restart_s"]:
+                say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":
             say(f"{child.name}: starting again")
 
@@ -225,10 +228,10 @@ def check_free(flag: str, host: str, port: int) -> None:
 
 
 def outcome(code: object) -> str:
-    """An exit code in words."""
+    """Returns an exit code in words."""
     return f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
 
 
 def say(text: str) -> None:
-    """To the person at the terminal; standard output holds only what may be copied."""
+    """Prints to standard error, for the person at the terminal; standard output is for copying."""
     print(text, file=sys.stderr, flush=True)

@@ -5,22 +5,31 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from fake_router import FakeRouter, Play
 from starlette.types import ASGIApp
 
 from pdserve.gateway.catalog import TextPool
-from pdserve.gateway.http.app import HttpLimits, create_app
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service
+from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.host.backpressure import Backpressure
+from pdserve.services.host.server import GrpcHost
 
 BOUNDS = HttpLimits(
     max_body_bytes=1 << 16, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=0.3
 )
+BACKPRESSURE = Backpressure()
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 
 
 @pytest.fixture
@@ -56,7 +65,8 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         open_metrics: bool = True,
     ) -> ASGIApp:
         service = make_service(router, limits)
-        return create_app(service, Readiness(router), ApiKeys(keys), bounds, open_metrics)
+        dialects = [OpenAiDialect(service, bounds)]
+        return create_app(dialects, service, Readiness(router), ApiKeys(keys), open_metrics)
 
     return make
 
@@ -77,3 +87,27 @@ async def make_http(
     yield make
     for client in clients:
         await client.aclose()
+
+
+@pytest.fixture
+async def make_channel(
+    make_service: Callable[..., Service], anyio_backend: str
+) -> AsyncIterator[Callable[..., object]]:
+    """Channels to the gRPC Text service, over a socket, with a scripted router behind it."""
+    opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
+
+    async def make(
+        router: FakeRouter, keys: tuple[str, ...] = (), backpressure: Backpressure = BACKPRESSURE
+    ) -> grpc.aio.Channel:
+        host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
+        text = TextServicer(make_service(router), ApiKeys(keys), backpressure)
+        add_TextServicer_to_server(text, host.server)
+        port = await host.start()
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=NARROW)
+        opened.append((channel, host))
+        return channel
+
+    yield make
+    for channel, host in opened:
+        await channel.close()
+        await host.stop(0)

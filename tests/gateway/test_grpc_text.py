@@ -1,47 +1,20 @@
 """The gRPC Text service over a socket, with a scripted router behind it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.keys import ApiKeys
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
-from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.host.backpressure import Backpressure
-from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
-PATIENCE = Backpressure()
-NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 HI = [ChatMessage(role="user", content="hi")]
-
-
-@pytest.fixture
-async def make_channel(make_service, anyio_backend) -> AsyncIterator[Callable[..., object]]:
-    opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
-
-    async def make(
-        router: FakeRouter, keys: tuple[str, ...] = (), patience: Backpressure = PATIENCE
-    ) -> grpc.aio.Channel:
-        host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
-        text = TextServicer(make_service(router), ApiKeys(keys), patience)
-        add_TextServicer_to_server(text, host.server)
-        port = await host.start()
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=NARROW)
-        opened.append((channel, host))
-        return channel
-
-    yield make
-    for channel, host in opened:
-        await channel.close()
-        await host.stop(0)
 
 
 async def test_chat(make_channel):
@@ -132,7 +105,7 @@ async def test_leaving_cancels(make_channel):
     reading = asyncio.ensure_future(call.read())
     await eventually(lambda: router.starts)
     call.cancel()
-    await asyncio.wait_for(router.closed.wait(), 5)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -159,14 +132,16 @@ async def chatty(router, start):
 
 
 @pytest.mark.parametrize(
-    "patience", [Backpressure(1 << 16, 60.0), Backpressure(1 << 30, 0.5)], ids=["bytes", "time"]
+    "backpressure", [Backpressure(1 << 16, 60.0), Backpressure(1 << 30, 0.5)], ids=["bytes", "time"]
 )
-async def test_a_client_that_does_not_read_is_cancelled(make_channel, patience):
-    router = FakeRouter(chatty if patience.stall_s > 1 else some)
-    call = TextStub(await make_channel(router, patience=patience)).Chat(ChatRequest(messages=HI))
+async def test_a_client_that_does_not_read_is_cancelled(make_channel, backpressure):
+    router = FakeRouter(chatty if backpressure.stall_s > 1 else some)
+    call = TextStub(await make_channel(router, backpressure=backpressure)).Chat(
+        ChatRequest(messages=HI)
+    )
     chunks = aiter(call)
     await anext(chunks)
-    await asyncio.wait_for(router.closed.wait(), 20)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
     with pytest.raises(grpc.aio.AioRpcError) as caught:  # once it reads again
         [chunk async for chunk in chunks]

@@ -11,7 +11,7 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.services.decode.migration.departures import OutgoingMigrations
+from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 
 
 class Source:
@@ -21,12 +21,12 @@ class Source:
         self.pair = pair
         self.said: list[int] = []
         self.told: list[tuple[bytes, Sent]] = []
-        self.departures = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
+        self.migrations = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
         pair.prefill_hook = self._step
         on_ended = pair.sender._on_ended
 
         def ended(sent: Sent) -> None:
-            self.departures.ended(sent)
+            self.migrations.ended(sent)
             on_ended(sent)
 
         pair.sender._on_ended = ended
@@ -50,7 +50,7 @@ class Source:
         assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
 
     def do(self, act: Any) -> Any:
-        return self.pair.prefill_thread.post(lambda _: act(self.departures)).result(10)
+        return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(10)
 
     def admit(self) -> tuple[Request, Ticket]:
         """The rest of it at the other side."""
@@ -61,7 +61,7 @@ class Source:
 
     def send(self, ticket: Ticket) -> None:
         address = self.pair.addresses.get("tcp", "")
-        digest = self.pair.receiver._compatibility.identity.digest
+        digest = self.pair.receiver.identity.digest
         assert self.do(lambda d: d.send(self.attempt, ticket, address, digest))
 
 
@@ -80,7 +80,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     pair: Pair, length: int, params: dict[str, Any]
 ) -> None:
     """Nothing is computed twice, and the last block is moved though it is not full."""
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(length, max_tokens=60, **params)
     source = Source(pair)
     source.run(asked, 6)
@@ -98,13 +98,13 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     stats = pair.decode.stats()
     assert (stats.prompt_tokens, stats.recomputed_tokens) == (int(length + said == 1), 0)
     assert len(source.said) == said, "the source made no step"
-    assert (source.departures.num_gone, source.departures.num_stayed) == (1, 0)
+    assert (source.migrations.num_gone, source.migrations.num_stayed) == (1, 0)
     pair.assert_clean()
 
 
 def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(40, max_tokens=60)
     pair.hand_off(fresh(replace(asked, params=replace(asked.params, max_tokens=1))))
     pair.wait(lambda: bool(pair.finished))
@@ -123,7 +123,7 @@ def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
 @pytest.mark.parametrize("window", [6, 16])
 def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) -> None:
     pair = make_pair(window=window)
-    pair.prefill._runner._model = Slow(fake_spec(window=window))
+    pair.prefill.model = Slow(fake_spec(window=window))
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)
@@ -137,9 +137,9 @@ def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) 
 def test_whatever_fails_it_goes_on_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.services.decode.migration.departures.MOVE_S", 0.3)
+    monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", 0.3)
     pair = make_pair()
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)
@@ -155,7 +155,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
         source.send(ticket)
     else:
         source.send(ticket)
-        pair.wait(lambda: bool(pair.receiver._claims))
+        pair.wait(lambda: bool(pair.receiver.claims))
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":
@@ -163,7 +163,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
     pair.wait(lambda: len(source.said) == 60)
     assert source.said == local(asked)[0]
     assert not source.do(lambda d: d.stay(source.attempt)), "it is not held any more"
-    assert (source.departures.num_gone, source.departures.num_stayed) == (0, 1)
+    assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
     told = [sent.reason for _, sent in source.told]
     assert bool(told) == (how not in ("before", "it stays")), "whoever asks knows"

@@ -1,12 +1,13 @@
 """A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
 
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine
+from eventually import wait_until
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Request
@@ -39,17 +40,16 @@ class Stop:
                 self.go_on.wait(15)
 
     def _wait(self, attempt: bytes, num_tokens: int) -> None:
-        outgoing = self._pair.sender._by_attempt.get(attempt)
+        outgoing = self._pair.sender.attempt(attempt)
         if outgoing is None or not outgoing.next_blocks:
             # This thread has to be told that it may send, between this chunk and the next.
-            end = time.monotonic() + 1.0
-            while not self._pair.sender._inbox and time.monotonic() < end:
-                time.sleep(0.001)
+            with suppress(TimeoutError):
+                wait_until(lambda: self._pair.sender._inbox, limit_s=1.0, pause_s=0.001)
             return
         self._pair.wait(lambda: self._arrived(attempt) >= num_tokens)
 
     def _arrived(self, attempt: bytes) -> int:
-        incoming = self._pair.receiver._by_attempt.get(attempt)
+        incoming = self._pair.receiver.attempt(attempt)
         return 0 if incoming is None else incoming.num_verified * BLOCK
 
 
@@ -60,8 +60,8 @@ def verified(pair: Pair, attempt: bytes) -> int:
 
 def cut_off(pair: Pair) -> None:
     """What decode sees of a prefill that is killed."""
-    for link in list(pair.receiver._links):
-        link._wire.interrupt()
+    for link in pair.receiver.links:
+        link.wire.interrupt()
 
 
 def lose(pair: Pair, asked: Request, tokens: int) -> int:

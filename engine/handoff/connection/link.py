@@ -70,7 +70,7 @@ class DataLink:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
         self.hello: messages.Hello | None = None  # decode: what the peer said of itself
-        self._wire = wire
+        self.wire = wire
         self._handler = handler
         self._wake = threading.Condition()
         self._posted: deque[memoryview] = deque()
@@ -123,13 +123,13 @@ class DataLink:
     def accept(self) -> None:
         """decode: starts the threads; the reader waits for Hello. Memory stays small until
         `trust`."""
-        self._wire.deadline = time.monotonic() + INTRODUCTION_S
+        self.wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
     @property
     def heard(self) -> float:
         """When the last byte arrived (time.monotonic)."""
-        return self._wire.heard
+        return self.wire.heard
 
     @property
     def open(self) -> bool:
@@ -138,12 +138,17 @@ class DataLink:
     @property
     def direct(self) -> bool:
         """Whether payloads go from pool to pool on a device."""
-        return self._wire.direct
+        return self.wire.direct
 
     @property
     def slot_bytes(self) -> int:
         """The largest payload."""
-        return self._wire.slot_bytes
+        return self.wire.slot_bytes
+
+    @property
+    def num_free_slots(self) -> int:
+        """prefill: slots that no frame has."""
+        return self._slots.num_free
 
     @property
     def ended(self) -> bool:
@@ -164,8 +169,8 @@ class DataLink:
         thread."""
         if not self._genuine:
             self._genuine = True
-            self._wire.trust()
-            if window := self._wire.window():
+            self.wire.trust()
+            if window := self.wire.window():
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
@@ -187,7 +192,7 @@ class DataLink:
         why the wire is closed, if it is."""
         if not self._reason:
             try:
-                self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
+                self.wire.write_some(self._posted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 pass
             except WireClosed as err:
@@ -231,7 +236,7 @@ class DataLink:
                 return
             self._reason = reason
             self._wake.notify_all()
-        self._wire.interrupt()
+        self.wire.interrupt()
         self._handler.closed(self, reason)
 
     def _start(self) -> None:
@@ -253,14 +258,14 @@ class DataLink:
             self.end("internal error")
         finally:
             self._writer.join()
-            self._wire.close()
+            self.wire.close()
 
     def _hear_out(self) -> None:
-        self._wire.setup()
+        self.wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
         except OtherVersion as err:  # the peer finds our version in the answer and says so
-            self._wire.write(messages.encode(messages.Refused(str(err))))
+            self.wire.write(messages.encode(messages.Refused(str(err))))
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
@@ -270,12 +275,12 @@ class DataLink:
         if not reason and hello.transport != self.transport:
             reason = f"transport {hello.transport} on a {self.transport} listener"
         try:
-            reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
+            reply = messages.Refused(reason) if reason else messages.Welcome(self.wire.proof())
         except TransportRefused as err:
             reply = messages.Refused(str(err))
         self.peer = hello.prefill_boot
         if isinstance(reply, messages.Refused):
-            self._wire.write(messages.encode(reply))  # the writer has nothing to send yet
+            self.wire.write(messages.encode(reply))  # the writer has nothing to send yet
             raise TransportRefused(reply.reason)
         self.post(messages.encode(reply))
 
@@ -284,12 +289,12 @@ class DataLink:
         answer."""
         with contextlib.suppress(WireClosed):
             while True:
-                self._wire.take(1)
+                self.wire.take(1)
 
     def _turn(self) -> None:
         """Reads a record, then posts the credits if no more records wait."""
         self._read_record()
-        if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
+        if len(self._credits) >= SLOTS // 2 or (self._credits and not self.wire.readable):
             self.post(b"".join(self._credits))
             self._credits.clear()
 
@@ -307,30 +312,30 @@ class DataLink:
             self._handler.message(self, message)
 
     def _read_prefix(self) -> Prefix:
-        return Prefix.unpack(self._wire.take(PREFIX_BYTES))
+        return Prefix.unpack(self.wire.take(PREFIX_BYTES))
 
     def _read_control(self, prefix: Prefix) -> messages.Message:
-        return messages.decode(prefix.pack() + self._wire.take(prefix.length))
+        return messages.decode(prefix.pack() + self.wire.take(prefix.length))
 
     def _read_frame(self, prefix: Prefix) -> None:
         if not self._genuine:
             raise FrameError("a frame before a genuine claim")
-        record = prefix.pack() + self._wire.take(prefix.length)
+        record = prefix.pack() + self.wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
-        if header.payload_bytes > self._wire.slot_bytes:
+        if header.payload_bytes > self.wire.slot_bytes:
             raise FrameError("payload larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
-            self._wire.skip_payload(header.slot, header.payload_bytes)
+            self.wire.skip_payload(header.slot, header.payload_bytes)
             if not lent:  # otherwise it came twice, and the first one will be credited
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
         start = time.monotonic()
-        payload = self._wire.payload(header.slot, header.payload_bytes)
+        payload = self.wire.payload(header.slot, header.payload_bytes)
         self._handler.payload(self, header, payload)
         self._busy_s += time.monotonic() - start
-        if not self._wire.direct:
+        if not self.wire.direct:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
@@ -339,7 +344,7 @@ class DataLink:
 
     def _opened(self, window: bytes) -> None:
         """prefill: the window is open, so there are slots from now on."""
-        self._wire.open_window(window)
+        self.wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
             self._wake.notify()
@@ -382,20 +387,20 @@ class DataLink:
 
     def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
         if isinstance(work, bytes):
-            self._wire.write(work)
+            self.wire.write(work)
         else:
             self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         with ExitStack() as held:
-            frame = held.enter_context(job(slot, self._wire.sink(slot)))
+            frame = held.enter_context(job(slot, self.wire.sink(slot)))
             with self._wake:
                 if frame is None:
                     self._slots.put_back(slot)
                     return
                 self._slots.sent(slot, mark_of(frame.record))
             start = time.monotonic()
-            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self.wire.send_frame(frame.record, slot, frame.parts, held.close)
             self._busy_s += time.monotonic() - start
 
 

@@ -37,6 +37,11 @@ def header(piece: Piece, **change: object) -> FrameHeader:
     return FrameHeader(**(fields | change))  # type: ignore[arg-type]
 
 
+def first_in_window(num_tokens: int) -> int:
+    """The first block of WINDOW that the row at position num_tokens sees."""
+    return max(0, num_tokens - WINDOW.window + 1) // 32
+
+
 @given(
     num_tokens=st.integers(1, 3000),
     first=st.integers(0, 60),
@@ -45,8 +50,7 @@ def header(piece: Piece, **change: object) -> FrameHeader:
 )
 def test_pieces_cover_every_cell_once(num_tokens: int, first: int, limit: int, seed: int) -> None:
     end = -(-num_tokens // 32)
-    # The row at num_tokens sees a window of 48 tokens, itself included.
-    firsts = (min(first, end), max(min(first, end), max(0, num_tokens - 47) // 32))
+    firsts = (min(first, end), max(min(first, end), first_in_window(num_tokens)))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)
@@ -72,8 +76,7 @@ def test_leading_blocks_are_there_in_every_layer(
     num_tokens: int, first: int, limit: int, seed: int
 ) -> None:
     end = -(-num_tokens // 32)
-    # The row at num_tokens sees a window of 48 tokens, itself included.
-    firsts = (min(first, end), max(min(first, end), max(0, num_tokens - 47) // 32))
+    firsts = (min(first, end), max(min(first, end), first_in_window(num_tokens)))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)

@@ -1,0 +1,69 @@
+"""The bounds of every sampling parameter: the one table from which each layer takes its checks.
+
+It imports nothing, so that gateway, router and workers read it too. Pure.
+
+`api` is what REST and gRPC clients may ask of the gateway. Where OpenAI's API has a limit, it is
+that one: temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20 log-probabilities
+and 128 choices. `engine` is what the engine computes for whoever calls it in process, and what
+its numbers need: the native sampler, which refuses only what it could not compute, takes all of it.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`, both included unless `open_low` excludes `low`."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+
+    def has(self, value: float) -> bool:
+        """False for NaN."""
+        return self.low <= value <= self.high and not (self.open_low and value == self.low)
+
+    def __str__(self) -> str:
+        """To follow "must be"."""
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        limits = f"above {self.low:g} and at most" if self.open_low else f"from {self.low:g} to"
+        return f"{limits} {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The ranges of one parameter; see the module's docstring for the columns."""
+
+    api: Range
+    engine: Range
+
+
+_PENALTY = Bounds(api=Range(-2, 2), engine=Range(-100, 100))
+_SCORES = Bounds(api=Range(0, 20), engine=Range(0, 20))  # and at most the vocabulary
+
+BOUNDS: dict[str, Bounds] = {
+    "temperature": Bounds(api=Range(0, 2), engine=Range(0, 100)),
+    # Clients may write -1 for "all", as with vLLM; the engine has only 0 for it.
+    "top_k": Bounds(api=Range(-1, 2**31 - 1), engine=Range(0)),
+    "top_p": Bounds(api=Range(0, 1, open_low=True), engine=Range(0, 1, open_low=True)),
+    "min_p": Bounds(api=Range(0, 1), engine=Range(0, 1)),
+    # From 1/128 on, so that 0.01 is in as the float32 just below it, too.
+    "repetition_penalty": Bounds(api=Range(1 / 128, 10), engine=Range(1 / 128, 100)),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logit_bias": Bounds(api=Range(-100, 100), engine=Range(-1e6, 1e6)),  # each value
+    "min_tokens": Bounds(api=Range(0), engine=Range(0)),  # and at most max_tokens
+    "max_tokens": Bounds(api=Range(1), engine=Range(1)),  # and what is left of the context
+    "logprobs": _SCORES,
+    "prompt_logprobs": _SCORES,
+    "n": Bounds(api=Range(1, 128), engine=Range(1)),  # and at most the rows of a batch
+    # Clients may write negative seeds; they count modulo 2**64.
+    "seed": Bounds(api=Range(-(2**63), 2**64 - 1), engine=Range(0, 2**64 - 1)),
+}
+MAX_CHOICES = int(BOUNDS["n"].api.high)  # of a request on the wire
+
+# How many entries a client's request may have in these lists; the engine needs no such bound.
+MAX_ENTRIES: dict[str, int] = {"stop": 16, "stop_token_ids": 128, "logit_bias": 1024}
+MAX_STOP_CHARS = 256  # of one stop string

@@ -1,0 +1,88 @@
+"""What the HTTP shell and the APIs that it carries have agreed on: dialects, errors, bounds.
+
+A dialect is one HTTP API, e.g. OpenAI's. It owns its routes, its request and answer objects, the
+framing of its streams and the shape of its errors. The shell owns status codes and headers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+
+from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
+from pdserve.services.host.errors import HTTP_STATUS, ServiceError
+
+RETRY_STATUS = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds on what a client may send, and on how slowly it may send and read."""
+
+    max_body_bytes: int
+    body_timeout_s: float
+    max_buffer_bytes: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error that a client is told of, before a dialect gives it a shape.
+
+    `code` names it for programs: an ErrorCode in lower case, or a code of the shell
+    ("unknown_url", "method_not_allowed"), or nothing.
+    """
+
+    status: int
+    message: str
+    code: str = ""
+    param: str = ""  # the request's field that is wrong, if one is
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: Exception) -> "HttpError":
+        """A ServiceError as it is, with Retry-After where coming back helps.
+
+        Any other exception is a fault of the server, and the client learns no detail of it: the
+        caller logs it.
+        """
+        if not isinstance(error, ServiceError):
+            error = ServiceError(INTERNAL, "the server made a mistake; its log has the details")
+        status = HTTP_STATUS[error.code]
+        headers = {}
+        if status in RETRY_STATUS:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        code = ErrorCode.Name(error.code).lower()
+        return cls(status, error.message, code, error.param, headers)
+
+
+class Dialect(Protocol):
+    """One HTTP API. Its streams yield bytes that are framed already; see http/replies.py."""
+
+    paths: tuple[str, ...]
+    """Beginnings of the paths on which errors have this dialect's shape."""
+
+    def add_routes(self, app: FastAPI) -> None:
+        """Mount the API's routes."""
+        ...
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        """The JSON body of an error response."""
+        ...
+
+    def error_event(self, error: HttpError) -> bytes:
+        """The framed last event of a stream that an error ends."""
+        ...
+
+
+def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
+    """The first dialect that has the path; the last one has all that is left."""
+    return next((d for d in dialects if path.startswith(d.paths)), dialects[-1])
+
+
+def error_response(dialect: Dialect, error: HttpError) -> JSONResponse:
+    """An error as a whole response."""
+    return JSONResponse(dialect.error_object(error), error.status, error.headers)

@@ -1,0 +1,105 @@
+"""OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic_core import to_json
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.http.body import read_json
+from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.openai.chat import ChatReply
+from pdserve.gateway.openai.completions import CompletionReply
+from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.schema import (
+    B,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
+from pdserve.gateway.openai.tokens import detokenize, tokenize
+from pdserve.gateway.service import Service
+
+DONE = b"data: [DONE]\n\n"
+
+
+class OpenAiDialect:
+    """/v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize, /detokenize."""
+
+    paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+
+    def __init__(self, service: Service, limits: HttpLimits) -> None:
+        self._service = service
+        self._limits = limits
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        return error_object(error)
+
+    def error_event(self, error: HttpError) -> bytes:
+        return _event(error_object(error))
+
+    def add_routes(self, app: FastAPI) -> None:
+        service = self._service
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            body = await self._read(request, ChatBody)
+            return self._answer(ChatReply(service, body, *_ids(request)), body.stream)
+
+        @app.post("/v1/completions")
+        async def completions(request: Request) -> Response:
+            body = await self._read(request, CompletionBody)
+            return self._answer(CompletionReply(service, body, *_ids(request)), body.stream)
+
+        @app.post("/tokenize")
+        async def tokenize_route(request: Request) -> Response:
+            body = await self._read(request, TokenizeBody)
+            return Reply(tokenize(service, body), self, self._limits)
+
+        @app.post("/detokenize")
+        async def detokenize_route(request: Request) -> Response:
+            body = await self._read(request, DetokenizeBody)
+            return Reply(detokenize(service, body), self, self._limits)
+
+        @app.get("/v1/models")
+        async def models() -> Response:
+            cards = await service.catalog.cards()
+            data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
+            return JSONResponse({"object": "list", "data": data})
+
+        @app.get("/v1/models/{name:path}")
+        async def model(name: str) -> Response:
+            return JSONResponse(model_object(await service.catalog.card(name)))
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        limits = self._limits
+        return parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
+
+    def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
+        if stream:
+            return EventStream(_events(reply.chunks()), self, self._limits)
+        return Reply(reply.whole(), self, self._limits)
+
+
+def _ids(request: Request) -> tuple[str, str]:
+    """The id that names the answer, and the one that the client gave the request, if any."""
+    return request.state.request_id, request.state.client_id
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Each chunk as an event, then [DONE]."""
+    async with aclosing(chunks) as items:
+        async for chunk in items:
+            yield _event(chunk)
+    yield DONE

@@ -1,0 +1,101 @@
+"""Each dialect shapes the errors of its own paths, and frames its own streams."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_router import FakeRouter, saying
+from fastapi import Request
+
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import read_json
+from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.service import Service
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+LIMITS = HttpLimits(max_body_bytes=64, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=1)
+
+
+class Lines:
+    """A dialect whose streams are lines and whose errors have a shape of their own."""
+
+    paths = ("/lines",)
+
+    def add_routes(self, app: Any) -> None:
+        @app.post("/lines")
+        async def lines(request: Request) -> Any:
+            body = await read_json(request, LIMITS.max_body_bytes, LIMITS.body_timeout_s)
+            return EventStream(self._count(body["count"], body["fails"]), self, LIMITS)
+
+        @app.post("/lines/whole")
+        async def whole(request: Request) -> Any:
+            async def work() -> dict[str, Any]:
+                raise ServiceError(pb.OVERLOADED, "later", retry_after_s=2.0)
+
+            return Reply(work(), self, LIMITS)
+
+    async def _count(self, count: int, fails: bool) -> AsyncIterator[bytes]:
+        for number in range(count):
+            yield b"%d\n" % number
+            await asyncio.sleep(0)
+        if fails:
+            raise ServiceError(pb.UNAVAILABLE, "no more numbers")
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        return {"wrong": error.code, "because": error.message}
+
+    def error_event(self, error: HttpError) -> bytes:
+        return b"! " + error.message.encode() + b"\n"
+
+
+@pytest.fixture
+async def client(make_service: Callable[..., Service], anyio_backend: str) -> Any:
+    router = FakeRouter(saying("x"))
+    service = make_service(router)
+    dialects = [Lines(), OpenAiDialect(service, LIMITS)]
+    app = create_app(dialects, service, Readiness(router), ApiKeys(["k"]))
+    headers = {"authorization": "Bearer k"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers
+    ) as client:
+        yield client
+
+
+async def test_a_stream_is_what_its_dialect_framed(client: httpx.AsyncClient) -> None:
+    reply = await client.post("/lines", json={"count": 3, "fails": False})
+    assert reply.content == b"0\n1\n2\n"
+    reply = await client.post("/lines", json={"count": 2, "fails": True})
+    assert (reply.status_code, reply.content) == (200, b"0\n1\n! no more numbers\n")
+
+
+async def test_errors_have_the_shape_of_the_dialect_of_their_path(
+    client: httpx.AsyncClient,
+) -> None:
+    before_any_event = await client.post("/lines", json={"count": 0, "fails": True})
+    assert before_any_event.status_code == 503
+    assert before_any_event.json() == {"wrong": "unavailable", "because": "no more numbers"}
+    later = await client.post("/lines/whole")
+    assert (later.status_code, later.headers["retry-after"]) == (429, "2")
+    assert later.json() == {"wrong": "overloaded", "because": "later"}
+    for reply, status, code in (
+        (await client.post("/lines", content=b"x" * 100), 413, ""),
+        (await client.post("/lines", content=b"["), 400, "invalid_argument"),
+        (await client.get("/lines"), 405, "method_not_allowed"),
+        (await client.get("/lines/nothing"), 404, "unknown_url"),
+        (await client.post("/lines", headers={"authorization": ""}), 401, "unauthenticated"),
+    ):
+        assert reply.status_code == status
+        assert reply.json()["wrong"] == code
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/nothing"])
+async def test_the_last_dialect_has_all_other_paths(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(path)).json()["error"]["code"] == "unknown_url"

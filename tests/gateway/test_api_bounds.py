@@ -1,0 +1,116 @@
+"""REST and gRPC take what is at the bounds of sampling, and refuse what is just outside them."""
+
+from typing import Any
+
+import grpc
+import pytest
+from fake_router import FakeRouter, saying, served
+from sampling_edges import inside, outside
+
+from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.text_pb2 import CompleteRequest, TextOptions
+from pdserve.protos.text_pb2_grpc import TextStub
+
+pytestmark = pytest.mark.anyio
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+PLAIN = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+ON_REST = BOUNDS.keys() - {"prompt_logprobs"}  # with echo: as many as `logprobs`
+IN_TEXT = BOUNDS.keys() - {"logprobs", "prompt_logprobs"}
+AT = [(name, value) for name in sorted(ON_REST) for value in inside(name, BOUNDS[name].api)]
+BEYOND = [(name, value) for name in sorted(ON_REST) for value in outside(name, BOUNDS[name].api)]
+
+
+def router() -> FakeRouter:
+    card, blobs = served(context_len=1 << 20)
+    return FakeRouter(saying("hello"), [card], blobs)
+
+
+def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
+    """(path, the field's name there, body) of each API that has the parameter."""
+    given = {"1": value} if name == "logit_bias" else value
+    plain = ("/v1/completions", name, {**PLAIN, name: given})
+    if name == "logprobs":
+        chat = {**CHAT, "logprobs": True, "top_logprobs": value}
+        return [plain, ("/v1/chat/completions", "top_logprobs", chat)]
+    return [plain, ("/v1/chat/completions", name, {**CHAT, name: given})]
+
+
+@pytest.mark.parametrize(("name", "value"), AT)
+async def test_rest_takes_what_is_at_the_bounds(make_http, name, value):
+    client = make_http(router())
+    for path, _, body in bodies(name, value):
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(("name", "value"), BEYOND)
+async def test_rest_refuses_what_is_just_outside(make_http, name, value):
+    asked = router()
+    client = make_http(asked)
+    for path, field, body in bodies(name, value):
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == field
+    assert asked.starts == []
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("name", MAX_ENTRIES)
+async def test_lists_have_a_length(make_http, name, extra):
+    count = MAX_ENTRIES[name] + extra
+    value = {
+        "stop": ["x" * MAX_STOP_CHARS] * count,
+        "stop_token_ids": [0] * count,
+        "logit_bias": {str(token): 0 for token in range(count)},
+    }[name]
+    card, blobs = served()
+    card.vocab_size = 2000
+    client = make_http(FakeRouter(saying("hello"), [card], blobs))
+    reply = await client.post("/v1/completions", json={**PLAIN, name: value})
+    assert reply.status_code == (400 if extra else 200)
+    if extra:
+        assert reply.json()["error"]["param"] == name
+
+
+def on_the_wire(name: str, value: Any) -> TextOptions | None:
+    """None if its type cannot hold the value."""
+    try:
+        if name == "seed":
+            return TextOptions(seed=value)
+        given = {1: value} if name == "logit_bias" else value
+        return TextOptions(params=pb.SamplingParams(**{name: given}))
+    except ValueError:
+        return None
+
+
+async def test_grpc_takes_the_same(make_channel):
+    asked = router()
+    text = TextStub(await make_channel(asked))
+    taken = 0
+    for name, value in AT:
+        options = on_the_wire(name, value) if name in IN_TEXT else None
+        if options is not None:
+            options.params.max_tokens = options.params.max_tokens or 1
+            request = CompleteRequest(model="tiny", prompt="hi", options=options)
+            assert [chunk async for chunk in text.Complete(request)], (name, value)
+            taken += 1
+    assert len(asked.starts) == taken >= 2 * len(IN_TEXT) - 5
+
+
+async def test_grpc_refuses_the_same(make_channel):
+    asked = router()
+    text = TextStub(await make_channel(asked))
+    refused = set()
+    for name, value in BEYOND:
+        options = on_the_wire(name, value) if name in IN_TEXT else None
+        # 0 is how the wire leaves `n` and `max_tokens` out.
+        if options is None or (name in ("n", "max_tokens") and value == 0):
+            continue
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await text.Complete(CompleteRequest(prompt="hi", options=options)).read()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert name in (caught.value.details() or "") or name == "logit_bias"
+        refused.add(name)
+    assert len(refused) >= len(IN_TEXT) - 3
+    assert asked.starts == []

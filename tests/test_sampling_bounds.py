@@ -1,0 +1,146 @@
+"""Each layer refuses what is just outside the table of sampling bounds, and takes what is at them.
+
+tests/gateway/test_api_bounds.py does the same for the two public APIs.
+"""
+
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from sampling_edges import inside, outside
+
+from pdserve.engine.api.errors import InvalidRequest
+from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_CHOICES, MAX_ENTRIES
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.kernels._native import Stream
+from pdserve.kernels.streams import StreamSettings
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.decode.convert import to_params, to_request
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.router.requests.progress import RequestProgress
+
+LIMITS = EngineLimits(
+    vocab_size=64,
+    context_len=1 << 20,
+    block_size=16,
+    num_blocks=1 << 17,
+    max_running=200,
+    chunk_size=16,
+)  # fmt: skip
+UNBOUNDED = {"stop_token_ids", "ignore_eos"}  # ids of the vocabulary, and a boolean
+MODEL_DEFAULTS = [field.name for field in fields(GenerationDefaults)]
+
+
+def engine_edges(edges: Any) -> list[tuple[str, float]]:
+    return [(name, value) for name, row in BOUNDS.items() for value in edges(name, row.engine)]
+
+
+def api_edges(edges: Any, names: Any = BOUNDS) -> list[tuple[str, float]]:
+    return [(name, value) for name in names for value in edges(name, BOUNDS[name].api)]
+
+
+def request(name: str, value: Any) -> Request:
+    if name == "seed":
+        return Request("r", (1, 2), SamplingParams(), value)
+    if name == "min_tokens":
+        return Request("r", (1, 2), SamplingParams(min_tokens=value, max_tokens=100), 0)
+    given = {1: value} if name == "logit_bias" else value
+    return Request("r", (1, 2), SamplingParams(**{name: given}), 0)
+
+
+def test_the_table_has_every_parameter() -> None:
+    on_the_wire = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    in_the_engine = {field.name for field in fields(SamplingParams)}
+    assert on_the_wire == in_the_engine == (BOUNDS.keys() - {"seed"}) | UNBOUNDED
+    assert BOUNDS.keys() | UNBOUNDED <= {field.name for field in fields(RequestedSampling)}
+    assert MAX_ENTRIES.keys() <= {field.name for field in fields(RequestedSampling)}
+
+
+def test_clients_may_ask_for_nothing_that_the_engine_refuses() -> None:
+    for name, row in BOUNDS.items():
+        assert row.api.high <= row.engine.high
+        if name not in ("top_k", "seed"):  # -1 stands for 0, and a seed counts modulo 2**64
+            assert row.api.low >= row.engine.low
+            assert row.api.open_low >= row.engine.open_low
+
+
+@pytest.mark.parametrize(("name", "value"), engine_edges(inside))
+def test_the_engine_takes_what_is_at_its_bounds(name: str, value: float) -> None:
+    LIMITS.check(request(name, value))
+
+
+@pytest.mark.parametrize(("name", "value"), [*engine_edges(outside), ("temperature", math.nan)])
+def test_the_engine_refuses_what_is_just_outside(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        LIMITS.check(request(name, value))
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), api_edges(inside, BOUNDS.keys() - {"seed"}))
+def test_the_wire_brings_what_clients_may_ask_for_to_the_engine(name: str, value: Any) -> None:
+    """Its floats have 32 bits, so bounds of both sides must not lie within a rounding."""
+    value = max(0, value) if name == "top_k" else value
+    given = {1: value} if name == "logit_bias" else value
+    start = pb.Start(seed=2**64 - 1, params=pb.SamplingParams(**{name: given}))
+    if name == "min_tokens":
+        start.params.max_tokens = 100
+    found = to_request("r", start, [1, 2])
+    LIMITS.check(found)
+    if name != "logit_bias":
+        assert getattr(found.params, name) == pytest.approx(value)
+
+
+def test_what_the_wire_leaves_out_has_the_engine_s_defaults() -> None:
+    assert to_params(pb.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize("n", [MAX_CHOICES, MAX_CHOICES + 1])
+def test_router_and_decode_bound_choices_alike(n: int) -> None:
+    def start() -> pb.Start:
+        return pb.Start(prompt_ids=[1], params=pb.SamplingParams(n=n))
+
+    if n == MAX_CHOICES:
+        assert len(RequestProgress(start(), [1]).choices) == n
+        assert to_request("r", start(), [1]).params.n == n
+        return
+    for make in (RequestProgress, lambda start, ids: to_request("r", start, ids)):
+        with pytest.raises(ServiceError) as refused:
+            make(start(), [1])
+        assert (refused.value.code, refused.value.param) == (pb.INVALID_ARGUMENT, "n")
+
+
+SETTINGS = {field.name for field in fields(StreamSettings)} & BOUNDS.keys() - {"seed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [edge for edge in engine_edges(inside) if edge[0] in SETTINGS]
+)
+def test_the_native_sampler_takes_all_that_the_engine_takes(name: str, value: Any) -> None:
+    Stream(64, **{name: {1: value} if name == "logit_bias" else value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", math.inf), ("top_p", 0.0), ("min_p", -0.1),
+     ("min_p", 1.1), ("repetition_penalty", 0.0)],
+)  # fmt: skip
+def test_the_native_sampler_refuses_what_it_cannot_compute(name: str, value: float) -> None:
+    assert not BOUNDS[name].engine.has(value)
+    with pytest.raises(ValueError, match="must be"):
+        Stream(64, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), api_edges(inside, MODEL_DEFAULTS))
+def test_a_model_may_recommend_what_a_client_may_ask_for(name: str, value: float) -> None:
+    found = getattr(GenerationDefaults.from_json(json.dumps({name: value})), name)
+    assert found == (max(value, 0) if name == "top_k" else value)
+
+
+@pytest.mark.parametrize(("name", "value"), api_edges(outside, MODEL_DEFAULTS))
+def test_a_model_s_other_recommendations_are_ignored(name: str, value: float) -> None:
+    assert GenerationDefaults.from_json(json.dumps({name: value})) == GenerationDefaults()
