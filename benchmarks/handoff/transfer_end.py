@@ -255,7 +255,7 @@ class Prefill:
                 ticket, asked["address"], tuple(range(NUM_TOKENS)), b"", float("inf")
             )
         ).result(PATIENCE_S)
-        outgoing = self.sender._by_attempt[ticket.attempt]
+        outgoing = self.sender.attempt(ticket.attempt)
         self._tell(Scheduled(outgoing.key, 0))
         wait_until(
             lambda: outgoing.next_blocks or outgoing.state.final, "a grant", PATIENCE_S, 0.001

@@ -69,7 +69,7 @@ def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
 
 
 def the_one_link(pair: Pair) -> Any:
-    (link,) = pair.sender._links
+    (link,) = pair.sender.links
     assert link.open
     return link
 
@@ -150,7 +150,7 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     small_frames(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
         link = the_one_link(pair)
-        pair.wait(lambda: link._slots.num_free == SLOTS)
+        pair.wait(lambda: link.num_free_slots == SLOTS)
         assert link.num_surplus >= len(damaged) == SLOTS
 
 
@@ -162,5 +162,5 @@ def test_the_end_of_a_hand_off_answers_its_last_frames(
     damaged = damage_credits(monkeypatch, 1 << 20)
     with handed_over(transport, tmp_path) as pair:
         link = the_one_link(pair)
-        pair.wait(lambda: link._slots.num_free == SLOTS)
+        pair.wait(lambda: link.num_free_slots == SLOTS)
         assert damaged

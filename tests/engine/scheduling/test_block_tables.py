@@ -7,6 +7,7 @@ can be compared with what its sequence should see, after any mixture of hits, co
 import random
 from collections import Counter
 
+import pytest
 from job_kit import SEED_HASH, VOCAB, make_job, prompt_of, spec_of
 
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
@@ -175,3 +176,14 @@ def test_random_operations_keep_every_block_and_its_content() -> None:
             assert pool.num_available == pool.num_blocks
     kinds = ("hits", "copies", "trims", "forks", "refused", "short", "published", "committed")
     assert all(reached[kind] > 100 for kind in (*kinds, "forgotten")), reached
+
+
+@pytest.mark.parametrize(
+    ("position", "block"), [(1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)]
+)
+def test_the_first_block_that_a_window_sees(position: int, block: int) -> None:
+    tables = BlockTables(spec_of(32, 48), 1)
+    assert tables.first_seen(position, 48) == block
+    oldest = max(0, position - 48 + 1)  # that the token at `position` attends to
+    assert oldest // 32 == block
+    assert tables.first_seen(position, 0) == 0, "all of it"
