@@ -173,7 +173,7 @@ class Fleet:
         """A join stream ended; an older one than the newest says nothing."""
         if self.workers.get(worker.boot) is not worker or worker.lease != lease:
             return []
-        if worker.said_goodbye and not worker.connected:  # else its last words may be on their way
+        if worker.said_goodbye and not worker.connected:  # else its last events may be on their way
             return self.lost(worker)
         self._suspect(worker, now)
         return []

@@ -34,13 +34,13 @@ Event = wire.DecodeEvent | wire.PrefillEvent
 
 
 class SessionListener(Protocol):
-    """Who is told what the sessions say; every call is on the loop and returns at once."""
+    """Whoever listens to the sessions; every call is on the loop and returns at once."""
 
     def up(self, worker: Worker) -> None:
         """Commands can be sent."""
 
     def down(self, worker: Worker) -> None:
-        """The session broke: no new commands. What becomes of the worker is told next."""
+        """The session broke: no new commands. `broken` or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
         """The worker lives, but messages that the broken session carried may be lost."""

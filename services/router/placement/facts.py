@@ -1,4 +1,4 @@
-"""What the policy is told of each worker about one prompt."""
+"""What the placement policy knows of each worker about one prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random

@@ -1,8 +1,8 @@
-"""Where requests ran that have just ended: a gateway may not have heard their last words. Pure.
+"""Where requests ran that have just ended: a gateway may not have heard how they ended. Pure.
 
 A session that breaks loses what was on its way, and with it perhaps `Placed` itself. Decode keeps
-the words of an ended attempt for a while (engine/handoff/lease.py KEPT): a request issued again
-needs only its placement to hear them; nothing is computed twice.
+the last events of an ended attempt for a while (engine/handoff/lease.py KEPT): a request that is
+issued again needs only its placement to hear them, and nothing is computed twice.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """One request in the router: carries out what its state machine (machine.py) decides.
 
 It keeps what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
-tickets, and what the client is told at the end. It is synchronous, and time is an argument; a
+tickets, and what the client hears at the end. It is synchronous, and time is an argument; a
 request knows of the world around it only its `Effects`, so that the same code runs under sockets
 and under a test's clock.
 """
@@ -185,7 +185,7 @@ class RoutedRequest:
         return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """What the placement policy is told of it."""
+        """What the placement policy knows of it."""
         return PromptFacts(
             num_tokens=len(self.progress.prefix_ids()) - 1,
             may_go_remote=self.progress.may_go_remote,
@@ -457,7 +457,7 @@ class RoutedRequest:
     def _open(self, action: do.OpenAttempt, now: float) -> None:
         if action.attempt not in self._assignments:
             worker = self._target if action.migrates else self._effects.find(action.decode)
-            assert worker is not None  # the machine was told that it can be reached
+            assert worker is not None  # the event said that it can be reached
             ids = self.progress.prefix_ids()[:-1] if action.migrates else []
             self._assignments[action.attempt] = Assignment(
                 action.attempt, worker, None, ids, now, adopted=action.adopted
@@ -487,7 +487,7 @@ class RoutedRequest:
         worker = assignment.prefill
         if worker is None or worker.boot != action.prefill:
             worker = assignment.prefill = self._effects.find(action.prefill)
-        assert worker is not None  # the machine was told that it can be reached
+        assert worker is not None  # the event said that it can be reached
         start = wire.PrefillStart(
             attempt=assignment.id,
             ticket=assignment.ticket,

@@ -102,8 +102,9 @@ class Gateway:
 class Cluster:
     """A real router, and fakes around it."""
 
-    def __init__(self, router: RouterProcess) -> None:
+    def __init__(self, router: RouterProcess, settings: RouterSettings) -> None:
         self.router = router
+        self.settings = settings
         self.workers: list[FakeWorker] = []
         self.gateways: list[Gateway] = []
 
@@ -137,9 +138,9 @@ class Cluster:
 
     async def restart(self) -> None:
         """Another router on the same port, after this one is gone with all that it knew."""
-        address, settings = self.router.address, self.router._settings
+        address = self.router.address
         await self.router.stop(0)
-        self.router = RouterProcess(replace(settings, bind=address))
+        self.router = RouterProcess(replace(self.settings, bind=address))
         await self.router.start()
 
     async def close(self) -> None:
@@ -163,7 +164,7 @@ async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Make
         chosen = RouterSettings(cluster_secret=SECRET, trace_dir=str(rings), **settings)
         router = RouterProcess(chosen)
         await router.start()
-        made.append(Cluster(router))
+        made.append(Cluster(router, chosen))
         return made[-1]
 
     yield make

@@ -159,8 +159,8 @@ async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_tried_anew(
     again = await issue_again(cluster, gateway, "r", LONG)
     assert isinstance(await again.end("r"), pb.Finished)
     assert again.ids("r") == expected(LONG, 12)
-    first, told = prefill.of("start")[:2]
-    assert first.attempt == told.attempt
+    first, again_said = prefill.of("start")[:2]
+    assert first.attempt == again_said.attempt
     lost, other = decode.of("admit")
     assert lost.attempt == first.attempt != other.attempt
     assert [cancelled[0] for cancelled in decode.cancelled] == [lost.attempt]

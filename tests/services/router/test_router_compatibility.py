@@ -140,9 +140,9 @@ def test_an_incompatible_pair_is_never_proposed(
     assert len(world.commands("admit")) == 3
     assert world.dispatcher.placer.compatibility.incompatible == {what: 3}
     assert world.dispatcher.placer.reasons == {"no compatible prefill worker": 3}
-    told = [r.getMessage() for r in caplog.records if "is not paired with" in r.getMessage()]
-    assert len(told) == 1, "once for each pair"
-    assert told[0].endswith(text)
+    logged = [r.getMessage() for r in caplog.records if "is not paired with" in r.getMessage()]
+    assert len(logged) == 1, "once for each pair"
+    assert logged[0].endswith(text)
     good = world.join(PREFILL)
     world.submit("last")
     assert world.commands("admit")[-1][1].prefill_boot == good.boot
@@ -179,7 +179,7 @@ def test_mixing_pairs_what_it_says_and_counts_it(mixing: Mixing, other: Any, pai
 
 @pytest.mark.parametrize("other", [WEIGHTS, NUMERICS, TOKENIZER])
 def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
-    """It waits for kin, holds up nobody meanwhile, and goes on when one comes."""
+    """It waits for a compatible worker, and goes on when one joins; others do not wait for it."""
     world = World(Mixing(), "never")
     first = world.join(DECODE)
     world.submit("r")
@@ -192,16 +192,16 @@ def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
     world.submit("new")
     assert world.commands("admit")[-1][0] is stranger, "what has not begun may go anywhere"
     assert world.begin("new") is stranger
-    kin = world.join(DECODE)
+    same = world.join(DECODE)
     worker, admit = world.commands("admit")[-1]
-    assert (worker, admit.start.request) == (kin, "r")
+    assert (worker, admit.start.request) == (same, "r")
     assert list(admit.start.choices[0].generated_ids) == [7]
     world.begin("r")
-    assert not world.finish(kin).inexact
+    assert not world.finish(same).inexact
     assert world.dispatcher.placer.compatibility.inexact == {}
 
 
-def test_without_kin_it_ends_with_a_typed_error() -> None:
+def test_without_a_compatible_worker_it_ends_with_a_typed_error() -> None:
     world = World(Mixing(), "never")
     first = world.join(DECODE)
     world.submit("r")
@@ -274,8 +274,8 @@ def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None
     state = pb.ChoiceState(generated_ids=[7])
     other.submit("r", epoch=1, placement=placed.placement, choices=[state])
     assert not other.commands("admit")
-    kin = other.join(DECODE)
-    assert [worker for worker, _ in other.commands("admit")] == [kin]
+    same = other.join(DECODE)
+    assert [worker for worker, _ in other.commands("admit")] == [same]
     # Nothing generated yet: it may begin anywhere.
     other.submit("s", epoch=1, placement=placed.placement)
     assert len(other.commands("admit")) == 2

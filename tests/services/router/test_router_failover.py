@@ -108,13 +108,13 @@ async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expe
     assert list(prefill.ids.values()) == [[*LONG, *ids[:4]]]
 
 
-async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expected: Any) -> None:
+async def test_after_two_crashes_it_is_given_up(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     gateway = await cluster.gateway()
     victims = []
-    for strike in (1, 2):
-        victims.append(await cluster.decode(hold_at=2 * strike))
-        if strike == 1:
+    for crash in (1, 2):
+        victims.append(await cluster.decode(hold_at=2 * crash))
+        if crash == 1:
             await gateway.start("r", SHORT)
         await gateway.until(lambda: len(gateway.ids("r")) == 2 * len(victims))
         await victims[-1].kill()
@@ -125,7 +125,7 @@ async def test_struck_twice_is_not_tried_a_third_time(make_cluster: Any, expecte
     assert not third.of("admit")
 
 
-async def test_dead_worker_that_has_not_begun_is_no_strike(make_cluster: Any) -> None:
+async def test_dead_worker_that_has_not_begun_is_no_crash(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -182,7 +182,7 @@ async def test_a_broken_session_with_prefill_is_taken_up_again(
     assert len(decode.of("admit")) == 1
 
 
-async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike(
+async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_crash(
     make_cluster: Any, expected: Any, wait_for: Any
 ) -> None:
     """The broken session is seen before the port that refuses."""

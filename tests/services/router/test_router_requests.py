@@ -300,7 +300,7 @@ async def test_worker_given_up_by_mistake_joins_anew(make_cluster: Any, wait_for
     gateway = await cluster.gateway()
     core = cluster.router.core
     before = core.fleet.get(decode.boot)
-    core._bury(core.fleet.lost(before))  # as after a partition that has healed since
+    core.refused(before)  # as after a partition that has healed since
     await wait_for(lambda: core.fleet.get(decode.boot) not in (None, before))
     await gateway.start("r", SHORT)
     assert isinstance(await gateway.end("r"), pb.Finished)

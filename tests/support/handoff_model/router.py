@@ -2,7 +2,7 @@
 
 No rule of the router is here, only its surroundings: which event may reach it when, and where its
 commands go. An attempt whose session is lost may be found again or not (another router would do
-either), so a request that seeks a worker is told both.
+either), so for a request that seeks a worker both are tried.
 """
 
 from collections.abc import Iterator
