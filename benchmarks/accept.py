@@ -1,9 +1,18 @@
 """Runs the acceptance lines of one topic and prints one JSON object per line.
 
 `python benchmarks/accept.py TOPIC [LINE ...]` runs every module benchmarks/TOPIC/lineN_*.py in a
-process of its own. A line that has passed on the same tree is not run again: results are appended
-to benchmarks/results/accept-TOPIC.jsonl with the commit they measured. The last line printed is
-one JSON object with the figures of every line; the exit code is 0 only if all of them hold.
+process of its own, and gives each line a verdict:
+
+    held          it was run now and holds, all parts of it
+    held earlier  it was not run: it held at the commit that is named, on the same source tree
+    skipped       nothing that was run fails, but a part was not run, for the reason that it gives
+    failed        everything else
+
+A line says that a part was skipped by a reason under "skipped" in the part's figures; its own exit
+code is 0 or, if it judges itself, that of its verdict. Results are
+appended to benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that
+held, whole, is not run again. The last line printed is one JSON object with every line's figures;
+the exit code is 0 only if every line held now or earlier, 2 if none failed but some were skipped.
 """
 
 import argparse
@@ -17,6 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+HELD, EARLIER, SKIPPED, FAILED = "held", "held earlier", "skipped", "failed"
 UNMEASURED = ("benchmarks/results/", "docs/", "README.md", "CONTRIBUTING.md")
 
 
@@ -46,11 +56,32 @@ def source_tree() -> str:
     ).stdout.strip()[:12]
 
 
-def passed_before(path: Path, tree: str) -> dict[str, dict[str, Any]]:
+def skipped_parts(figures: Any, name: str = "") -> list[str]:
+    """What was not run, by the names of its parts; a part may be deep inside the figures."""
+    if isinstance(figures, dict):
+        found = [f"{name}: {figures['skipped']}".lstrip(": ")] if figures.get("skipped") else []
+        inner: list[tuple[str, Any]] = [(f"{name} {k}".strip(), v) for k, v in figures.items()]
+    elif isinstance(figures, list):
+        found, inner = [], [(f"{name} {i}".strip(), v) for i, v in enumerate(figures)]
+    else:
+        return []
+    return found + [part for key, value in inner for part in skipped_parts(value, key)]
+
+
+def judged(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures with their verdict; `ok` only if the whole line held."""
+    parts = skipped_parts(figures)
+    verdict = (SKIPPED if parts else HELD) if figures["ok"] else FAILED
+    return figures | {"verdict": verdict, "ok": verdict == HELD}
+
+
+def held_before(path: Path, tree: str) -> dict[str, dict[str, Any]]:
+    """The last record of each line that held, whole, on this tree."""
     if not path.exists():
         return {}
     records = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
-    return {r["line"]: r for r in records if r["tree"] == tree and r["ok"]}
+    same = [judged(r) for r in records if r["tree"] == tree]
+    return {r["line"]: r for r in same if r["verdict"] == HELD}
 
 
 def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
@@ -75,9 +106,56 @@ def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
         figures = json.loads(output.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         figures = {"ok": False, "error": f"no result (exit code {code})"}
-    figures["ok"] = bool(figures.get("ok")) and code == 0
+    says_skipped = figures.get("verdict") == SKIPPED and code == exit_code([SKIPPED])
+    figures["ok"] = says_skipped or (bool(figures.get("ok")) and code == 0)
     figures["seconds"] = round(time.monotonic() - started, 1)
-    return figures
+    return judged(figures)
+
+
+def number(module: Path) -> int:
+    """Of the line that a module measures."""
+    return int(module.stem.removeprefix("line").split("_")[0])
+
+
+def exit_code(verdicts: list[str]) -> int:
+    if FAILED in verdicts or not verdicts:
+        return 1
+    return 2 if SKIPPED in verdicts else 0
+
+
+def shown(record: dict[str, Any]) -> str:
+    """One line of text about a line."""
+    text = f"{record['line']}: {record['verdict']}"
+    if record["verdict"] == EARLIER:
+        text += f", at {record['commit']}"
+    return "\n    ".join([text, *skipped_parts(record)])
+
+
+def run_topic(topic: str, lines: list[str], timeout_s: float) -> int:
+    """Runs what is not known to hold and prints everything; the exit code."""
+    results = HERE / "results" / f"accept-{topic}.jsonl"
+    revision, tree = commit(), source_tree()
+    results.parent.mkdir(exist_ok=True)
+    known = {} if revision.endswith("-dirty") else held_before(results, tree)
+    records: list[dict[str, Any]] = []
+    for module in sorted((HERE / topic).glob("line*_*.py"), key=number):
+        if lines and str(number(module)) not in lines:
+            continue
+        record = {"line": module.stem, "commit": revision, "tree": tree}
+        if earlier := known.get(module.stem):
+            record = earlier | {"verdict": EARLIER}
+        else:
+            print(f"--- {module.stem}", file=sys.stderr, flush=True)
+            record |= run_line(module, timeout_s)
+            with results.open("a") as out:
+                out.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+        records.append(record)
+    print("\n".join(map(shown, records)), file=sys.stderr)
+    code = exit_code([record["verdict"] for record in records])
+    found = {r["line"]: {k: v for k, v in r.items() if k not in ("line", "tree")} for r in records}
+    print(json.dumps({"topic": topic, "commit": revision, "ok": code == 0, "lines": found}))
+    return code
 
 
 def main() -> int:
@@ -86,29 +164,7 @@ def main() -> int:
     parser.add_argument("lines", nargs="*", help="line numbers; all when none is given")
     parser.add_argument("--timeout", type=float, default=9000, help="seconds per line")
     args = parser.parse_args()
-
-    results = HERE / "results" / f"accept-{args.topic}.jsonl"
-    revision, tree = commit(), source_tree()
-    results.parent.mkdir(exist_ok=True)
-    known = {} if revision.endswith("-dirty") else passed_before(results, tree)
-    summary: dict[str, Any] = {}
-    for module in sorted((HERE / args.topic).glob("line*_*.py")):
-        name = module.stem
-        number = name.removeprefix("line").split("_")[0]
-        if args.lines and number not in args.lines:
-            continue
-        record = known.get(name)
-        if record is None:
-            print(f"--- {name}", file=sys.stderr, flush=True)
-            record = {"line": name, "commit": revision, "tree": tree}
-            record |= run_line(module, args.timeout)
-            with results.open("a") as out:
-                out.write(json.dumps(record) + "\n")
-        print(json.dumps(record), flush=True)
-        summary[name] = {k: v for k, v in record.items() if k not in ("line", "tree")}
-    ok = all(record["ok"] for record in summary.values())
-    print(json.dumps({"topic": args.topic, "ok": ok, "lines": summary}))
-    return 0 if ok else 1
+    return run_topic(args.topic, args.lines, args.timeout)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine
 from pdserve.engine.liveness import LivenessCounter
@@ -103,13 +101,12 @@ class EngineThread:
 
     def _run(self) -> None:
         self._resting = False
-        with torch.inference_mode():
-            while not self._closing:
-                self._liveness.beat(time.monotonic())
-                self._carry_out_posted()
-                more = self._poll()
-                if not self._step() and not more:
-                    self._idle()
+        while not self._closing:
+            self._liveness.beat(time.monotonic())
+            self._carry_out_posted()
+            more = self._poll()
+            if not self._step() and not more:
+                self._idle()
 
     def _idle(self) -> None:
         with self._woken:

@@ -15,7 +15,7 @@ from chaos.evidence import SEND, Evidence
 from chaos.model import write_chaos_model
 from chaos.streams import Clients, Stream, reference
 from chaos.strikes import FAULTS, HITS, Batch, Strike, Striker, lost_tries
-from fleet import wait_for
+from eventually import wait_until
 
 TOKENS, FEW_TOKENS, MANY_TOKENS = 100, 40, 1200
 PARK_S = 5.0
@@ -98,7 +98,7 @@ def kill_workers(role: str, tokens: int) -> Callable[[Cluster, int, Outcome], No
         striker = Striker(cluster, clients, reference(clients))
         strike = striker.prefill if role == "prefill" else striker.decode
         for _ in range(count):
-            wait_for(lambda: len(cluster.joined(role)) >= 2, 60, f"two {role} workers")
+            wait_until(lambda: len(cluster.joined(role)) >= 2, f"two {role} workers")
             batches = striker.hit(strike)
             outcome.take(batches)
             cluster.strikes += batches[-1].strikes
@@ -180,7 +180,7 @@ def strike_twice(cluster: Cluster, count: int, outcome: Outcome) -> None:
                      if load.running and load.generation_tokens > before.get(b, 0)), b"",
                 )  # fmt: skip
 
-            boot = wait_for(runs, 30, "the request to run")
+            boot = wait_until(runs, "the request to run", limit_s=30)
             cluster.kill(next(p for p in cluster.of("decode") if p.boot == boot))
         thread.join()
         cluster.refill()
@@ -197,7 +197,7 @@ def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:
         clients = Clients(cluster.url, MANY_TOKENS)
         streams = clients.batch()
         thread = clients.start(streams)
-        wait_for(partial(half_under_way, streams), 30, "streams under way")
+        wait_until(partial(half_under_way, streams), "streams under way", limit_s=30)
         given_up = sum(load.park_expired for load in cluster.loads().values())
         (gateway,), (router,) = cluster.of("gateway"), cluster.of("router")
         address = router.address
@@ -208,7 +208,7 @@ def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:
         if number % 2:
             cluster.start_router(address)
         thread.join()
-        wait_for(cluster.blocks_back, 20, "blocks of requests that nobody resumes")
+        wait_until(cluster.blocks_back, "blocks of requests that nobody resumes", limit_s=20)
         outcome.unresumed_s.append(time.monotonic() - at)
         ended = sum(s.error != "" for s in streams)
         now = sum(load.park_expired for load in cluster.loads().values())

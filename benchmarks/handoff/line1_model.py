@@ -1,4 +1,4 @@
-"""Line 1: the model check over its whole space, and eight seeded bugs that it finds.
+"""Line 1: the model check over its whole space, and eleven seeded bugs that it finds.
 
 Also `make modelcheck`. As many runs at a time as there are cores; about 350 seconds of one core.
 """

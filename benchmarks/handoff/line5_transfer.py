@@ -7,7 +7,8 @@ the same two pools (one stream, the same buffers) and one memcpy into decode's p
 every byte is compared. Without tags: the payload's tag is neither made nor compared on either
 side, the copies are the same; only the benchmark can do that. networks: the same between two
 network namespaces with a rate, and through the tests' proxy with a delay, beside the bare socket
-there. cuda_ipc is measured by cuda_check.py on a machine that has a GPU.
+there; without namespaces it is skipped, and the line does not hold. cuda_ipc is measured by
+cuda_check.py on a machine that has a GPU.
 
 Words: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
 """
@@ -20,6 +21,7 @@ import time
 from typing import Any
 
 import grpc
+from accept import exit_code, judged
 from fault_proxy import FaultProxy
 from fleet import SECRET, Fleet
 from handoff.transfer_end import NUM_BYTES, NUM_TOKENS
@@ -38,7 +40,7 @@ FLEET = (
 )  # fmt: skip
 
 
-def told(text: str) -> None:
+def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -133,7 +135,7 @@ def shaped(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if reason := no_networks():
             found["skipped"] = f"network namespaces: {reason}"
-            told(f"SKIPPED: {found['skipped']}")
+            say(f"SKIPPED: {found['skipped']}")
         for rate, bytes_s in RATES.items() if not reason else ():
             with networks(rate):
                 one, other = (
@@ -145,7 +147,7 @@ def shaped(quick: bool) -> dict[str, Any]:
                 finally:
                     pair.close()
             found[rate]["of_rate"] = round(found[rate]["tcp_gb_s"] * 1e9 / bytes_s, 3)
-            told(f"{rate}: {found[rate]}")
+            say(f"{rate}: {found[rate]}")
         pair = Ends("tcp", folder)
         try:
             with FaultProxy(pair.address) as proxy, FaultProxy(pair.bare_address) as bare_proxy:
@@ -155,7 +157,7 @@ def shaped(quick: bool) -> dict[str, Any]:
                     bare_proxy.delay(delay_s)
                     name = f"delay_{delay_s * 1e3:.0f}_ms"
                     found[name] = in_turn(pair, rounds)
-                    told(f"{name}: {found[name]}")
+                    say(f"{name}: {found[name]}")
                 assert min(p.hits["delayed"] for p in (proxy, bare_proxy)) > 0
         finally:
             pair.close()
@@ -171,10 +173,13 @@ def main() -> int:
     figures: dict[str, Any] = {"ok": False, "cuda_ipc": "no GPU here: see cuda_check.py"}
     for name in wanted:
         figures[name] = PARTS[name](quick)
-        told(f"{name}: {figures[name]}")
-    figures["ok"] = wanted == list(PARTS) and all(figures[name]["ok"] for name in wanted)
+        say(f"{name}: {figures[name]}")
+    for name in set(PARTS) - set(wanted):
+        figures[name] = {"skipped": "not asked for"}
+    figures["ok"] = all(figures[name]["ok"] for name in wanted)
+    figures = judged(figures)
     print(json.dumps(figures))
-    return 0 if figures["ok"] else 1
+    return exit_code([figures["verdict"]])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ was missing, and what is computed again.
 import json
 import sys
 
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from late_kill import Outcome, ask, kill_late, received
 
 LENGTH, KILLS, SHARE = 4_000, 10, 0.8
@@ -26,11 +27,11 @@ def holds(killed: Outcome, whole: list[int]) -> bool:
 def main() -> int:
     with Fleet(*OPTIONS) as fleet:
         whole, _ = ask(fleet, LENGTH, b"fault-free")
-        size = wait_for(lambda: received(fleet), 10, "a report of decode")
+        size = wait_until(lambda: received(fleet), "a report of decode", limit_s=10)
         kills: list[Outcome] = []
         for number in range(KILLS):
-            wait_for(lambda: len(fleet.pids("prefill")) == 2, 60, "two prefill workers")
-            wait_for(lambda: len(fleet.blocks()) == 3, 60, "all workers")
+            wait_until(lambda: len(fleet.pids("prefill")) == 2, "two prefill workers")
+            wait_until(lambda: len(fleet.blocks()) == 3, "all workers")
             kills.append(kill_late(fleet, LENGTH, SHARE, size, b"faulty %d" % number))
     figures = {
         "ok": all(holds(killed, whole) for killed in kills),

@@ -16,7 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fleet import SECRET, Fleet, wait_for
+from eventually import wait_until
+from fleet import SECRET, Fleet
 from late_kill import computed, pid_of, received, workers
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
@@ -77,7 +78,7 @@ async def ask(fleet: Fleet, count: int, tenant: bytes) -> list[tuple[int, ...]]:
 
 def quiet(fleet: Fleet) -> Figures:
     """Everything is back, and every worker has said so."""
-    wait_for(fleet.all_blocks_back, 30, "a quiet fleet")
+    wait_until(fleet.all_blocks_back, "a quiet fleet", limit_s=30)
     before = figures(fleet)
     while True:
         time.sleep(1.2)  # an idle worker reports once a second
@@ -117,7 +118,9 @@ def kill_between(fleet: Fleet, size: int) -> tuple[list[tuple[int, ...]], float,
     pids = {w.hello.boot: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(lambda: asyncio.run(ask(fleet, TOGETHER, b"killed")))
-        wait_for(lambda: received(fleet) - start >= SHARE * size, 120, f"{SHARE:.0%} of the KV")
+        wait_until(
+            lambda: received(fleet) - start >= SHARE * size, f"{SHARE:.0%} of the KV", limit_s=120
+        )
         (victim,) = [w for w in workers(fleet, fleet_pb2.PREFILL) if w.load.blocks_used]
         os.kill(pids[victim.hello.boot], signal.SIGKILL)
         share = (received(fleet) - start) / size
@@ -128,7 +131,7 @@ def killed(fleet: Fleet, size: int, whole: tuple[int, ...]) -> dict[str, object]
     """The prefill worker dies while 31 wait for what it sends."""
     before = quiet(fleet)
     answers, share, victim = kill_between(fleet, size)
-    wait_for(lambda: len(fleet.pids("prefill")) == 2, 60, "two prefill workers")
+    wait_until(lambda: len(fleet.pids("prefill")) == 2, "two prefill workers")
     after = quiet(fleet)
     # Of the dead worker only what decode has verified is known.
     lived = sum(

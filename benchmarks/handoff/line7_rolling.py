@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 from compose_project import KEY, ROLES, Project
 from docker_engine import DockerEngine, docker_engine, missing
+from eventually import eventually
 from steady_load import Load, OpenAiClient, RawClient, asks
 
 CLIENTS = 6
@@ -58,9 +59,7 @@ def model_name(project: Project) -> str:
 
 
 async def restart(project: Project, load: Load, role: str, container: str) -> dict[str, Any]:
-    async with asyncio.timeout(STREAMS_S):
-        while not load.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await eventually(lambda: load.running, "streams under way", STREAMS_S)
     load.where = f"{role} {container[:12]}"
     before = load.completed
     running = load.running

@@ -81,8 +81,8 @@ def measure(rows: int, temperature: float, stretches: int) -> dict[str, float]:
         prompt = tuple(range(1000 * i, 1000 * i + PROMPT))
         params = SamplingParams(temperature=temperature, ignore_eos=True)
         served.submit(Request(f"request-{i}", prompt, params, seed=i))
-    while any(s.is_prefix for job in served._roster.jobs.values() for s in job.sequences) or (
-        served._roster.waiting
+    while any(s.is_prefix for job in served.jobs.by_key.values() for s in job.sequences) or (
+        served.jobs.waiting
     ):
         served.step()
     best: dict[str, float] = {}

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import psutil
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from pytest_line import run_tests
 
 REQUESTS, CLIENTS, LEAVES = 1000, 16, 10
@@ -78,11 +79,11 @@ def held(fleet: Fleet) -> dict[str, dict[str, float]]:
 def soak(fleet: Fleet, model: str) -> dict[str, Any]:
     half = REQUESTS // 2
     seen = asyncio.run(mixed(fleet.url, model, range(half)))
-    wait_for(fleet.all_blocks_back, 10, "blocks back after the first half")
+    wait_until(fleet.all_blocks_back, "blocks back after the first half", limit_s=10)
     time.sleep(6)  # connections that were left idle close
     before = held(fleet)
     seen += asyncio.run(mixed(fleet.url, model, range(half, REQUESTS)))
-    wait_for(fleet.all_blocks_back, 10, "blocks back after the second half")
+    wait_until(fleet.all_blocks_back, "blocks back after the second half", limit_s=10)
     time.sleep(6)
     after = held(fleet)
     grown = [
@@ -115,11 +116,11 @@ def leave(fleet: Fleet, model: str, number: int, wait_s: float) -> float:
 
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(head.encode() + data)
-        wait_for(holding, 30, "blocks held for the client")
+        wait_until(holding, "blocks held for the client", limit_s=30)
         time.sleep(wait_s)
         assert holding(), "it was over before the client left"
         left = time.monotonic()
-    wait_for(fleet.all_blocks_back, 30, "blocks back")
+    wait_until(fleet.all_blocks_back, "blocks back", limit_s=30)
     return time.monotonic() - left
 
 

@@ -34,7 +34,7 @@ from pdserve.engine.handoff.protocol.keys import (
     derive_keys,
     verified_payload,
 )
-from pdserve.engine.handoff.protocol.layout import Piece, spec_digest
+from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
@@ -46,6 +46,7 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.codec import spec_digest
 from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.transport.base import KvTransport, Payload
 

@@ -39,7 +39,7 @@ from pdserve.engine.handoff.outgoing import (
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
-from pdserve.engine.handoff.protocol.layout import cut, encode_spec, spec_digest
+from pdserve.engine.handoff.protocol.layout import cut
 from pdserve.engine.handoff.protocol.machine import (
     Action,
     ClaimGranted,
@@ -52,6 +52,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
 )
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.codec import encode_spec, spec_digest
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
 

@@ -7,7 +7,8 @@ first; a group may keep its keys [head_dim, block_size].
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["full", "window", "latent", "state"]
+Kind = Literal["full", "window"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # of one key or value
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class LayerGroup:
     window: int  # tokens; 0 unless kind is "window"
     num_kv_heads: int  # of the whole model
     head_dim: int
-    dtype: str  # torch name: "float32", "bfloat16", "float16", "int8"
+    dtype: str  # one of DTYPE_BYTES, by its torch name
     head_start: int  # head range held here: [head_start, head_end)
     head_end: int
     keys_by_dim: bool = False  # a block's keys lie [head_dim, block_size], as the kernels want them
@@ -35,8 +36,7 @@ class LayerGroup:
         vectors = two * heads * block_size  # a key or a value of one token and head
         if self.dtype == "int8":
             return vectors * (head_dim + 4)  # behind all values their float32 scales
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return vectors * head_dim * itemsize
+        return vectors * head_dim * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

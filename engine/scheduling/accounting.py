@@ -1,7 +1,7 @@
-"""Whether every block is somebody's, exactly once: what pools say, and what jobs hold. Pure.
+"""Whether every block belongs to somebody exactly once: compares pools with jobs. Pure.
 
-free + used + cached + reserved == all blocks, in each group; and with `recount` every reference of
-every sequence is one that its pool has counted, and no other.
+In each group free + used + cached + reserved == all blocks; and with `recount` every reference of
+every sequence is one that its pool has counted, and the pool has counted no other.
 """
 
 from collections import Counter
@@ -10,29 +10,29 @@ from pdserve.engine.kv.block_pool import NULL_BLOCK
 from pdserve.engine.scheduling.job_table import JobTable
 
 
-def discrepancy(roster: JobTable, recount: bool = False) -> str:
-    """What does not add up, with the numbers; empty if all does.
+def discrepancy(jobs: JobTable, recount: bool = False) -> str:
+    """What does not add up, with the numbers; empty if everything does.
 
-    Without `recount` it takes a moment, with it as long as there are blocks in use.
+    It takes a moment without `recount`; with it, time in proportion to the blocks in use.
     """
-    for group, pool in enumerate(roster.tables.pools):
+    for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()
         if counts.total != pool.num_blocks or min(counts.used, counts.reserved) < 0:
             return f"group {group}: {counts} of {pool.num_blocks} blocks"
-        if not roster.jobs and (counts.used or counts.reserved):
+        if not jobs.by_key and (counts.used or counts.reserved):
             return f"group {group}: {counts}, and no request"
         if recount:
-            used, reserved = _references(roster, group)
+            used, reserved = _references(jobs, group)
             if (used, reserved) != pool.references():
                 return f"group {group}: {counts}; sequences refer to {used} and {reserved}"
     return ""
 
 
-def _references(roster: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
-    """By block: references of sequences, and of reservations."""
+def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
+    """By block: the references of sequences, and those of reservations."""
     used, reserved = Counter[int](), Counter[int]()
-    for job in roster.jobs.values():
-        counted = reserved if job.key in roster.reserved else used
+    for job in jobs.by_key.values():
+        counted = reserved if job.key in jobs.reserved else used
         for sequence in job.sequences:
             counted.update(b for b in sequence.block_tables[group] if b != NULL_BLOCK)
     return used, reserved

@@ -1,9 +1,9 @@
-"""Gives sequences their blocks in every layer group at once: all groups or none. Pure.
+"""Gives sequences their blocks in every layer group at once, all groups or none. Pure.
 
-Owns the pools and the block tables of all sequences. A block is written by one sequence only: one
-that is shared or in the prefix cache is copied before the first write (`BlockCopy`). Copies are
-carried out in order before anything else is written; the source is kept until then by whoever
-asked, since nothing is allocated to be written earlier.
+The JobTable alone calls what gives or takes blocks; its docstring says who frees which. A block is
+written by one sequence only: one that is shared or in the prefix cache is copied before the first
+write (`BlockCopy`). Copies are carried out in order before anything else is written. The reference
+to the source is given back at once: whoever gets that block next writes it after the copy.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,18 +21,37 @@ class BlockTables:
         self.block_size = spec.block_size
         self.caching = caching
         self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
+        # This group stands for all in figures and prefix events: the first with full attention.
+        self.main_group = self.windows.index(0) if 0 in self.windows else 0
         self._has_windows = any(self.windows)
         self.pools = [BlockPool(num_blocks) for _ in spec.groups]
         self._all = (0,) * len(spec.groups)  # blocks from the first on, in every group
 
+    @property
+    def main_pool(self) -> BlockPool:
+        """The pool of the main group."""
+        return self.pools[self.main_group]
+
     def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
-        """Chain hashes of the full blocks of `ids`; none without a cache."""
+        """Chain hashes of the full blocks of `ids`; empty without a cache."""
         return chain_hashes(ids, self.block_size, seed_hash) if self.caching else []
 
-    def match(self, hashes: Seq[bytes], limit: int) -> int:
-        """Tokens, at most `limit`, whose KV the cache holds as far as the next token needs it.
+    def num_found(self, chain: Seq[bytes]) -> int:
+        """How many leading blocks of a chain of hashes the main pool can find."""
+        found = (index for index, link in enumerate(chain) if self.main_pool.find(link) is None)
+        return next(found, len(chain))
 
-        Full groups need every block, window groups those that the next token still sees.
+    def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Net (added, removed) chain hashes of the main group since the last call."""
+        for pool in self.pools:
+            if pool is not self.main_pool:
+                pool.take_events()
+        return self.main_pool.take_events()
+
+    def match(self, hashes: Seq[bytes], limit: int) -> int:
+        """How many tokens, at most `limit`, the cache holds the KV of, as the next token needs it.
+
+        Groups with full attention need every block, window groups those that the next token sees.
         """
         most = min(len(hashes), blocks_for(limit, self.block_size))
         for pool, window in zip(self.pools, self.windows, strict=True):
@@ -60,10 +79,11 @@ class BlockTables:
         spare: int = 0,
         reserved: bool = False,
     ) -> list[BlockCopy] | None:
-        """Blocks for all ids of a new sequence, its first `num_cached` tokens from the cache.
+        """Blocks for all ids of a new sequence; those of its first `num_cached` tokens come from
+        the cache.
 
-        None, and nothing has changed, if a pool would be left with less than `spare` blocks.
-        A cached block that also holds later tokens is copied.
+        Returns None, and nothing has changed, if a pool would be left with less than `spare`
+        blocks. A cached block that also holds later tokens is copied.
         """
         size = self.block_size
         total = blocks_for(len(sequence.ids), size)
@@ -97,9 +117,8 @@ class BlockTables:
         return copies
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Blocks for the first `num_tokens` tokens, the next one to be computed writable.
-
-        None, and nothing has changed, if a pool is short.
+        """Adds blocks for the first `num_tokens` tokens; the block of the next token to be computed
+        can be written then. Returns None, and nothing has changed, if a pool is short.
         """
         total = blocks_for(num_tokens, self.block_size)
         at = sequence.num_computed // self.block_size
@@ -131,7 +150,7 @@ class BlockTables:
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
-        """A sequence that goes on from the same computed tokens, all blocks shared."""
+        """A new sequence that goes on from the same computed tokens and shares all blocks."""
         other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
         other.num_computed = sequence.num_computed
         other.num_published = sequence.num_published
@@ -143,7 +162,8 @@ class BlockTables:
         return other
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """KV up to `num_computed` is there: full blocks enter the cache, windows move on."""
+        """KV of the first `num_computed` tokens is there: full blocks enter the cache, and blocks
+        that the window has passed are given back."""
         sequence.num_computed = num_computed
         if (sequence.num_published + 1) * self.block_size <= num_computed:
             self.publish(sequence, num_computed, self._all)
@@ -151,8 +171,8 @@ class BlockTables:
             self._trim(sequence)
 
     def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
-        """Full blocks of the first `num_tokens` tokens enter the cache, of group g from
-        `first_blocks[g]` on: nobody has filled earlier ones that are not in it already."""
+        """Full blocks of the first `num_tokens` tokens enter the cache; in group g only those from
+        `first_blocks[g]` on: earlier ones are in it already, or nobody has filled them."""
         size = self.block_size
         while self.caching and (sequence.num_published + 1) * size <= num_tokens:
             block = sequence.num_published
@@ -166,10 +186,10 @@ class BlockTables:
             sequence.num_published += 1
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """A reservation's blocks become the sequence's own, with KV of `num_computed` tokens."""
+        """Reserved blocks become the sequence's own, with KV of `num_computed` tokens."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.commit(b for b in table if b != NULL_BLOCK)
-        # First, since nobody has filled what the window had passed before the hand-off.
+        # Trim first: nobody has filled the blocks that the window had passed before the hand-off.
         sequence.num_computed = num_computed
         self._trim(sequence)
         self.advance(sequence, num_computed)

@@ -1,29 +1,69 @@
-"""Every job of an engine by state, and the one place where jobs gain and lose blocks. Pure.
+"""Every request of an engine by state, and the only module that gains and loses blocks for them.
+Pure.
 
-A job is in one of: waiting (with blocks only after a hand-off or a park), running (has slots of the
-batch), held (its blocks are read: a computed prefill_only request, or one that moves to another
-worker), reserved (the KV is on its way from a prefill worker), parked (nobody listens: its blocks
-stay, unless others need them; it has no slots).
+A request (a *job* here) is in one of these states:
+
+    waiting    queued; it has blocks only if it comes from a hand-off, a park or a hold
+    running    it has rows (slots) of the batch
+    held       others read its blocks: a computed prefill_only request, or one that migrates
+    reserved   a prefill worker sends its KV
+    parked     nobody listens; its blocks stay unless others need them; it has no slots
+
+  +--- Who frees which blocks ---------------------------------------------------------------------+
+  | slice                 gained by             given back by                                      |
+  | --------------------- --------------------- -------------------------------------------------- |
+  | prefix hit (shared)   admit, reserve        with the sequence: end_sequence, preempt, end;     |
+  |                                             only this request's reference goes                 |
+  | rest of the prompt    admit, reserve        with the sequence, likewise                        |
+  | growth                extend (each step)    with the sequence, likewise                        |
+  | shared by choices     fork                  with each choice's sequence: end_sequence, end     |
+  | copied on write       extend, admit,        the copy with the sequence; the reference to the   |
+  |                       reserve               source at once, since the step's BlockCopy runs    |
+  |                                             before anything is written                         |
+  | behind the window     as above              advance, commit: when the window has passed it     |
+  | reserved for a        reserve               commit makes it the request's own; release or an   |
+  | hand-off                                    abort (end) frees it                               |
+  | held by prefill       as rest and growth    end, by Engine.release_held: the Sender calls it   |
+  |                                             at decode's Complete or at the attempt's end       |
+  | migrating (held)      as rest and growth    end, by Engine.release_held once the target has    |
+  |                                             committed; unhold keeps it                         |
+  | parked                as rest and growth    end, by evict when others lack blocks; unpark      |
+  |                                             keeps it                                           |
+  | cached                advance, verified     nobody owns it: the pool keeps its content to be   |
+  |                                             found until `allocate` takes the block             |
+  +------------------------------------------------------------------------------------------------+
+
+So a sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
+references are reserved ones exactly while the job is in `reserved`. accounting.discrepancy compares
+that with what the pools have counted: after every turn of the simulation, at the end of every test
+that uses an engine, and in every running worker. tests/engine/scheduling checks it after each of
+thousands of random operations, and that no other module changes a block table.
 """
 
 from bisect import insort
+from collections.abc import Iterable
 
-from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
 from pdserve.engine.kv.spec import blocks_for
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.scheduling.reservation import Reservation, ReservationState
 
 
 class JobTable:
-    """Jobs, their slots in the batch and their blocks."""
+    """Requests, their slots in the batch and their blocks. Others read it; only methods change it.
+
+    A method that returns None for lack of blocks has changed nothing. The BlockCopys that methods
+    return must be carried out, in order, before anything is written to a block.
+    """
 
     def __init__(self, tables: BlockTables, num_slots: int) -> None:
         self.tables = tables
-        self.jobs: dict[str, RequestState] = {}
+        self.by_key: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # oldest first
         self.held: dict[str, RequestState] = {}
-        self.reserved: dict[str, RequestState] = {}
+        self.reserved: dict[str, Reservation] = {}
         self.parked: dict[str, RequestState] = {}  # the longest parked first
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
@@ -35,10 +75,194 @@ class JobTable:
         """Rows of the batch that no job has."""
         return len(self._free_slots)
 
-    def open_prefix(
-        self, job: RequestState, spare: int, reserved: bool = False
-    ) -> tuple[Sequence, list[BlockCopy]] | None:
-        """The job's prefix as a sequence with all its blocks, or None if they are short."""
+    def num_blocks(self, jobs: Iterable[RequestState]) -> int:
+        """Blocks of the main group that these jobs refer to; shared ones count each time."""
+        return sum(
+            block != NULL_BLOCK
+            for job in jobs
+            for sequence in job.sequences
+            for block in sequence.block_tables[self.tables.main_group]
+        )
+
+    # --- the queue and the batch
+
+    def add(self, job: RequestState) -> None:
+        """A new job joins the queue, without blocks."""
+        self.by_key[job.key] = job
+        self.waiting[job.key] = job
+
+    def admit(self, job: RequestState) -> list[BlockCopy] | None:
+        """Moves a waiting job into the batch, which has slots for it; None if blocks are short."""
+        copies: list[BlockCopy] = []
+        if not job.sequences:
+            opened = self._open_prefix(job, self._spare(job), reserved=False)
+            if opened is None:
+                return None
+            copies = opened
+        del self.waiting[job.key]
+        insort(self.running, job, key=lambda j: j.order)
+        job.slots = [self._free_slots.pop() for _ in range(job.num_places)]
+        for sequence in job.sequences:  # several only after a park
+            sequence.slot = job.slots.pop()
+            sequence.rewritten_from = [0] * len(sequence.block_tables)
+        return copies
+
+    def preempt(self, job: RequestState) -> None:
+        """Sends a job back to the queue without blocks; what it has generated is kept."""
+        self._close_sequences(job)
+        if job in self.running:
+            self.running.remove(job)
+        self.waiting[job.key] = job
+        self.preemptions += 1
+
+    def victim(self, spared: set[int]) -> RequestState | None:
+        """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
+        with_blocks = [j for j in self.waiting.values() if j.sequences]
+        candidates = [
+            job
+            for job in [*self.running, *with_blocks]
+            if job.order not in spared and not job.request.prefill_only
+        ]
+        return max(candidates, key=lambda j: j.order, default=None)
+
+    # --- sequences of running jobs
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Adds blocks for the first `num_tokens` tokens, so that the next can be written; None if
+        blocks are short."""
+        return self.tables.extend(sequence, num_tokens)
+
+    def advance(self, sequence: Sequence, num_computed: int) -> None:
+        """KV of the first `num_computed` tokens is there: full blocks become findable, and blocks
+        that the window has passed are given back."""
+        self.tables.advance(sequence, num_computed)
+
+    def fork(self, prefix: Sequence, choice: int) -> None:
+        """A choice goes on from a computed prefix as a sequence of its own that shares all blocks;
+        it takes one of the job's slots."""
+        job = prefix.job
+        branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
+        branch.is_prefix = False
+        branch.slot = job.slots.pop()
+        job.sequences.append(branch)
+
+    def forget(self, job: RequestState) -> None:
+        """Makes the job's blocks impossible to find in the prefix cache."""
+        for sequence in job.sequences:
+            self.tables.forget(sequence)
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        """A choice has ended: its blocks and its slot are back."""
+        sequence.job.sequences.remove(sequence)
+        self.tables.close(sequence)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+
+    def return_slot(self, job: RequestState) -> None:
+        """A choice has ended before the prefix was computed: the job needs one slot less."""
+        if job.slots:
+            self._free_slots.append(job.slots.pop())
+
+    # --- park, hold and the end
+
+    def park(self, job: RequestState) -> None:
+        """Takes a waiting or running job out of the steps: its blocks stay, its slots do not."""
+        self._leave_steps(job)
+        self.parked[job.key] = job
+
+    def unpark(self, job: RequestState) -> None:
+        """Sends a parked job back to the queue, with its blocks."""
+        self.waiting[job.key] = self.parked.pop(job.key)
+
+    def evict(self) -> RequestState | None:
+        """Ends the longest parked job that has blocks; None if there is none."""
+        job = next((j for j in self.parked.values() if j.sequences), None)
+        if job is not None:
+            self.end(job)
+        return job
+
+    def hold(self, job: RequestState) -> None:
+        """Takes a job out of the steps, and nobody takes its blocks: others read them."""
+        self._leave_steps(job)
+        self.parked.pop(job.key, None)
+        self.held[job.key] = job
+
+    def unhold(self, job: RequestState) -> None:
+        """Sends a held job back to the queue, with its blocks."""
+        self.waiting[job.key] = self.held.pop(job.key)
+
+    def end(self, job: RequestState) -> None:
+        """The job leaves, in whatever state it is, and all its blocks are back. A reservation that
+        is still open is aborted."""
+        reservation = self.reserved.pop(job.key, None)
+        self._close_sequences(job, reserved=reservation is not None)
+        if reservation is not None and reservation.open:
+            reservation.state = ReservationState.ABORTED
+        del self.by_key[job.key]
+        for state in (self.waiting, self.held, self.parked):
+            state.pop(job.key, None)
+        if job in self.running:
+            self.running.remove(job)
+
+    # --- reservations: blocks for KV that a prefill worker sends
+
+    def reserve(self, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
+        """A new job gets blocks for its whole prefix; None if they are short."""
+        copies = self._open_prefix(job, spare=0, reserved=True)
+        if copies is None:
+            return None
+        tables, (sequence,) = self.tables, job.sequences
+        reservation = Reservation(job, len(sequence.ids) - 1, tables.block_size, tables.windows)
+        self.by_key[job.key] = job
+        self.reserved[job.key] = reservation
+        return reservation, copies
+
+    def verified(self, reservation: Reservation, num_tokens: int) -> int:
+        """KV of the first `num_tokens` tokens is there: full blocks enter the prefix cache.
+
+        Returns the tokens of the prefix that are cached so far. The blocks stay reserved; when the
+        reservation ends without a commit they stay in the cache until they are evicted. With window
+        groups nothing is cached as long as the next token would lack a block that was not asked
+        for. Raises ValueError if the reservation is not open or has fewer tokens.
+        """
+        reservation.check_open()
+        if num_tokens > reservation.num_tokens:
+            raise ValueError(f"{num_tokens} tokens verified of {reservation.num_tokens}")
+        tables, sequence = self.tables, reservation.job.sequences[0]
+        size = tables.block_size
+        full = num_tokens // size * size
+        hit = blocks_for(reservation.cached_tokens, size)
+        for window, first in zip(tables.windows, reservation.first_block, strict=True):
+            if window and first > max(hit, tables.first_seen(full, window)):
+                break
+        else:
+            tables.publish(sequence, full, reservation.first_block)
+        return sequence.num_published * size
+
+    def commit(self, reservation: Reservation) -> None:
+        """All KV is there: the job joins the queue with its blocks. Raises ValueError if the
+        reservation is not open."""
+        reservation.check_open()
+        job = reservation.job
+        self.tables.commit(job.sequences[0], reservation.num_tokens)
+        reservation.state = ReservationState.COMMITTED
+        del self.reserved[job.key]
+        self.waiting[job.key] = job
+
+    def release(self, reservation: Reservation) -> None:
+        """Frees the blocks of an open reservation; an aborted one has none any more. Raises
+        ValueError if it was committed or released before."""
+        if reservation.state is ReservationState.ABORTED:
+            return
+        reservation.check_open()
+        reservation.state = ReservationState.RELEASED
+        self.end(reservation.job)
+
+    # --- steps of the above
+
+    def _open_prefix(self, job: RequestState, spare: int, reserved: bool) -> list[BlockCopy] | None:
+        """Makes the job's prefix one sequence with all its blocks; None if they are short."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:
@@ -59,22 +283,6 @@ class JobTable:
             self.prefix_queries += len(prefix)
             self.prefix_hits += hit
         job.sequences = [sequence]
-        return sequence, copies
-
-    def admit(self, job: RequestState) -> list[BlockCopy] | None:
-        """Moves a waiting job into the batch, which has slots for it; None if blocks are short."""
-        copies: list[BlockCopy] = []
-        if not job.sequences:
-            opened = self.open_prefix(job, self._spare(job))
-            if opened is None:
-                return None
-            copies = opened[1]
-        del self.waiting[job.key]
-        insort(self.running, job, key=lambda j: j.order)
-        job.slots = [self._free_slots.pop() for _ in range(job.num_places)]
-        for sequence in job.sequences:  # several only after a park
-            sequence.slot = job.slots.pop()
-            sequence.rewritten_from = [0] * len(sequence.block_tables)
         return copies
 
     def _spare(self, job: RequestState) -> int:
@@ -86,83 +294,17 @@ class JobTable:
         beyond = [len(job.generated[c]) + prompt_len for c in job.unfinished]
         return growing + sum(blocks_for(n, size) - prompt_len // size for n in beyond[1:])
 
-    def preempt(self, job: RequestState) -> None:
-        """Back to the queue without blocks; what it has generated is kept."""
-        self._close_sequences(job)
-        if job in self.running:
-            self.running.remove(job)
-        self.waiting[job.key] = job
-        self.preemptions += 1
-
-    def park(self, job: RequestState) -> None:
-        """Takes a waiting or running job out of the steps: its blocks stay, its slots do not."""
-        self._return_slots(job)
-        if job in self.running:
-            self.running.remove(job)
-        self.waiting.pop(job.key, None)
-        self.parked[job.key] = job
-
-    def unpark(self, job: RequestState) -> None:
-        """Back to the queue, with its blocks."""
-        self.waiting[job.key] = self.parked.pop(job.key)
-
-    def evict(self) -> RequestState | None:
-        """Gives up the longest parked job that has blocks; None: there is none."""
-        job = next((j for j in self.parked.values() if j.sequences), None)
-        if job is not None:
-            self.end(job)
-        return job
-
-    def victim(self, spared: set[int]) -> RequestState | None:
-        """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
-        with_blocks = [j for j in self.waiting.values() if j.sequences]
-        candidates = [
-            job
-            for job in [*self.running, *with_blocks]
-            if job.order not in spared and not job.request.prefill_only
-        ]
-        return max(candidates, key=lambda j: j.order, default=None)
-
-    def hold(self, job: RequestState) -> None:
-        """A job leaves the steps, and nobody takes its blocks: others read them."""
-        self._return_slots(job)
-        if job in self.running:
-            self.running.remove(job)
-        for state in (self.waiting, self.parked):
-            state.pop(job.key, None)
-        self.held[job.key] = job
-
-    def unhold(self, job: RequestState) -> None:
-        """Back to the queue, with its blocks."""
-        self.waiting[job.key] = self.held.pop(job.key)
-
-    def end_sequence(self, sequence: Sequence) -> None:
-        """One choice has ended."""
-        sequence.job.sequences.remove(sequence)
-        self.tables.close(sequence)
-        if sequence.slot >= 0:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = -1
-
-    def return_slot(self, job: RequestState) -> None:
-        """A choice has ended before the prefix was computed: one place less is needed."""
-        if job.slots:
-            self._free_slots.append(job.slots.pop())
-
-    def end(self, job: RequestState) -> None:
-        """The job leaves, in whatever state it is; every block is back."""
-        self._close_sequences(job, reserved=job.key in self.reserved)
-        del self.jobs[job.key]
-        for state in (self.waiting, self.held, self.reserved, self.parked):
-            state.pop(job.key, None)
-        if job in self.running:
-            self.running.remove(job)
-
     def _close_sequences(self, job: RequestState, reserved: bool = False) -> None:
         self._return_slots(job)
         for sequence in reversed(job.sequences):
             self.tables.close(sequence, reserved)
         job.sequences = []
+
+    def _leave_steps(self, job: RequestState) -> None:
+        self._return_slots(job)
+        if job in self.running:
+            self.running.remove(job)
+        self.waiting.pop(job.key, None)
 
     def _return_slots(self, job: RequestState) -> None:
         for sequence in reversed(job.sequences):

@@ -1,7 +1,7 @@
-"""What a step is to compute, and what was picked from its logits: plain data. Pure.
+"""What a step is to compute, and what was picked from its logits, as plain data. Pure.
 
-What every row of every step makes anew is a named tuple: a frozen dataclass takes three times as
-long to make.
+What is made for every row of every step is a named tuple: making a frozen dataclass takes three
+times as long.
 """
 
 from dataclasses import dataclass, field
@@ -13,26 +13,22 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class Row(NamedTuple):
-    """Tokens [start, end) of one sequence; logits are wanted from token `first_output` on."""
+    """Tokens [start, end) of one sequence; logits are needed from token `first_output` on."""
 
     sequence: Sequence
     start: int
     end: int
-    choices: tuple[int, ...]  # that sample from the last token's logits
+    choices: tuple[int, ...]  # those that sample from the last token's logits
     first_output: int
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
 
-    @property
-    def num_outputs(self) -> int:
-        return self.end - self.first_output
-
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `copies` come before anything is computed; without rows it has events only."""
+    """One step. `copies` come before anything is computed; a plan without rows has events only."""
 
     events: list[Event]
     copies: list[BlockCopy] = field(default_factory=list)
@@ -54,7 +50,7 @@ class Pick(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the sampler made of one row."""
+    """What the sampler returned for one row."""
 
     picks: tuple[Pick, ...] = ()  # one per choice of the row
-    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, when asked for
+    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if asked for

@@ -1,6 +1,6 @@
 """What the scheduler knows of a request under way. Pure.
 
-A `RequestState` is a request in any state; its `Sequence`s exist while it holds blocks. A prompt is
+A `RequestState` is a request in any state; it has `Sequence`s while it holds blocks. A prompt is
 one sequence until its last token has run; then each choice goes on as a sequence of its own.
 """
 
@@ -13,9 +13,9 @@ from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, pref
 class Sequence:
     """A chain of token ids and the blocks of its KV, per layer group.
 
-    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size): 0 when the
-    window has passed it. Tables change only in kv/block_tables.py, which also owns the rest of
-    the bookkeeping: `rewritten_from[g]` is the first index that changed since a reader took note.
+    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0 when
+    the window has passed these. Only block_tables.py changes the tables and the numbers that go
+    with them. `rewritten_from[g]` is the first index that changed since the runner read the table.
     """
 
     __slots__ = (
@@ -37,7 +37,7 @@ class Sequence:
     ):
         self.job: Final = job
         self.ids = ids
-        self.choices = choices  # that sample from the row of ids[-1]
+        self.choices = choices  # those that sample from the row of ids[-1]
         self.is_prefix = True  # the job's prefix is not computed to its end yet
         self.num_computed = 0  # KV of ids[:num_computed] is in the blocks
         self.slot = -1  # row of the runner's tables; -1: not in the batch
@@ -71,15 +71,15 @@ class RequestState:
         self.generated = [list(c.generated_ids) for c in states] or [[] for _ in range(count)]
         self.finish: list[FinishReason | None] = [c.finish for c in states] or [None] * count
         self.sequences: list[Sequence] = []
-        self.slots: list[int] = []  # given to the job, not to a sequence yet
+        self.slots: list[int] = []  # slots of the job that no sequence has yet
         self.hashes: list[bytes] | None = None  # chain hashes of the prefix, while it waits
-        self.cached_tokens = 0  # of the first admission
-        self.announced = False  # Scheduled was sent
-        # Log-probabilities of prompt tokens 1..; None when not asked for, or already sent.
+        self.cached_tokens = 0  # found in the prefix cache at the first admission
+        self.announced = False  # whether Scheduled was sent
+        # Log-probabilities of prompt tokens 1..; None if not asked for, or already sent.
         resumed = any(self.generated) or any(self.finish)
         wants_scores = request.params.prompt_logprobs is not None and not resumed
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
-        self.streams: dict[int, Any] = {}  # what the sampler picks with, per choice
+        self.streams: dict[int, Any] = {}  # the sampler's state of each choice
 
     @property
     def unfinished(self) -> list[int]:
@@ -88,12 +88,12 @@ class RequestState:
 
     @property
     def num_places(self) -> int:
-        """Rows that it may have in one batch."""
+        """How many rows of a batch it may have."""
         return 1 if self.request.prefill_only else len(self.unfinished)
 
     @property
     def num_left(self) -> int:
-        """Tokens of the prefix still to be computed, as far as is known before a cache look-up."""
+        """Tokens of the prefix still to be computed; without blocks, before a cache look-up."""
         if self.sequences:
             return self.sequences[0].num_left
         unfinished = self.unfinished
@@ -107,7 +107,7 @@ class RequestState:
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Choices that sample from the last row of the prefix; the others have ids beyond it."""
+        """Choices that sample from the last row of the prefix; the others have later ids."""
         if self.request.prefill_only:
             return ()
         unfinished = self.unfinished
@@ -120,7 +120,7 @@ class RequestState:
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """Prefix tokens that may come from a cache: a row that samples has to run."""
+        """How many prefix tokens may come from the cache: the row that samples has to run."""
         if self.prompt_scores is not None:
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

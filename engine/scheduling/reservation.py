@@ -1,20 +1,18 @@
-"""Blocks on the decode side for KV that a prefill worker computes. Pure.
+"""Blocks at decode for KV that a prefill worker computes: what the hand-off may write. Pure.
 
-The blocks belong to the reservation from reserve() until commit(), which makes them the request's,
-or release(), which frees them; each at most once. An abort of the request ends it as well. What was
-verified meanwhile can be found in the prefix cache, and stays there when the blocks are freed.
+The blocks belong to the reservation from JobTable.reserve until commit makes them the request's, or
+release frees them, each at most once. An abort of the request ends the reservation as well. What
+was verified meanwhile is in the prefix cache and stays there when the blocks are freed.
 """
 
 from enum import Enum
 
-from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.spec import blocks_for
-from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.request_state import RequestState
 
 
 class ReservationState(Enum):
-    """open -> committed | released | aborted"""
+    """open -> committed | released | aborted; the JobTable changes it."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -51,60 +49,7 @@ class Reservation:
         """Whether its blocks may still be written."""
         return self.state is ReservationState.OPEN
 
-
-def reserve(roster: JobTable, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
-    """Blocks of the job's whole prefix, or None. The copies are due before anything else."""
-    opened = roster.open_prefix(job, spare=0, reserved=True)
-    if opened is None:
-        return None
-    sequence, copies = opened
-    roster.reserved[job.key] = job
-    tables = roster.tables
-    reservation = Reservation(job, len(sequence.ids) - 1, tables.block_size, tables.windows)
-    return reservation, copies
-
-
-def verified(roster: JobTable, reservation: Reservation, num_tokens: int) -> int:
-    """KV of the first `num_tokens` tokens is there: full blocks become an ordinary cached prefix.
-
-    Returns the tokens of the prefix that are cached so far. The blocks stay reserved; when the
-    reservation ends without a commit they are left behind to be found and evicted. With window
-    groups nothing is cached as long as the next token would lack a block that was not asked for.
-    """
-    _expect_open(reservation)
-    if num_tokens > reservation.num_tokens:
-        raise ValueError(f"{num_tokens} tokens verified of {reservation.num_tokens}")
-    tables, sequence = roster.tables, reservation.job.sequences[0]
-    size = tables.block_size
-    full = num_tokens // size * size
-    hit = blocks_for(reservation.cached_tokens, size)
-    for window, first in zip(tables.windows, reservation.first_block, strict=True):
-        if window and first > max(hit, tables.first_seen(full, window)):
-            break
-    else:
-        tables.publish(sequence, full, reservation.first_block)
-    return sequence.num_published * size
-
-
-def commit(roster: JobTable, reservation: Reservation) -> None:
-    """The KV is there: the request joins the queue with its blocks."""
-    _expect_open(reservation)
-    job = reservation.job
-    roster.tables.commit(job.sequences[0], reservation.num_tokens)
-    reservation.state = ReservationState.COMMITTED
-    del roster.reserved[job.key]
-    roster.waiting[job.key] = job
-
-
-def release(roster: JobTable, reservation: Reservation) -> None:
-    """Frees the blocks of an open reservation; of an aborted one they are free already."""
-    if reservation.state is ReservationState.ABORTED:
-        return
-    _expect_open(reservation)
-    reservation.state = ReservationState.RELEASED
-    roster.end(reservation.job)
-
-
-def _expect_open(reservation: Reservation) -> None:
-    if not reservation.open:
-        raise ValueError(f"reservation of {reservation.key!r} is {reservation.state.value}")
+    def check_open(self) -> None:
+        """Raises ValueError if it is not open."""
+        if not self.open:
+            raise ValueError(f"reservation of {self.key!r} is {self.state.value}")

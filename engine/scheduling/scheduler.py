@@ -1,11 +1,11 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Prefill takes first whoever has been here longest
-for its length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long one,
-none starves, and of two alike the older comes first. When blocks run out, parked requests are given
-up, the longest parked first; then the youngest request is preempted: it loses its blocks, keeps its
-tokens and is computed again later.
+is computed together does not depend on the load. Prompts are computed in the order of waiting time
+divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long
+one, no prompt starves, and of two alike the older comes first. When blocks run out, parked requests
+are evicted, the longest parked first; then the youngest request is preempted: it loses its blocks,
+keeps its tokens and is computed again later.
 """
 
 from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
@@ -16,48 +16,49 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class Scheduler:
-    """Plans steps over the jobs of a roster; what a step did comes back through Progress."""
+    """Plans steps over the requests of a job table; StepProgress applies what a step has done."""
 
-    def __init__(self, roster: JobTable, limits: EngineLimits) -> None:
-        self._roster = roster
+    def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
+        self._jobs = jobs
         self._limits = limits
-        self._short: RequestState | None = None  # the next job to admit lacks blocks
-        self._claim: int | None = None  # order of a reservation asked for in vain since the step
+        self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
+        # The order of arrival of a reservation that was refused since the last step.
+        self._refused_order: int | None = None
 
     def comes_first(self, order: int) -> bool:
         """Whether a queued job that lacks blocks arrived before a reservation of this order."""
         return self._short is not None and self._short.order < order
 
     def hold_up(self, order: int) -> None:
-        """A reservation waits: in the next step no job that arrived after it takes blocks."""
-        self._claim = order
+        """A reservation was refused: in the next step no job that arrived after it gets blocks."""
+        self._refused_order = order
 
     def evict(self, events: list[Event]) -> bool:
-        """Gives up one parked request for its blocks; False: none has any."""
-        job = self._roster.evict()
+        """Ends one parked request for its blocks; False if none has any."""
+        job = self._jobs.evict()
         if job is not None:
             events.append(Evicted(job.key))
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """The next step with `events` to tell first, or None when there is nothing to do."""
+        """The next step, with `events` to be sent first; None when there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
         in_prefill = self._add_decode_rows(plan, in_step)
         plan.num_decode_rows = len(plan.rows)
-        if in_prefill or self._roster.waiting:
+        if in_prefill or self._jobs.waiting:
             self._add_chunks(now_s, in_prefill, plan, in_step)
         else:
             self._short = None
-        self._claim = None
+        self._refused_order = None
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(
         self, plan: Plan, in_step: set[int]
     ) -> list[tuple[RequestState, Sequence]]:
-        """Returns the sequences that have more to compute than a row."""
+        """Adds the rows of one token; returns the sequences that have more tokens to compute."""
         in_prefill: list[tuple[RequestState, Sequence]] = []
-        for job in list(self._roster.running):
+        for job in list(self._jobs.running):
             rows: list[Row] = []
             for sequence in job.sequences:
                 left = sequence.num_left
@@ -77,24 +78,25 @@ class Scheduler:
         plan: Plan,
         in_step: set[int],
     ) -> None:
-        """Fills the budget, best score first; a job that cannot be admitted holds up later ones.
+        """Fills the token budget with chunks, the highest response ratio first.
 
-        But not those that came with their blocks, if blocks are what it lacks: it waits for theirs.
+        A job that cannot be admitted holds up those behind it. If it lacks blocks, jobs that have
+        their blocks already still pass, since it waits for blocks that these will give back.
         """
         budget = self._limits.step_tokens - len(plan.rows)
         lacks_slots = False
         short: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
             if budget <= 0:
-                if short is None and self._short in self._roster.waiting.values():
-                    short = self._short  # its turn did not come
+                if short is None and self._short in self._jobs.waiting.values():
+                    short = self._short  # the budget ended before it was reached
                 break
             if sequence is None:
                 if lacks_slots or (not job.sequences and (short or self._held_up(job))):
                     continue
                 if min(job.num_left, self._limits.chunk_size) > budget:
                     continue
-                if job.num_places > self._roster.num_free_slots:
+                if job.num_places > self._jobs.num_free_slots:
                     lacks_slots = True
                     continue
                 sequence = self._admit(job, plan)
@@ -115,12 +117,12 @@ class Scheduler:
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
 
     def _held_up(self, job: RequestState) -> bool:
-        return self._claim is not None and job.order > self._claim
+        return self._refused_order is not None and job.order > self._refused_order
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
     ) -> list[tuple[RequestState, Sequence | None]]:
-        """Sequences in prefill, and waiting jobs with None, the next to compute first."""
+        """Sequences in prefill, and waiting jobs with None; the next to compute comes first."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
         def add(job: RequestState, size: int, left: int, sequence: Sequence | None) -> None:
@@ -128,45 +130,47 @@ class Scheduler:
             queue.append((-ratio, left, job.order, job, sequence))
 
         for job, sequence in in_prefill:
-            if sequence in job.sequences:  # else its job was preempted
+            if sequence in job.sequences:  # otherwise its job was preempted
                 size = len(sequence.ids) - job.cached_tokens
                 add(job, size, sequence.num_left, sequence)
-        for job in self._roster.waiting.values():
+        for job in self._jobs.waiting.values():
             add(job, job.num_left, job.num_left, None)
         queue.sort(key=lambda entry: entry[:3])
         return [(job, sequence) for _, _, _, job, sequence in queue]
 
     def _admit(self, job: RequestState, plan: Plan) -> Sequence | None:
-        while (copies := self._roster.admit(job)) is None:
+        while (copies := self._jobs.admit(job)) is None:
             if not self.evict(plan.events):
                 return None
         plan.copies += copies
-        sequence = job.sequences[0]  # the others of a job that was parked run from the next step
+        # A job that was parked may have more sequences; those run from the next step on.
+        sequence = job.sequences[0]
         if not job.announced:
             job.announced = True
             plan.events.append(Scheduled(job.key, job.cached_tokens))
         if not sequence.num_left:  # a prefill_only request, all of it from the cache
             plan.events.append(PrefillComputed(job.key, sequence.num_computed, True))
-            self._roster.hold(job)
+            self._jobs.hold(job)
         return sequence
 
     def _grow(self, job: RequestState, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
-        """Blocks for the rows of a job, if need be those of the youngest; False: not this step."""
+        """Gets blocks for the rows of a job, if need be by eviction and preemption; False if the
+        rows cannot run in this step."""
         for row in rows:
-            while (copies := self._roster.tables.extend(row.sequence, row.end)) is None:
+            while (copies := self._jobs.extend(row.sequence, row.end)) is None:
                 if self.evict(plan.events):
                     continue
-                victim = self._roster.victim(in_step)
+                victim = self._jobs.victim(in_step)
                 if victim is None:
                     return False
-                self._roster.preempt(victim)
+                self._jobs.preempt(victim)
                 if victim is job:
                     return False
             plan.copies += copies
         return True
 
     def _row(self, sequence: Sequence) -> Row:
-        """What the sequence computes next: up to the next chunk border, or all that is left."""
+        """The row of a sequence's next tokens, up to the next chunk border or to its end."""
         start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
         end = min(total, (start // chunk + 1) * chunk)
         choices = sequence.choices if end == total else ()

@@ -1,4 +1,4 @@
-"""Figures of an engine for routing and metrics; counters run from its construction."""
+"""Figures of an engine for routing and metrics; counters start at 0 when it is made."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ from pdserve.engine.kv.block_pool import BlockCounts
 from pdserve.engine.scheduling.plan import Plan
 
 SMOOTHING = 0.2  # weight of the last prefill step in the measured rate
-FADING = 0.98  # of the slowest steps, with every other one
-GROWTH = 2.0  # that a slower step may add: one that hung is no measure of the next ones
-LEAST_CHUNK = 32  # tokens of chunks in a step that says what a token of them takes
+FADING = 0.98  # the slowest time fades by this factor with every faster step
+GROWTH = 2.0  # one slower step raises it by at most this factor: a step may have hung
+LEAST_CHUNK = 32  # a step with fewer chunk tokens does not measure the time of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class EngineStats:
     running: int  # requests in the batch
     waiting: int  # requests queued
     waiting_tokens: int  # prefix tokens not yet computed
-    held: int  # requests whose blocks are read by others: computed prefill_only ones, and moves
+    held: int  # requests whose blocks others read: computed prefill_only ones, and migrations
     reserved: int  # hand-offs that are not committed
-    parked: int  # requests that nobody listens to: they have no steps
-    parked_blocks: int  # that they hold; shared ones count each time
-    held_blocks: int  # of the used ones, likewise: those of held requests
-    oldest_s: dict[str, float]  # age of the oldest request whose blocks are used, reserved, ...
+    parked: int  # requests that nobody listens to; they get no steps
+    parked_blocks: int  # blocks of parked requests; shared ones count each time
+    held_blocks: int  # blocks of held requests, likewise
+    oldest_s: dict[str, float]  # age of the oldest request with blocks, by their state
     blocks: BlockCounts  # of the first full-attention group
     step: int
     prefill_tokens_s: float  # measured rate; 0: unknown
@@ -36,29 +36,29 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counts steps, measures the prefill rate, and knows what a step may take."""
+    """Counts steps, measures the prefill rate, and estimates how long a step may take."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0
         self.prompt_tokens = 0
         self.recomputed_tokens = 0
         self.prefill_tokens_s = 0.0
-        self._token_s = token_s  # of chunks; the slowest, fading
-        self._rows_s = 0.0  # of a step without chunks; likewise
+        self._token_s = token_s  # slowest seconds per token of a chunk, fading
+        self._rows_s = 0.0  # slowest seconds of a step without chunks, fading
 
     def expected_s(self, plan: Plan) -> float:
-        """What the step should take at most, as the slowest of the steps before it did."""
+        """Seconds that the step should take at most, judging by the slowest steps before it."""
         chunks = plan.num_tokens - plan.num_decode_rows
         return self._rows_s + chunks * self._token_s
 
     def count(self, plan: Plan, wall_s: float) -> None:
-        """One step that took `wall_s`."""
+        """Counts a step that took `wall_s` seconds."""
         self.step += 1
         for row in plan.rows:
             prompt_len = row.sequence.job.prompt_len
             if row.start < prompt_len:
                 self.prompt_tokens += min(row.end, prompt_len) - row.start
-            new = 1 if row.choices else 0  # the token that a choice goes on from
+            new = 1 if row.choices else 0  # the last token is computed for the first time
             self.recomputed_tokens += max(0, row.end - new - max(row.start, prompt_len))
         chunks = plan.num_tokens - plan.num_decode_rows
         if chunks >= LEAST_CHUNK:

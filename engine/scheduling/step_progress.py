@@ -1,7 +1,7 @@
-"""What a finished step means for its jobs: tokens appended, choices branched and ended. Pure.
+"""Applies a finished step to its jobs: tokens are appended, choices fork and end. Pure.
 
-A prefix is shared until its last token has run; then every choice goes on as a sequence of its
-own that refers to the same blocks.
+Choices share one sequence until the last token of the prefix has run; then every choice goes on as
+a sequence of its own that refers to the same blocks.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,15 +22,15 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class StepProgress:
-    """Applies outcomes to the jobs of a roster; every method returns the events to tell."""
+    """Applies outcomes to the requests of a job table; every method returns the events to send."""
 
-    def __init__(self, roster: JobTable, limits: EngineLimits) -> None:
-        self._roster = roster
+    def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
+        self._jobs = jobs
         self._limits = limits
         self.generated_tokens = 0
 
     def start(self, job: RequestState) -> list[Event]:
-        """Ends the choices that had ended before this start."""
+        """Ends the choices that had ended before the request came to this engine."""
         events: list[Event] = []
         if job.request.prefill_only:
             return events
@@ -45,7 +45,7 @@ class StepProgress:
         return events
 
     def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
-        """What the rows of a computed step have brought."""
+        """Applies the outcomes of a computed step, one per row of the plan."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
             if row.sequence in row.sequence.job.sequences:
@@ -53,27 +53,27 @@ class StepProgress:
         return events
 
     def abort(self, job: RequestState, choices: Seq[int]) -> list[Event]:
-        """Ends single choices, or with none named the whole job."""
+        """Ends the named choices, or the whole job if none is named."""
         events: list[Event] = []
         for choice in choices or job.unfinished:
             if job.finish[choice] is None and not job.request.prefill_only:
                 events += self._finish(job, choice, FinishReason.ABORTED)
                 self._drop(job, choice)
         if job.request.prefill_only:
-            self._roster.end(job)
+            self._jobs.end(job)
         elif not job.unfinished:
             events += self._end(job)
         return events
 
     def fail(self, job: RequestState, message: str) -> list[Event]:
-        """Gives the whole job up."""
-        self._roster.end(job)
+        """Ends the whole job with an error."""
+        self._jobs.end(job)
         return [RequestFailed(job.key, message)]
 
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
         sequence = row.sequence
         job = sequence.job
-        self._roster.tables.advance(sequence, row.end)
+        self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
             job.prompt_scores += outcome.scores
         if sequence.is_prefix:
@@ -82,17 +82,16 @@ class StepProgress:
             return
         if sequence.is_prefix:
             if job.request.prefill_only:
-                self._roster.hold(job)
+                self._jobs.hold(job)
                 return
             if job.prompt_scores is not None:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
-            self._branch(job, sequence)
+            self._fork(job, sequence)
         for pick in outcome.picks:
             if pick.error:
-                # Its KV may be what is wrong: whoever shares it must not fail as well.
-                for each in job.sequences:
-                    self._roster.tables.forget(each)
+                # Its KV may be what is wrong: requests that would share it must not fail as well.
+                self._jobs.forget(job)
                 events += self.fail(job, pick.error)
                 return
         ended = False
@@ -104,15 +103,12 @@ class StepProgress:
         if ended and not job.unfinished:
             events += self._end(job)
 
-    def _branch(self, job: RequestState, prefix: Sequence) -> None:
-        """One sequence per unfinished choice; the first takes the prefix's own."""
+    def _fork(self, job: RequestState, prefix: Sequence) -> None:
+        """Makes one sequence per unfinished choice; the first choice takes the prefix's own."""
         prefix.is_prefix = False
         first, *others = job.unfinished
         for choice in others:
-            branch = self._roster.tables.fork(prefix, job.branch_ids(choice), (choice,))
-            branch.is_prefix = False
-            branch.slot = job.slots.pop()
-            job.sequences.append(branch)
+            self._jobs.fork(prefix, choice)
         prefix.ids = job.branch_ids(first)
         prefix.choices = (first,)
 
@@ -127,7 +123,7 @@ class StepProgress:
         reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
         if reason is not None:
             job.finish[choice] = reason
-            self._roster.end_sequence(sequence)
+            self._jobs.end_sequence(sequence)
         logprobs = () if pick.logprob is None else (pick.logprob,)
         return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
 
@@ -136,14 +132,14 @@ class StepProgress:
         return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
 
     def _drop(self, job: RequestState, choice: int) -> None:
-        """A choice of a job ended from outside gives its sequence or its place back."""
+        """A choice that was ended from outside gives its sequence or its slot back."""
         for sequence in list(job.sequences):
             if sequence.is_prefix:
                 sequence.choices = tuple(c for c in sequence.choices if c != choice)
-                self._roster.return_slot(job)
+                self._jobs.return_slot(job)
             elif sequence.choices == (choice,):
-                self._roster.end_sequence(sequence)
+                self._jobs.end_sequence(sequence)
 
     def _end(self, job: RequestState) -> list[Event]:
-        self._roster.end(job)
+        self._jobs.end(job)
         return [Finished(job.key, job.cached_tokens)]

@@ -13,9 +13,9 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "owned_by": "pdserve",
         "max_model_len": card.context_len,
         "architecture": card.architecture,
-        "quantization": card.quantization,
+        "quantization": card.kv_identity.quantization,
         "weights_bytes": card.weights_bytes,
-        "weights_digest": card.weights_digest,
-        "kv_identity": card.kv_identity.hex(),
-        "numerics_id": card.numerics_id,
+        "weights_digest": card.kv_identity.weights,
+        "kv_identity": card.kv_identity.digest.hex(),
+        "numerics_id": card.kv_identity.numerics,
     }

@@ -30,8 +30,7 @@ from pdserve.protos.router_pb2 import (
     RequestEvent,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.addresses import resolve
-from pdserve.services.host.channel import open_channel
+from pdserve.services.host.channel import open_channel, resolve
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import send_ids
 

@@ -2,8 +2,8 @@
 
 Everything runs on the loop; the engine thread is reached through DecodeRuntime and answers through
 call_soon_threadsafe. An attempt is forgotten here before its terminal event is put, or without
-one if a router cancelled it; whatever the engine still says of it is ignored. Whose it is, and what
-becomes of it when its session is lost, say its lease and services/decode/leases.py.
+one if a router cancelled it; later events of the engine about it are ignored. Its lease decides
+which session owns it and what happens when that session is lost (services/decode/leases.py).
 """
 
 import asyncio
@@ -31,71 +31,51 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.lease import Lease, LeasePhase
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.migration.moving import MigrationSource
-from pdserve.services.decode.runtime import AdmissionRequest, DecodeRuntime
-from pdserve.services.decode.served import DecodeSession, Served
-from pdserve.services.decode.single_flight.following import SharedPrefix
+from pdserve.services.decode.migration.source import MigrationSource
+from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
+from pdserve.services.decode.single_flight.followers import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.worker.sessions import Sessions, when_done
+from pdserve.services.worker.core import WorkerCore, when_done
 
 log = logging.getLogger(__name__)
 
 ID_BYTES = 16
 
 
-class DecodeCore:
+class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
     """All attempts of one decode process."""
 
     def __init__(self) -> None:
-        self.num_stale = 0  # messages of unknown attempts
+        super().__init__()
         self.leases = Leases(self)
-        self._part: DecodeRuntime | None = None
-        self._served: dict[bytes, Served] = {}
-        self._by_key: dict[str, Served] = {}
-        self.moving = MigrationSource(self._served, self._moved)
-        self._sessions = Sessions()
-        self._draining = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
+        self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
+        self.migrations = MigrationSource(self._served, self._moved)
 
-    def attach(self, part: DecodeRuntime) -> None:
-        self._part = part
-        self.moving.attach(part)
-
-    @property
-    def ready(self) -> bool:
-        return self._part is not None
+    def attach(self, runtime: DecodeRuntime) -> None:
+        super().attach(runtime)
+        self.migrations.attach(runtime)
 
     @property
     def num_served(self) -> int:
+        """Attempts that have not ended."""
         return len(self._served)
 
-    async def drain(self) -> None:
-        self._draining = True
-        await self._empty.wait()
-        await self._sessions.end()
+    # commands of routers
 
-    # what routers say
-
-    def open_session(self) -> DecodeSession:
-        session = DecodeSession()
-        self._sessions.opened(session)
-        return session
-
-    def close_session(self, session: DecodeSession) -> None:
-        """The stream is over: its attempts wait for another one."""
-        session.outbox.close()
-        self._sessions.closed(session)
+    def _session_lost(self, session: DecodeSession) -> None:
+        """Its attempts wait for another session."""
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
         """Answered, now or later, with Admitted, Busy or Failed."""
-        part, start = self._part, admit.start
+        runtime, start = self._runtime, admit.start
         try:
-            if part is None or self._draining:
+            if runtime is None or self._draining:
                 raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
                 raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
@@ -106,11 +86,11 @@ class DecodeCore:
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.params.prompt_logprobs is not None
         remote = bool(admit.prefill_boot) and not nothing_to_send
-        own = part.engine.kv_identity.digest
+        own = runtime.engine.kv_identity.digest
         leads = not remote or admit.prefill_identity in (b"", own)
-        sharing = SharedPrefix(admit.min_shared_tokens, not remote, leads)
+        sharing = SharingPolicy(admit.min_shared_tokens, not remote, leads)
         now = time.monotonic()
-        served = Served(
+        served = ServedAttempt(
             attempt=admit.attempt,
             name=start.request,
             epoch=start.epoch,
@@ -128,20 +108,20 @@ class DecodeCore:
         self._set_timers(served, start)
         if remote:
             deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
-            future = part.admit_remote(
+            future = runtime.admit_remote(
                 served.attempt, request, admit.prefill_boot, deadline, sharing
             )
         else:
-            future = part.admit_local(served.attempt, request, sharing)
+            future = runtime.admit_local(served.attempt, request, sharing)
         when_done(future, partial(self._admitted, served))
 
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
-        """One-way. Whole: no event follows. Single choices: they finish as ABORTED.
+        """End the attempt without an event, or only some choices: these finish as ABORTED.
 
-        Of a session that no longer owns the attempt it is stale; a parked one has no owner.
+        The cancel is stale if another session owns the attempt; a parked attempt has no owner.
         """
         served = self._served.get(attempt)
-        if served is None or self._part is None:
+        if served is None or self._runtime is None:
             self.num_stale += 1
             self.leases.forget_kept(attempt)
             return
@@ -151,26 +131,26 @@ class DecodeCore:
         if not choices:
             self._forget(served)
             self.leases.cancelled(served)
-        self._part.cancel(attempt, choices)
+        self._runtime.cancel(attempt, choices)
 
     def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
-        """Answered with Resumed and what the asker lacks, or with Gone."""
-        if self._part is not None:
-            self._part.stay(resume.attempt)  # a move was another session's
+        """Answered with Resumed and the events that the router lacks, or with Gone."""
+        if self._runtime is not None:
+            self._runtime.stay(resume.attempt)  # the session that asked for a move has lost it
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
-    # what leases say
+    # AttemptControl, for the leases
 
-    def park(self, served: Served, parked: bool) -> None:
-        if self._part is not None:
-            self._part.park(served.attempt, parked)
+    def park(self, served: ServedAttempt, parked: bool) -> None:
+        if self._runtime is not None:
+            self._runtime.park(served.attempt, parked)
 
-    def give_up(self, served: Served) -> None:
+    def give_up(self, served: ServedAttempt) -> None:
         self._forget(served)
-        if self._part is not None:
-            self._part.cancel(served.attempt)
+        if self._runtime is not None:
+            self._runtime.cancel(served.attempt)
 
-    # what the engine thread says, brought to the loop
+    # DecodeCallbacks of the engine thread, brought to the loop
 
     def on_step(self, step: Step, now: float) -> None:
         for event in step.events:
@@ -190,15 +170,16 @@ class DecodeCore:
             served.session.outbox.put(wire.DecodeEvent(verified=verified))
 
     def on_attached(self, attempt: bytes) -> None:
-        """What it waited for is there: the engine has it."""
+        """The KV that it waited for is here, and the engine has the request."""
         served = self._served.get(attempt)
         if served is not None:
             served.follows = False
             attached = wire.Attached(attempt=attempt)
             served.session.outbox.put(wire.DecodeEvent(attached=attached))
 
-    def on_again(self, attempt: bytes, tokens: int, reason: str) -> None:
-        """It waited in vain, or the rest is worth a hand-off; it has held nothing."""
+    def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
+        """It cannot share the KV that it waited for, or what is left is worth a hand-off. It has
+        held no blocks."""
         served = self._served.get(attempt)
         if served is not None:
             again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
@@ -214,7 +195,7 @@ class DecodeCore:
 
     # ---
 
-    def _on_event(self, served: Served, event: Event, now: float) -> None:
+    def _on_event(self, served: ServedAttempt, event: Event, now: float) -> None:
         match event:
             case Scheduled():
                 served.scheduled = now
@@ -233,7 +214,7 @@ class DecodeCore:
                     served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
             case Finished(_, cached_tokens):
                 finished = served.finished(cached_tokens)
-                log.info("%s", served.line(finished), extra={"request": served.name})
+                log.info("%s", served.log_line(finished), extra={"request": served.name})
                 self._end(served, wire.DecodeEvent(finished=finished))
             case Evicted():
                 self._forget(served)
@@ -242,12 +223,12 @@ class DecodeCore:
                 log.error("the engine gave up: %s", message, extra={"request": served.name})
                 self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))
 
-    def _admitted(self, served: Served, future: "Future[Any]") -> None:
-        """The engine's answer to Admit."""
+    def _admitted(self, served: ServedAttempt, future: "Future[Any]") -> None:
+        """The engine has answered an Admit."""
         if self._served.get(served.attempt) is not served:
-            return  # cancelled meanwhile, after the admission: the engine did likewise
+            return  # cancelled meanwhile; the engine carries that out after the admission
         try:
-            admission: AdmissionRequest | None = future.result()
+            admission: AdmissionReply | None = future.result()
         except QueueFull:
             self._busy(served)
             return
@@ -267,12 +248,12 @@ class DecodeCore:
             promised_tokens=len(prefix_ids(served.request)),
             follows=served.follows,
         )
-        if ticket is not None and self._part is not None:
+        if ticket is not None and self._runtime is not None:
             admitted.ticket.CopyFrom(
                 wire.Ticket(
                     id=ticket.id,
                     secret=ticket.secret,
-                    data_address=self._part.data_address,
+                    data_address=self._runtime.data_address,
                     decode_boot=ticket.decode_boot,
                 )
             )
@@ -280,13 +261,13 @@ class DecodeCore:
         served.session.outbox.put(wire.DecodeEvent(admitted=admitted))
         self.leases.admitted(served)
 
-    def _busy(self, served: Served) -> None:
+    def _busy(self, served: ServedAttempt) -> None:
         waiting = len(self._served) - 1
-        promised = self._part.promised_tokens if self._part is not None else 0
+        promised = self._runtime.promised_tokens if self._runtime is not None else 0
         busy = wire.Busy(attempt=served.attempt, waiting=waiting, promised_tokens=promised)
         self._end(served, wire.DecodeEvent(busy=busy))
 
-    def _set_timers(self, served: Served, start: pb.Start) -> None:
+    def _set_timers(self, served: ServedAttempt, start: pb.Start) -> None:
         loop = asyncio.get_running_loop()
         if start.remaining_ms:
             served.timers.append(loop.call_later(start.remaining_ms / 1000, self._deadline, served))
@@ -295,11 +276,11 @@ class DecodeCore:
                 loop.call_later(start.queue_remaining_ms / 1000, self._queue_timeout, served)
             )
 
-    def _deadline(self, served: Served) -> None:
+    def _deadline(self, served: ServedAttempt) -> None:
         self._cut(served, pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout allows")
 
-    def _queue_timeout(self, served: Served) -> None:
-        if served.scheduled or self._part is None:
+    def _queue_timeout(self, served: ServedAttempt) -> None:
+        if served.scheduled or self._runtime is None:
             return
         if not served.remote and not served.follows:
             self._queued_too_long(served)
@@ -309,35 +290,35 @@ class DecodeCore:
             if not future.cancelled() and future.result():
                 self._queued_too_long(served)
 
-        when_done(self._part.is_waiting(served.attempt), answered)
+        when_done(self._runtime.is_waiting(served.attempt), answered)
 
-    def _queued_too_long(self, served: Served) -> None:
+    def _queued_too_long(self, served: ServedAttempt) -> None:
         self._cut(served, pb.QUEUE_TIMEOUT, "the request waited too long for its turn")
 
-    def _cut(self, served: Served, code: pb.ErrorCode, message: str) -> None:
-        if self._served.get(served.attempt) is served and self._part is not None:
+    def _cut(self, served: ServedAttempt, code: pb.ErrorCode, message: str) -> None:
+        if self._served.get(served.attempt) is served and self._runtime is not None:
             self._fail(served, ServiceError(code, message, retry_after_s=1.0))
-            self._part.cancel(served.attempt)
+            self._runtime.cancel(served.attempt)
 
-    def _fail(self, served: Served, error: ServiceError) -> None:
+    def _fail(self, served: ServedAttempt, error: ServiceError) -> None:
         failed = _failed(served.name, served.attempt, served.epoch, error)
         self._end(served, wire.DecodeEvent(failed=failed))
 
-    def _end(self, served: Served, event: wire.DecodeEvent) -> None:
+    def _end(self, served: ServedAttempt, event: wire.DecodeEvent) -> None:
         self._forget(served)
         awaited = served.admitted and event.WhichOneof("event") in ("finished", "failed")
         self.leases.ended(served, event if awaited else None)
         served.session.outbox.put(event)
 
-    def _forget(self, served: Served) -> None:
+    def _forget(self, served: ServedAttempt) -> None:
         served.stop_timers()
         self._served.pop(served.attempt, None)
         self._by_key.pop(served.request.key, None)
         if not self._served:
             self._empty.set()
 
-    def _moved(self, served: Served) -> None:
-        """It goes on at another worker."""
+    def _moved(self, served: ServedAttempt) -> None:
+        """The request goes on at another worker."""
         self._forget(served)
         self.leases.cancelled(served)
 

@@ -1,7 +1,8 @@
 """Runs the lease of every attempt (engine/handoff/lease.py): parks, hands over, gives up.
 
-Everything runs on the loop. A live attempt is the core's; one that has ended with last words is
-kept here until its lease ends, so that a router that comes for them finds them.
+Everything runs on the loop. The core keeps the live attempts. An attempt that has ended with an
+event that a router must not miss is kept here until its lease ends, so that another router can
+still fetch that event.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from pdserve.engine.handoff.lease import (
     step,
 )
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
-from pdserve.services.decode.served import DecodeSession, Served
 
 log = logging.getLogger(__name__)
 
@@ -44,56 +45,58 @@ class LeaseFigures:
     stale: int = 0
 
 
-class Tenants(Protocol):
-    """The engine's side of leases."""
+class AttemptControl(Protocol):
+    """What a lease does to a live attempt in the engine."""
 
-    def park(self, served: Served, parked: bool) -> None:
-        """No steps, or steps again."""
+    def park(self, served: ServedAttempt, parked: bool) -> None:
+        """Stop its steps, or let them go on."""
 
-    def give_up(self, served: Served) -> None:
-        """End it in the engine; nobody is told."""
+    def give_up(self, served: ServedAttempt) -> None:
+        """End it in the engine; no router gets an event."""
 
 
 class Leases:
     """The leases of one decode process."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, control: AttemptControl) -> None:
         self.figures = LeaseFigures()
-        self._tenants = tenants
-        self._kept: dict[bytes, Served] = {}  # the oldest first
+        self._control = control
+        self._kept: dict[bytes, ServedAttempt] = {}  # the oldest first
         self._kept_weight = 0
 
-    def session_lost(self, session: DecodeSession, live: Iterable[Served]) -> None:
-        """Its attempts wait for another session from now on."""
+    def session_lost(self, session: DecodeSession, live: Iterable[ServedAttempt]) -> None:
+        """The session's attempts wait for another session from now on."""
         for served in [*live, *self._kept.values()]:
-            if served.asked is not None and served.asked[0] is session:
-                served.asked = None
+            if served.resume is not None and served.resume[0] is session:
+                served.resume = None
             if served.session is session:
                 self._advance(served, SessionLost(served.lease.epoch))
 
-    def resume(self, session: DecodeSession, resume: wire.Resume, live: Served | None) -> None:
-        """Answered with Resumed and what comes after the counts, or with Gone; of an attempt that
-        the engine has yet to admit, once it has."""
+    def resume(
+        self, session: DecodeSession, resume: wire.Resume, live: ServedAttempt | None
+    ) -> None:
+        """Answered with Resumed and all events after the counts, or with Gone. If the engine has
+        not admitted the attempt yet, the answer comes once it has."""
         served = live or self._kept.get(resume.attempt)
         if served is not None and not served.admitted:
-            if served.asked is not None:
-                served.asked[0].outbox.put(_gone(resume.attempt))
-            served.asked = (session, resume)
+            if served.resume is not None:
+                served.resume[0].outbox.put(_gone(resume.attempt))
+            served.resume = (session, resume)
         elif served is None or not served.transcript.covers(resume.counts):
             self.figures.stale += 1
             session.outbox.put(_gone(resume.attempt))
         else:
             self._advance(served, Resumed(resume.epoch), session, resume.counts)
 
-    def admitted(self, served: Served) -> None:
-        """The engine has it: whoever asked meanwhile is answered."""
+    def admitted(self, served: ServedAttempt) -> None:
+        """The engine has admitted it; a Resume that came before is answered now."""
         served.admitted = True
-        if served.asked is not None:
-            (session, resume), served.asked = served.asked, None
+        if served.resume is not None:
+            (session, resume), served.resume = served.resume, None
             self.resume(session, resume, served)
 
-    def ended(self, served: Served, last: wire.DecodeEvent | None) -> None:
-        """It is over, and its blocks are free; `last`: words that a router must not miss."""
+    def ended(self, served: ServedAttempt, last: wire.DecodeEvent | None) -> None:
+        """It has ended, and its blocks are free; `last` is an event that a router must not miss."""
         served.last = last
         self._advance(served, AttemptEnded(keep=last is not None))
         if served.lease.phase is LeasePhase.KEPT:
@@ -102,26 +105,26 @@ class Leases:
             while self._kept_weight > MAX_KEPT_WEIGHT:
                 self._advance(next(iter(self._kept.values())), BlocksEvicted())
 
-    def cancelled(self, served: Served) -> None:
-        """It is over, and nobody waits for its last words."""
+    def cancelled(self, served: ServedAttempt) -> None:
+        """It has ended, and no router waits for its last event."""
         self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
-        """Nobody waits for the last words of this attempt."""
+        """No router waits for the last event of this attempt any more."""
         if attempt in self._kept:
             self.cancelled(self._kept[attempt])
 
-    def evicted(self, served: Served) -> None:
-        """The engine gave its blocks to others."""
+    def evicted(self, served: ServedAttempt) -> None:
+        """The engine has given its blocks to other requests."""
         self._advance(served, BlocksEvicted())
 
     # ---
 
     def _advance(
         self,
-        served: Served,
+        served: ServedAttempt,
         event: Event,
-        asker: DecodeSession | None = None,
+        resuming: DecodeSession | None = None,
         counts: Sequence[int] = (),
     ) -> None:
         before = served.lease
@@ -129,39 +132,39 @@ class Leases:
         self.figures.parked += served.lease.phase is LeasePhase.PARKED
         self.figures.parked -= before.phase is LeasePhase.PARKED
         for action in actions:
-            self._act(served, action, asker, counts)
+            self._act(served, action, resuming, counts)
         if served.lease.until != before.until and served.lease.until != float("inf"):
             wait_s = served.lease.until - time.monotonic() + TICK_SLACK_S
             asyncio.get_running_loop().call_later(wait_s, self._advance, served, LeaseTick())
 
     def _act(
         self,
-        served: Served,
+        served: ServedAttempt,
         action: LeaseAction,
-        asker: DecodeSession | None,
+        resuming: DecodeSession | None,
         counts: Sequence[int],
     ) -> None:
         match action:
             case LeaseAction.PARK:
-                log.info("its session is lost: parked", extra={"request": served.name})
-                self._tenants.park(served, True)
+                log.info("the router's session is lost: parked", extra={"request": served.name})
+                self._control.park(served, True)
             case LeaseAction.UNPARK:
-                self._tenants.park(served, False)
+                self._control.park(served, False)
             case LeaseAction.HAND_OVER:
-                assert asker is not None  # who asks for it
-                log.info("handed over", extra={"request": served.name})
-                self._hand_over(served, asker, counts)
+                assert resuming is not None  # the session that sent Resume
+                log.info("handed over to another router's session", extra={"request": served.name})
+                self._hand_over(served, resuming, counts)
             case LeaseAction.GIVE_UP:
-                log.info("nobody came for it: given up", extra={"request": served.name})
-                self._tenants.give_up(served)
+                log.info("no router came for it: given up", extra={"request": served.name})
+                self._control.give_up(served)
             case LeaseAction.FORGET:
-                if served.asked is not None:
-                    served.asked[0].outbox.put(_gone(served.attempt))
-                    served.asked = None
+                if served.resume is not None:
+                    served.resume[0].outbox.put(_gone(served.attempt))
+                    served.resume = None
                 if self._kept.pop(served.attempt, None) is not None:
                     self._kept_weight -= served.transcript.weight
             case LeaseAction.SEND_GONE:
-                (asker or served.session).outbox.put(_gone(served.attempt))
+                (resuming or served.session).outbox.put(_gone(served.attempt))
             case LeaseAction.COUNT_STALE:
                 self.figures.stale += 1
             case LeaseAction.COUNT_ADOPTED:
@@ -171,7 +174,9 @@ class Leases:
             case LeaseAction.COUNT_EVICTED:
                 self.figures.evicted += 1
 
-    def _hand_over(self, served: Served, session: DecodeSession, counts: Sequence[int]) -> None:
+    def _hand_over(
+        self, served: ServedAttempt, session: DecodeSession, counts: Sequence[int]
+    ) -> None:
         served.session, served.epoch = session, served.lease.epoch
         resumed = wire.Resumed(attempt=served.attempt, epoch=served.epoch)
         resumed.follows = served.follows
@@ -179,7 +184,7 @@ class Leases:
             resumed.ticket.CopyFrom(served.ticket)
             resumed.prefill_boot = served.prefill_boot
         session.outbox.put(wire.DecodeEvent(resumed=resumed))
-        for event in _said_again(served, counts):
+        for event in _repeated(served, counts):
             session.outbox.put(event)
         if served.last is not None:
             again = wire.DecodeEvent()
@@ -187,7 +192,7 @@ class Leases:
             session.outbox.put(again)
 
 
-def _said_again(served: Served, counts: Sequence[int]) -> Iterator[wire.DecodeEvent]:
+def _repeated(served: ServedAttempt, counts: Sequence[int]) -> Iterator[wire.DecodeEvent]:
     for event in served.transcript.since(counts):
         if isinstance(event, NewTokens):
             tokens = to_tokens(served.name, served.attempt, served.epoch, event)

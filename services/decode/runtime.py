@@ -1,5 +1,7 @@
-"""Decode's engine thread, Receiver and Sender (of requests that move away). The engine thread owns
-them; other threads post to it."""
+"""Decode's engine thread, its Receiver, and its Sender for requests that move away.
+
+The engine thread owns them; other threads post to it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,32 +12,20 @@ from typing import Any
 from pdserve.engine.api.request import Request, Step
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.connection.dial import usable
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.frames import WIRE_VERSION
 from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder.event_log import EventLog
-from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.kv.identity import Mixing
-from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import TransportOptions
-from pdserve.engine.transport.cuda_ipc.device_cupy import opener
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.scheduling.stats import EngineStats
 from pdserve.protos import fleet_pb2
 from pdserve.services.decode.leases import LeaseFigures
-from pdserve.services.decode.migration.departures import OutgoingMigrations
+from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.decode.single_flight.following import SharedPrefix, SingleFlight
-from pdserve.services.host.addresses import advertised
-from pdserve.services.worker.audit import Audit
-from pdserve.services.worker.card import model_card
-from pdserve.services.worker.load import load_of
-from pdserve.services.worker.shm_dir import host_id, shm_folder
-from pdserve.services.worker.worker import Snapshot
+from pdserve.services.decode.single_flight.followers import SharingPolicy, SingleFlight
+from pdserve.services.host.channel import advertised
+from pdserve.services.worker.runtime import WorkerRuntime, load_of
 
 REFUSED = {  # counter of the receiver: reason, as the metric has it
     "corrupt_frames": "payload",  # its tag does not fit; asked for again
@@ -48,28 +38,30 @@ DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-o
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
-    """Where the engine thread tells what happened; none of these may block."""
+class DecodeCallbacks:
+    """What the engine thread calls when something has happened; none of these may block."""
 
-    step: Callable[[Step, float], None]
-    received: Callable[[Received], None]
-    lost: Callable[[bytes, str], None]
-    verified: Callable[[bytes, int, int], None]
-    attached: Callable[[bytes], None]
-    again: Callable[[bytes, int, str], None]
-    departed: Callable[[bytes, Sent], None]
+    on_step: Callable[[Step, float], None]  # with the time
+    on_received: Callable[[Received], None]  # all KV of an attempt is here
+    on_lost: Callable[[bytes, str], None]  # attempt, why its hand-off ended
+    on_verified: Callable[[bytes, int, int], None]  # attempt, tokens verified, tokens cached
+    on_attached: Callable[[bytes], None]  # see SingleFlight
+    on_place_again: Callable[[bytes, int, str], None]
+    on_migration_ended: Callable[[bytes, Sent], None]  # see OutgoingMigrations
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """A promise."""
+class AdmissionReply:
+    """What an admitted attempt waits for; of a prompt that decode computes itself neither."""
 
-    ticket: Ticket | None = None  # for whoever is to send the KV
-    follows: bool = False  # it waits for the KV of others
+    ticket: Ticket | None = None  # for the prefill worker that is to send its KV
+    follows: bool = False  # the KV of another attempt that has a prefix in common
 
 
-class DecodeRuntime:
-    """See services/worker/worker.py Part. Constructed on the loading thread."""
+class DecodeRuntime(WorkerRuntime):
+    """Receives KV, generates tokens, and sends the KV of requests that move away."""
+
+    role = fleet_pb2.DECODE
 
     def __init__(
         self,
@@ -77,21 +69,17 @@ class DecodeRuntime:
         engine: Engine,
         card: CardData,
         boot: bytes,
-        sink: Sink,
+        callbacks: DecodeCallbacks,
         leases: LeaseFigures,
     ) -> None:
-        self.engine = engine
-        self.thread = EngineThread(engine, self._on_step)
-        self._sink = sink
+        super().__init__(settings, engine, boot)
+        self._callbacks = callbacks
         self._leases = leases
-        self.boot = boot
-        self._changed = True
-        self._last_command = b""
-        self._audit = Audit()
-        self._ring = open_ring(settings.trace_dir, "decode", boot, settings.trace_mb)
-        trace = EventLog(self._ring)
-        self._following = SingleFlight(engine, sink.attached, sink.again, trace)
-        self._receiver = Receiver(
+        event_log = EventLog(self._ring)
+        self.single_flight = SingleFlight(
+            engine, callbacks.on_attached, callbacks.on_place_again, event_log
+        )
+        self.receiver = Receiver(
             engine,
             engine.kv,
             boot=boot,
@@ -100,87 +88,47 @@ class DecodeRuntime:
             on_lost=self._lost,
             on_verified=self._verified,
             wake=self.thread.wake,
-            # The ticker wakes the thread while attempts live: one that does not turn is frozen.
-            progress=lambda: (self.thread.steps, True),
-            mixing=Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics),
+            progress=self._progress,
+            mixing=self.mixing,
             encrypted=settings.encrypt_kv,
-            event_log=trace,
+            event_log=event_log,
         )
-        folder = shm_folder(settings.shm_dir)
-        options = TransportOptions(
-            settings.data_bind,
-            folder,
-            slot_bytes(engine.kv.spec),
-            device=opener(engine.kv, encrypted=settings.encrypt_kv),
+        addresses = self.receiver.listen(
+            self._make_transports(settings.data_bind), self._transport_is_chosen
         )
-        transports = make_transports(settings.kv_transport, options)
-        chosen = settings.kv_transport != "auto"
-        addresses = self._receiver.listen(transports, chosen)
-        self._sender = Sender(
-            engine,
-            engine.kv,
-            usable(make_transports(settings.kv_transport, options), chosen),
-            boot=boot,
-            identity=engine.kv_identity,
-            on_ended=lambda sent: self.departures.ended(sent),
-            wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
-            encrypted=settings.encrypt_kv,
-            event_log=EventLog(self._ring),
+        self.sender = self._make_sender(
+            self._usable_transports(settings.data_bind),
+            lambda sent: self.migrations.ended(sent),
         )
-        self.departures = OutgoingMigrations(engine, self._sender, sink.departed)
-        self.thread.add_poll(self._poll)
-        self._receiver.start()
-        self._sender.start()
+        self.migrations = OutgoingMigrations(engine, self.sender, callbacks.on_migration_ended)
+        self._begin(self._poll)
         self.data_address = ""
         if "tcp" in addresses:
             self.data_address = advertised(addresses["tcp"], settings.data_advertise)
-        message, self.blobs = model_card(
-            card, engine.kv.spec, engine.kv_identity.digest, engine.numerics_id
-        )
-        self.hello = fleet_pb2.WorkerHello(
-            role=fleet_pb2.DECODE,
-            data_address=self.data_address,
-            card=message,
-            transports=list(addresses),
-            wire_version=WIRE_VERSION,
-            host_id=host_id(folder) if {"shm", "cuda_ipc"} & {*addresses} else "",
-            encrypt_kv=settings.encrypt_kv,
-        )
-        self.figures = {
-            "model": card.name,
-            "kv_tokens": engine.kv.num_blocks * engine.kv.spec.block_size,
-            "chunk_size": engine.limits.chunk_size,
-            "data_address": self.data_address,
-            "transports": list(addresses),
-        }
-
-    @property
-    def changed(self) -> bool:
-        changed, self._changed = self._changed, False
-        return changed
+        self._describe(card, list(addresses), self.data_address)
+        self.figures["data_address"] = self.data_address
 
     @property
     def promised_tokens(self) -> int:
         """Any thread may read it; it can be a moment old."""
-        return self._receiver.promised_tokens
+        return self.receiver.promised_tokens
 
     # posted by the loop
 
     def admit_local(
-        self, attempt: bytes, request: Request, sharing: SharedPrefix
-    ) -> "Future[AdmissionRequest | None]":
-        """The engine queues the prompt itself, at once or when what it waits for is there. The
+        self, attempt: bytes, request: Request, sharing: SharingPolicy
+    ) -> "Future[AdmissionReply | None]":
+        """Queue the prompt in the engine: at once, or when the KV that it waits for is there. The
         future raises the engine's errors."""
         chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> AdmissionRequest | None:
-            follows = self._following.follows(request, chain, sharing)
+        def admit(engine: Engine) -> AdmissionReply | None:
+            follows = self.single_flight.follows(request, chain, sharing)
             if not follows:
                 engine.submit(request)
-                self._following.leads(request, chain, sharing)
-            self._command(attempt)
-            return AdmissionRequest(follows=follows)
+                self.single_flight.leads(request, chain, sharing)
+            self._note_command(attempt)
+            return AdmissionReply(follows=follows)
 
         return self.thread.post(admit)
 
@@ -190,38 +138,38 @@ class DecodeRuntime:
         request: Request,
         prefill_boot: bytes,
         deadline: float,
-        sharing: SharedPrefix,
-    ) -> "Future[AdmissionRequest | None]":
-        """With a ticket for `prefill_boot`, unless it waits; None: there is no room. The future
-        raises the engine's errors."""
+        sharing: SharingPolicy,
+    ) -> "Future[AdmissionReply | None]":
+        """Promise room for KV from `prefill_boot`, with a ticket, unless the attempt waits for
+        another's KV; None: there is no room. The future raises the engine's errors."""
         chain = self.engine.chain(request)
 
-        def admit(engine: Engine) -> AdmissionRequest | None:
-            if self._following.follows(request, chain, sharing):
-                self._command(attempt)
-                return AdmissionRequest(follows=True)
+        def admit(engine: Engine) -> AdmissionReply | None:
+            if self.single_flight.follows(request, chain, sharing):
+                self._note_command(attempt)
+                return AdmissionReply(follows=True)
             engine.limits.check(request)
-            ticket = self._receiver.admit(
+            ticket = self.receiver.admit(
                 attempt, request, prefill_boot, deadline + DEADLINE_SLACK_S
             )
             if ticket is None:
                 return None
-            self._following.leads(request, chain, sharing)
-            self._command(attempt)
-            return AdmissionRequest(ticket)
+            self.single_flight.leads(request, chain, sharing)
+            self._note_command(attempt)
+            return AdmissionReply(ticket)
 
         return self.thread.post(admit)
 
     def cancel(self, attempt: bytes, choices: Sequence[int] = ()) -> None:
-        """End an attempt, or some of its choices, wherever it is; its blocks are free then."""
+        """End an attempt, or some of its choices, in whatever state; then its blocks are free."""
 
         def cancel(engine: Engine) -> None:
-            self.departures.stay(attempt)
-            known = self._following.cancel(attempt, choices)
+            self.migrations.stay(attempt)
+            known = self.single_flight.cancel(attempt, choices)
             if choices:
-                known |= self._receiver.cancel_choices(attempt, choices)
+                known |= self.receiver.cancel_choices(attempt, choices)
             else:
-                known |= self._receiver.cancel(attempt, "cancelled")
+                known |= self.receiver.cancel(attempt, "cancelled")
             if not known:
                 engine.abort(attempt.hex(), choices)
             self._changed = True
@@ -229,97 +177,85 @@ class DecodeRuntime:
         self.thread.post(cancel)
 
     def park(self, attempt: bytes, parked: bool) -> None:
-        """No steps from here on, or steps again; a hand-off goes on either way."""
+        """Stop the attempt's steps, or let them go on; a hand-off goes on either way."""
 
         def park(engine: Engine) -> None:
-            self.departures.stay(attempt)
-            known = self._following.park(attempt, parked)
-            if not known and not self._receiver.park(attempt, parked):
+            self.migrations.stay(attempt)
+            known = self.single_flight.park(attempt, parked)
+            if not known and not self.receiver.park(attempt, parked):
                 (engine.park if parked else engine.unpark)(attempt.hex())
             self._changed = True
 
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether a hand-off is live and has no blocks yet, or it waits for KV that nobody has
-        begun to compute."""
+        """Whether its KV is not begun: its hand-off has no blocks yet, or the attempt that it
+        follows is still queued."""
 
         def look(_: Engine) -> bool:
-            first = self._following.first(attempt)
-            return self._receiver.is_waiting(first) or self._following.is_queued(first)
+            first = self.single_flight.first(attempt)
+            return self.receiver.is_waiting(first) or self.single_flight.is_queued(first)
 
         return self.thread.post(look)
 
     def hold(self, attempt: bytes) -> "Future[Any]":
-        """Stop a request for a move: Held, or None if it cannot move."""
-        return self.thread.post(lambda _: self.departures.hold(attempt))
+        """Stop a request that is to move. The future gives Held, or None if it cannot move."""
+        return self.thread.post(lambda _: self.migrations.hold(attempt))
 
     def move(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> "Future[Any]":
-        """Send a held request's KV; False: it is not held."""
-        return self.thread.post(lambda _: self.departures.send(attempt, ticket, address, receiver))
+        """Send a held request's KV. The future gives False if it is not held."""
+        return self.thread.post(lambda _: self.migrations.send(attempt, ticket, address, receiver))
 
     def stay(self, attempt: bytes) -> None:
-        """A held or moving request goes on here."""
-        self.thread.post(lambda _: self.departures.stay(attempt))
+        """Let a held or moving request go on here."""
+        self.thread.post(lambda _: self.migrations.stay(attempt))
 
     # on the engine thread
 
-    def snapshot(self) -> Snapshot:
-        receiver = self._receiver
-        stats = self.engine.stats()
-        leases = self._leases
+    @property
+    def _endpoints(self) -> Sequence[Sender | Receiver]:
+        return (self.receiver, self.sender)
+
+    def _load(self, stats: EngineStats) -> fleet_pb2.Load:
+        receiver, leases = self.receiver, self._leases
         stale = receiver.counters["stale"] + receiver.counters["late_frames"] + leases.stale
         load = load_of(stats, receiver.figures, receiver.refusals, stale)
-        load.waiting += receiver.num_live + self._following.num_waiting
-        load.following = self._following.num_waiting
-        load.attached = self._following.figures.attached
-        load.placed_again = self._following.figures.placed_again
+        load.waiting += receiver.num_live + self.single_flight.num_waiting
+        load.following = self.single_flight.num_waiting
+        load.attached = self.single_flight.figures.attached
+        load.placed_again = self.single_flight.figures.placed_again
         load.promised_tokens = receiver.promised_tokens
         load.reserved_idle_block_s = receiver.reserved_idle_block_s
         for counter, reason in REFUSED.items():
             load.refused_frames.add(reason=reason, count=receiver.counters[counter])
-        load.accounting_errors = self._audit.look(self.engine.discrepancy())
         load.inexact_handoffs = receiver.counters["inexact"]
-        load.last_command = self._last_command
-        load.moved_away, load.stayed = self.departures.num_gone, self.departures.num_stayed
+        load.moved_away, load.stayed = self.migrations.num_gone, self.migrations.num_stayed
         load.parked, load.adopted = leases.parked, leases.adopted
         load.park_expired, load.park_evicted = leases.expired, leases.evicted
-        added, removed = self.engine.take_prefix_events()
-        return load, added, removed
-
-    def close(self) -> None:
-        self.thread.close()
-        self._receiver.close()
-        self._sender.close()
-        if self._ring is not None:
-            self._ring.close()
-
-    def _command(self, attempt: bytes) -> None:
-        self._last_command = attempt
-        self._changed = True
+        return load
 
     def _poll(self) -> bool:
-        live = self._receiver.num_live + self._sender.num_live
-        more = self._receiver.poll()
-        self._following.poll()
-        more |= self._sender.poll()
+        live = self.receiver.num_live + self.sender.num_live
+        more = self.receiver.poll()
+        self.single_flight.poll()
+        more |= self.sender.poll()
         self._changed |= bool(live)
         return more
 
     def _received(self, received: Received) -> None:
-        self._following.arrived(received.attempt, received.num_tokens, landed=True)
-        self._sink.received(received)
+        self.single_flight.arrived(received.attempt, received.num_tokens, in_engine=True)
+        self._callbacks.on_received(received)
 
     def _verified(self, attempt: bytes, tokens: int, cached_tokens: int) -> None:
-        self._following.arrived(attempt, tokens)
-        self._sink.verified(attempt, tokens, cached_tokens)
+        self.single_flight.arrived(attempt, tokens)
+        self._callbacks.on_verified(attempt, tokens, cached_tokens)
 
     def _lost(self, attempt: bytes, reason: str) -> None:
-        self._following.over(attempt)
-        self._sink.lost(attempt, reason)
+        self.single_flight.over(attempt)
+        self._callbacks.on_lost(attempt, reason)
 
     def _on_step(self, step: Step) -> None:
         self._changed = True
-        self._sink.step(step, time.monotonic())
-        if self._following.on_step(step):
+        self._callbacks.on_step(step, time.monotonic())
+        if self.single_flight.on_step(step):
             self.thread.wake()

@@ -1,23 +1,24 @@
-"""The Decode service: validates, converts, calls DecodeCore."""
+"""The Decode service: it converts commands and calls DecodeCore."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeCommand, DecodeEvent, DecodeMessage
 from pdserve.protos.worker_pb2_grpc import DecodeServicer
+from pdserve.services.decode.attempt import DecodeSession
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.decode.served import DecodeSession
-from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import IdsCollector
 
 log = logging.getLogger(__name__)
 
 
 class DecodeService(DecodeServicer):
-    """One multiplexed session per router."""
+    """One multiplexed session for each router."""
 
     def __init__(self, core: DecodeCore) -> None:
         self._core = core
@@ -25,21 +26,12 @@ class DecodeService(DecodeServicer):
     async def Session(
         self, request_iterator: AsyncIterator[DecodeCommand], context: Any
     ) -> AsyncIterator[DecodeMessage]:
-        if not self._core.ready:
-            await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
-        session = self._core.open_session()
-        reader = asyncio.create_task(self._read(session, request_iterator))
-        reader.add_done_callback(lambda _: session.outbox.close())
-        try:
-            async for events in session.outbox:
+        batches = self._core.serve(partial(self._read, request_iterator), context)
+        async with aclosing(batches):
+            async for events in batches:
                 yield DecodeMessage(events=events)
-            if reader.done():
-                await reader  # its error, if it has one, ends the stream
-        finally:
-            reader.cancel()
-            self._core.close_session(session)
 
-    async def _read(self, session: DecodeSession, commands: AsyncIterator[DecodeCommand]) -> None:
+    async def _read(self, commands: AsyncIterator[DecodeCommand], session: DecodeSession) -> None:
         ids = IdsCollector()
         async for command in commands:
             match command.WhichOneof("command"):
@@ -55,11 +47,11 @@ class DecodeService(DecodeServicer):
                 case "resume":
                     self._core.resume(session, command.resume)
                 case "hold":
-                    self._core.moving.hold(session, command.hold.attempt)
+                    self._core.migrations.hold(session, command.hold.attempt)
                 case "move":
-                    self._core.moving.move(session, command.move)
+                    self._core.migrations.move(session, command.move)
                 case "stay":
-                    self._core.moving.stay(session, command.stay.attempt)
+                    self._core.migrations.stay(session, command.stay.attempt)
                 case "hello":
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:

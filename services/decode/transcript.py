@@ -1,4 +1,4 @@
-"""Everything that one attempt has said, so that it can be said again from any point; pure."""
+"""All output of one attempt, so that it can be sent again from any point; pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from pdserve.engine.api.request import (
     TokenLogprob,
 )
 
-MAX_IDS = 1024  # said again in one event; with log-probabilities:
+MAX_IDS = 1024  # ids repeated in one event; with log-probabilities fewer:
 MAX_LOGPROBS = 256
 
 
@@ -31,14 +31,14 @@ class Transcript:
 
     @property
     def weight(self) -> int:
-        """About the memory that it takes, in token ids, the prompt's with it."""
+        """About how much memory it takes, in token ids, including the prompt."""
         scores = [row for choice in self._logprobs for row in choice]
         scores += self._prompt.logprobs if self._prompt is not None else ()
         candidates = sum(1 + len(score.top) for score in scores)
         return self._prompt_len + sum(map(len, self._ids)) + 4 * candidates
 
     def take(self, event: NewTokens | PromptScored) -> None:
-        """Note what is said; events of a choice come in order."""
+        """Add an event; the events of a choice come in order."""
         if isinstance(event, PromptScored):
             self._prompt = event
             return
@@ -47,9 +47,9 @@ class Transcript:
         self._ends[event.choice] = event.finish or self._ends[event.choice]
 
     def covers(self, counts: Sequence[int]) -> bool:
-        """Whether all after the first `counts` ids of each choice can be said again.
+        """Whether all after the first `counts` ids of each choice can be sent again.
 
-        Of ids that another attempt generated the log-probabilities are not known here.
+        The log-probabilities of ids that another attempt generated are not known here.
         """
         return not self._scored or all(
             self._count(counts, choice) >= base for choice, base in enumerate(self._base)

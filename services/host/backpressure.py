@@ -1,7 +1,7 @@
-"""Answers to gRPC clients that read slowly or not at all: bounded in bytes, and in time.
+"""Answers to clients that read slowly or not at all: bounded in bytes, and in time.
 
 What a client has not read waits here. Past either bound its source is closed, which cancels the
-request, so that whoever computes it never waits for a client and keeps nothing for it.
+request: whoever computes the answer never waits for a client and keeps nothing for it.
 """
 
 import asyncio
@@ -9,86 +9,141 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
+from typing import Any, Generic, TypeVar
 
 from pdserve.protos.common_pb2 import CANCELLED
 from pdserve.services.host.errors import ServiceError
 
-MessageT = TypeVar("MessageT", bound=Message)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Backpressure:
-    """How long, and for how much, a client that does not read is waited for."""
+    """How much may be unread, and for how long, before a client is given up."""
 
     max_buffer_bytes: int = 1 << 20
     stall_s: float = 30.0
 
 
+class SlowReaderError(ServiceError):
+    """The client reads too slowly; the rest of its answer is dropped."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(CANCELLED, why)
+
+
+def _message_bytes(message: Any) -> int:
+    size: int = message.ByteSize()
+    return size
+
+
 async def deliver(
-    messages: AsyncGenerator[MessageT, None],
-    write: Callable[[MessageT], Awaitable[Any]],
-    patience: Backpressure,
+    source: AsyncGenerator[T, None],
+    write: Callable[[T], Awaitable[Any]],
+    limits: Backpressure,
+    size: Callable[[T], int] = _message_bytes,
+    join: Callable[[list[T]], T] | None = None,
+    interruptible: bool = False,
 ) -> None:
-    """Writes all messages; closes their source in any case.
+    """Write all that the source yields, and close the source in any case.
 
-    Raises ServiceError CANCELLED if the client does not read, and what the source raises once all
-    that came before is written. gRPC can end a call only when the message in its hands is taken:
-    that one, and the call, stay until the client reads, leaves or is found dead.
+    `size` gives the bytes of an item, by default of a protobuf message. With `join` all that is
+    unread goes out in one write. An `interruptible` write is cancelled at a bound. gRPC's is not:
+    gRPC can end a call only when the message in its hands is taken, so that message, and the call,
+    stay until the client reads, leaves or is found dead.
+
+    Raises SlowReaderError, and what the source raises once all that came before is written.
     """
-    unread: deque[MessageT] = deque()
-    num_bytes = 0
-    more = asyncio.Event()
-    over = False  # the source has said all
-    error: Exception | None = None
+    unread = _Unread(size, limits.max_buffer_bytes)
+    filling = asyncio.create_task(unread.fill(source))
     writing: asyncio.Future[Any] | None = None
-
-    def give_up(why: str) -> None:
-        nonlocal error
-        error = ServiceError(CANCELLED, why)
-        unread.clear()
-
-    async def pump() -> None:
-        nonlocal num_bytes, error, over
-        try:
-            async with aclosing(messages):
-                async for message in messages:
-                    unread.append(message)
-                    num_bytes += message.ByteSize()
-                    more.set()
-                    if num_bytes > patience.max_buffer_bytes:
-                        await asyncio.sleep(0)  # a burst: the writer may not have had its turn
-                    if num_bytes > patience.max_buffer_bytes:
-                        give_up(f"{num_bytes} bytes of the answer were not read")
-                        return
-        except Exception as raised:
-            error = raised
-        finally:
-            over = True
-            more.set()
-
-    pumping = asyncio.create_task(pump())
     try:
-        while unread or not over:
-            if not unread:
-                more.clear()
-                await more.wait()
+        while await unread.wait():
+            item = unread.take(join)
+            if interruptible:
+                try:
+                    async with asyncio.timeout(limits.stall_s) as unread.write_limit:
+                        await write(item)
+                except TimeoutError:
+                    if not isinstance(unread.error, SlowReaderError):
+                        unread.give_up(_stalled(limits))
+                    break
+                finally:
+                    unread.write_limit = None
                 continue
-            message = unread.popleft()
-            writing = asyncio.ensure_future(write(message))
-            await asyncio.wait((writing,), timeout=patience.stall_s)
+            writing = asyncio.ensure_future(write(item))
+            await asyncio.wait((writing,), timeout=limits.stall_s)
             if not writing.done():
-                pumping.cancel()
-                await asyncio.gather(pumping, return_exceptions=True)
-                give_up(f"nothing of the answer was read for {patience.stall_s:g} s")
+                filling.cancel()
+                await asyncio.gather(filling, return_exceptions=True)
+                unread.give_up(_stalled(limits))
             await writing
-            num_bytes -= message.ByteSize()
-        if error is not None:
-            raise error
+        if unread.error is not None:
+            raise unread.error
     finally:
-        for task in (pumping, writing):
+        for task in (filling, writing):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def _stalled(limits: Backpressure) -> str:
+    return f"nothing of the answer was read for {limits.stall_s:g} s"
+
+
+class _Unread(Generic[T]):
+    """What the source has produced and the client has not taken yet."""
+
+    def __init__(self, size: Callable[[T], int], max_bytes: int) -> None:
+        self.error: Exception | None = None  # how the answer ends; None: in order
+        self.write_limit: asyncio.Timeout | None = None  # of a write that may be cut
+        self._size = size
+        self._max_bytes = max_bytes
+        self._items: deque[T] = deque()
+        self._num_bytes = 0  # of the items; what is being written does not count
+        self._more = asyncio.Event()
+        self._ended = False  # the source yields nothing more
+
+    async def fill(self, source: AsyncGenerator[T, None]) -> None:
+        """Read the source to its end, or to the bound."""
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    self._items.append(item)
+                    self._num_bytes += self._size(item)
+                    self._more.set()
+                    if self._num_bytes > self._max_bytes:
+                        await asyncio.sleep(0)  # a burst: the writer may not have had its turn
+                    if self._num_bytes > self._max_bytes:
+                        self.give_up(f"{self._num_bytes} bytes of the answer were not read")
+                        if self.write_limit is not None:
+                            self.write_limit.reschedule(0)  # at once
+                        return
+        except Exception as raised:
+            self.error = raised
+        finally:
+            self._ended = True
+            self._more.set()
+
+    def give_up(self, why: str) -> None:
+        """Drop all that is unread."""
+        self.error = SlowReaderError(why)
+        self._items.clear()
+
+    async def wait(self) -> bool:
+        """Whether there is something to write; False at the end."""
+        while not self._items and not self._ended:
+            self._more.clear()
+            await self._more.wait()
+        return bool(self._items)
+
+    def take(self, join: Callable[[list[T]], T] | None) -> T:
+        """What is to be written next."""
+        if join is None:
+            item = self._items.popleft()
+            self._num_bytes -= self._size(item)
+            return item
+        items = list(self._items)
+        self._items.clear()
+        self._num_bytes = 0
+        return join(items)

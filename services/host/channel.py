@@ -1,9 +1,14 @@
-"""Channels to other processes; every call on one carries the cluster secret."""
+"""How processes reach each other: addresses, and channels whose calls carry the cluster secret."""
 
+import ipaddress
+import logging
+import socket
 from typing import Any
 
 import grpc
 import grpc.aio
+
+log = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
@@ -34,9 +39,9 @@ def bearer(secret: str) -> tuple[tuple[str, str], ...]:
 
 
 class SecretChannel(grpc.aio.Channel):
-    """Delegates to a channel and adds the secret to each call's metadata.
+    """A channel that adds the secret to each call's metadata.
 
-    Client interceptors would do it too, but they put a queue and two tasks before each stream.
+    Client interceptors could do this too, but they put a queue and two tasks before each stream.
     """
 
     def __init__(self, inner: grpc.aio.Channel, secret: str) -> None:
@@ -83,3 +88,40 @@ class SecretChannel(grpc.aio.Channel):
 def open_channel(address: str, secret: str) -> grpc.aio.Channel:
     """A channel to host:port; connects at the first call. Close it to free its socket."""
     return SecretChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), secret)
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses that host:port stands for now; empty if it cannot be resolved."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        log.debug("%s: %s", name, error)
+        return []
+    hosts = {str(address[4][0]) for address in found}
+    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
+
+
+def advertised(bound: str, advertise: str = "") -> str:
+    """host:port for others. `advertise` may leave the port out, or give 0, for the bound one;
+    empty with a wildcard bind means this machine's own address."""
+    host, _, port = bound.rpartition(":")
+    if advertise:
+        wanted, colon, wanted_port = advertise.rpartition(":")
+        if not colon or "]" in wanted_port:
+            return f"{advertise}:{port}"
+        return f"{wanted}:{wanted_port if wanted_port not in ('', '0') else port}"
+    try:
+        wildcard = ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        wildcard = False
+    return f"{_own_address()}:{port}" if wildcard else bound
+
+
+def _own_address() -> str:
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return name
+    return str(found[0][4][0])

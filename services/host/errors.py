@@ -1,6 +1,6 @@
-"""The error catalogue: one row per proto ErrorCode, and its translation to and from gRPC.
+"""The error catalogue: one row for each proto ErrorCode, and its translation to and from gRPC.
 
-A ServiceError's message is public text. Internal detail goes to the log, never into one.
+The message of a ServiceError is public text. Internal detail goes to the log, never into it.
 """
 
 import math
@@ -58,11 +58,6 @@ class ServiceError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-
-    @property
-    def http_status(self) -> int:
-        """The status a REST client sees."""
-        return HTTP_STATUS[self.code]
 
     def to_failure(self) -> pb.Failure:
         """As it travels; `retry_after_s` is rounded up to whole milliseconds."""

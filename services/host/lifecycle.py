@@ -10,7 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-# How a service tells its parent where it stands: "listening", "loading", "ready", with figures.
+# How a service tells its parent what it does: "listening", "loading" or "ready", with figures.
 Report = Callable[[str, dict[str, Any]], None]
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def silent(event: str, figures: dict[str, Any]) -> None:
-    """The Report of a service that nobody started from Python."""
+    """The Report of a service that was started from a command line."""
 
 
 async def run_until_signal(
@@ -33,8 +33,8 @@ async def run_until_signal(
     """Wait for SIGTERM or SIGINT, then end in order; returns the exit code.
 
     `drain` returns when nothing runs any more and may take `drain_s`; `stop(grace_s)` closes the
-    servers. If `failed` (a future or task of the service's own) ends first, there is nothing to
-    drain and the code is 1; its exception is logged here, and without one its owner tells why.
+    servers. If `failed` (a future or task of the service) ends first, there is nothing to drain and
+    the code is 1. Its exception is logged here; without one its owner has logged the reason.
     Call it on the main thread.
     """
     loop = asyncio.get_running_loop()

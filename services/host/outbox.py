@@ -1,4 +1,4 @@
-"""Events waiting for a slow peer: unbounded in time, merged in space, never blocking a writer.
+"""Events that wait for a slow peer. Writers never block, and consecutive Tokens merge.
 
 Used on the loop's thread only. Order is kept; only consecutive Tokens of one choice merge.
 """
@@ -21,7 +21,7 @@ EventT = TypeVar("EventT", bound=Message)
 
 
 class Outbox(Generic[EventT]):
-    """What one stream has still to send. `async for batch in outbox` gives lists of events."""
+    """The events that one stream has yet to send. `async for batch in outbox` gives lists."""
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
@@ -68,7 +68,7 @@ class Outbox(Generic[EventT]):
         return True
 
     def close(self) -> None:
-        """End the iteration after what was put so far."""
+        """End the iteration after the events that were put so far."""
         self._closed = True
         self._wake.set()
 
@@ -88,7 +88,7 @@ class Outbox(Generic[EventT]):
         return batch
 
     def _forget(self, batch: list[EventT]) -> None:
-        """Sent events must not be merged into."""
+        """No Tokens may merge into events that are sent."""
         for event in batch:
             if isinstance(event, RequestEvent | DecodeEvent):
                 key = (event.tokens.attempt, event.tokens.choice)

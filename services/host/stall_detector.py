@@ -1,26 +1,27 @@
-"""Whether an engine is frozen, judged by looks at its counter. Pure, time is an argument.
+"""Finds a frozen engine by looking at its step counter. Pure.
 
-A look that finds the counter moved, or no work, begins anew. Both time and a number of looks must
-pass: after a pause of its own process (SIGSTOP, a suspended machine) the one who looks has seen
-nothing, however late it is, and what the other has said meanwhile comes in order.
+The wait begins again when a look finds that the counter has moved, or that there is no work. Both a
+time and a number of looks must pass: if the watching process itself was paused (SIGSTOP, a
+suspended machine), much time has passed in which it saw nothing.
 """
 
 from dataclasses import dataclass
 
-FROZEN_S = 8.0  # so that it is found within 10 s, with the time that a step may take by itself
-MIN_LOOKS = 16  # a living engine moves once a second: eleven looks at ten a second
+FROZEN_S = 8.0  # a frozen engine is found within 10 s, with the time that a step may take
+MIN_LOOKS = 16  # a living engine moves once a second: that is eleven looks at ten a second
 
 
 @dataclass(slots=True)
 class StallDetector:
-    """The counter of one engine, as far as it was seen."""
+    """What was seen of one engine's counter."""
 
     counter: int = -1
-    since: float = 0.0  # when it last moved, or had no work
-    looks: int = 0  # since then
+    since: float = 0.0  # when the counter last moved, or there was no work
+    looks: int = 0  # looks since then
 
     def look(self, counter: int, busy: bool, now: float) -> bool:
-        """Whether the engine is frozen."""
+        """Note the counter, whether there is work, and the time; returns whether the engine is
+        frozen."""
         if counter != self.counter or not busy:
             self.counter, self.since, self.looks = counter, now, 0
             return False

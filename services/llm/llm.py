@@ -16,8 +16,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Event, Request, RequestFailed, SamplingParams, Step
 from pdserve.engine.build import build_engine
@@ -42,15 +40,13 @@ class LLM:
 
     def __init__(self, model: str = "", *, threads: int = 0, **options: Any) -> None:
         """`model` as for `pdserve up --model`; `options` are the fields of EngineConfig
-        (`weights="bf16"`, `kv_tokens=8192`, ...); `threads` 0 leaves torch's setting alone.
+        (`weights="bf16"`, `kv_tokens=8192`, ...); `threads` 0 takes all cores.
 
         Raises TypeError for an unknown option, OptionError for a bad value, CheckpointError.
         """
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, threads=threads, **options)
         for option in options_of(EngineConfig):
             option.accept(getattr(config, option.field), "LLM")
-        if threads:
-            torch.set_num_threads(threads)
         engine, self.card = build_engine(config)
         text_card = TextCard(
             self.card.vocab_size, self.card.eos_ids, self.card.bos_id, self.card.adds_bos

@@ -1,19 +1,18 @@
 """What prefill does for its routers: attempts from PrefillStart to Done or Failed.
 
 Everything runs on the loop; the engine thread is reached through PrefillRuntime. A lost session
-does not end its attempts: decode answers the Claim of one that nobody wants any more with Gone. A
-router that adopted an attempt says its PrefillStart again and is told of it from then on: an
-attempt that has ended does not begin anew, its end is said again, since whoever heard of it may be
-gone.
+does not end its attempts: decode answers the Claim of an attempt that nobody wants any more with
+Gone. A router that has adopted an attempt sends its PrefillStart again, and its events go to that
+router from then on. If the attempt has ended, its last event is sent again, since the router that
+received it first may be gone.
 """
 
-import asyncio
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
@@ -24,105 +23,73 @@ from pdserve.engine.kv.identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.outbox import Outbox
 from pdserve.services.prefill.runtime import PrefillRuntime
-from pdserve.services.worker.sessions import Sessions
+from pdserve.services.worker.core import RouterSession, WorkerCore, when_done
 
 log = logging.getLogger(__name__)
 
-MAX_ENDED = 1024  # attempts whose end is remembered, for a router that asks late
+MAX_ENDED = 1024  # attempts whose last event is kept, for a router that asks late
+PrefillSession = RouterSession[wire.PrefillEvent]
 
 
-@dataclass(eq=False, slots=True)
-class PrefillSession:
-    """One router's stream; its attempts outlive it."""
-
-    outbox: Outbox[wire.PrefillEvent] = field(default_factory=Outbox[wire.PrefillEvent])
-    lost: bool = False
-
-
-class PrefillCore:
+class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
     """All attempts of one prefill process."""
 
     def __init__(self) -> None:
-        self.num_stale = 0  # messages of unknown attempts
-        self._part: PrefillRuntime | None = None
-        self._sessions: dict[bytes, PrefillSession] = {}  # by attempt
-        self._tickets: dict[bytes, bytes] = {}  # their public ids, by attempt
+        super().__init__()
+        self._owners: dict[bytes, PrefillSession] = {}  # by attempt: the session that hears of it
+        self._tickets: dict[bytes, bytes] = {}  # ticket ids by attempt
         self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
-        self._open = Sessions()
-        self._draining = False
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def attach(self, part: PrefillRuntime) -> None:
-        self._part = part
 
     @property
-    def ready(self) -> bool:
-        return self._part is not None
+    def num_attempts(self) -> int:
+        """Attempts that have not ended."""
+        return len(self._owners)
 
     async def drain(self) -> None:
-        """What has begun is finished; the rest is handed back, so that others do it."""
+        """Finish what has begun; the rest is handed back, so that other workers do it."""
         self._draining = True
-        if self._part is not None:
-            self._part.hand_back()
-        await self._empty.wait()
-        await self._open.end()
-
-    def open_session(self) -> PrefillSession:
-        session = PrefillSession()
-        self._open.opened(session)
-        return session
-
-    def close_session(self, session: PrefillSession) -> None:
-        session.lost = True
-        session.outbox.close()
-        self._open.closed(session)
+        if self._runtime is not None:
+            self._runtime.hand_back()
+        await super().drain()
 
     def start(self, session: PrefillSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
-        """Answered with PrefillAccepted, Busy or PrefillFailed; with its end if it is over."""
+        """Answered with PrefillAccepted, Busy or PrefillFailed; if it has ended, with its end."""
         if self._again(session, start):
             return
         try:
-            part = self._part
-            if part is None or self._draining:
+            runtime = self._runtime
+            if runtime is None or self._draining:
                 raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
-            ticket = self._ticket(start, part)
+            ticket = self._ticket(start, runtime)
         except ServiceError as error:
             session.outbox.put(_failed(start.attempt, error, handed_back=self._draining))
             return
-        self._sessions[start.attempt] = session
+        self._owners[start.attempt] = session
         self._tickets[start.attempt] = ticket.id
         self._empty.clear()
         deadline = float("inf")
         if start.remaining_ms:
             deadline = time.monotonic() + start.remaining_ms / 1000
         address, receiver = start.ticket.data_address, start.kv_identity.digest
-        future = part.start_sending(
+        future = runtime.start_sending(
             ticket, address, tuple(ids), start.cache_salt, deadline, receiver
         )
-        loop = asyncio.get_running_loop()
-
-        def done(future: "Future[Any]") -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._started, start.attempt, future)
-
-        future.add_done_callback(done)
+        when_done(future, partial(self._started, start.attempt))
 
     def cancel(self, session: PrefillSession, attempt: bytes) -> None:
-        """One-way: no event follows, unless it is started again. Stale if another session has
-        taken the attempt over."""
-        owner = self._sessions.get(attempt)
-        if self._part is None or owner is None or (owner is not session and not owner.lost):
+        """No event follows, unless the attempt is started again. The cancel counts as stale if
+        another session has taken the attempt over."""
+        owner = self._owners.get(attempt)
+        if self._runtime is None or owner is None or (owner is not session and not owner.lost):
             self.num_stale += 1
             return
         self._forget(attempt)
         self._remember(attempt, _failed(attempt, ServiceError(pb.UNAVAILABLE, "cancelled")))
-        self._part.cancel(attempt)
+        self._runtime.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
-        """The hand-off is over, one way or the other."""
+        """The hand-off has completed or failed."""
         _log(sent)
         session = self._forget(sent.attempt)
         if session is None:
@@ -132,15 +99,15 @@ class PrefillCore:
         session.outbox.put(event)
 
     def _again(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
-        """Whether the attempt is over, or known under this ticket: then the session that says it
-        again has it."""
+        """Whether the attempt has ended, or runs under this ticket; if it runs, its events go to
+        this session from now on."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
             session.outbox.put(ended)
             return True
         if self._tickets.get(start.attempt) != start.ticket.id or not start.ticket.id:
             return False
-        self._sessions[start.attempt] = session
+        self._owners[start.attempt] = session
         accepted = wire.PrefillAccepted(attempt=start.attempt)
         session.outbox.put(wire.PrefillEvent(accepted=accepted))
         return True
@@ -150,7 +117,7 @@ class PrefillCore:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _ticket(self, start: wire.PrefillStart, part: PrefillRuntime) -> Ticket:
+    def _ticket(self, start: wire.PrefillStart, runtime: PrefillRuntime) -> Ticket:
         given = start.ticket
         for name, value, size in (
             ("attempt", start.attempt, ID_BYTES),
@@ -160,22 +127,22 @@ class PrefillCore:
         ):
             if len(value) != size:
                 raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
-        if start.attempt in self._sessions:
+        if start.attempt in self._owners:
             raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
         theirs = KvIdentity.of(start.kv_identity)
-        other = refusal(part.engine.kv_identity, theirs, part.mixing)
+        other = refusal(runtime.engine.kv_identity, theirs, runtime.mixing)
         if other is not None:
             raise ServiceError(pb.INVALID_ARGUMENT, other.text, "kv_identity")
-        return Ticket(given.id, given.secret, start.attempt, part.boot, given.decode_boot)
+        return Ticket(given.id, given.secret, start.attempt, runtime.boot, given.decode_boot)
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:
-        session = self._sessions.get(attempt)
+        session = self._owners.get(attempt)
         if session is None:
             return
         try:
             future.result()
         except QueueFull:
-            busy = wire.Busy(attempt=attempt, waiting=len(self._sessions) - 1)
+            busy = wire.Busy(attempt=attempt, waiting=len(self._owners) - 1)
             session.outbox.put(wire.PrefillEvent(busy=busy))
         except EngineError as error:
             too_long = isinstance(error, ContextLengthExceeded)
@@ -192,9 +159,9 @@ class PrefillCore:
         self._forget(attempt)
 
     def _forget(self, attempt: bytes) -> PrefillSession | None:
-        session = self._sessions.pop(attempt, None)
+        session = self._owners.pop(attempt, None)
         self._tickets.pop(attempt, None)
-        if not self._sessions:
+        if not self._owners:
             self._empty.set()
         return session
 

@@ -1,59 +1,37 @@
 """The prefill process: builds its parts, serves, drains."""
 
-import asyncio
-
 import grpc.aio
-import torch
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.engine import Engine
 from pdserve.protos.worker_pb2_grpc import add_PrefillServicer_to_server
 from pdserve.services.host.lifecycle import Report, silent
-from pdserve.services.host.logs import configure_logging
 from pdserve.services.prefill.core import PrefillCore
 from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.prefill.servicer import PrefillService
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.worker import Progress, on_loop, serve_worker
+from pdserve.services.worker.process import run_worker
+from pdserve.services.worker.role import WorkerRole
 
 
-class PrefillRole:
-    """See services/worker/worker.py Role; construct it inside the running loop."""
+class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
+    """The parts of a prefill process."""
 
-    services = ("pdserve.v1.Prefill",)
+    service = "pdserve.v1.Prefill"
 
     def __init__(self, settings: PrefillSettings, config: EngineConfig) -> None:
-        self.core = PrefillCore()
-        self._settings = settings
-        self._config = config
-        self._part: PrefillRuntime | None = None
-        self._loop = asyncio.get_running_loop()
+        super().__init__(settings, config, PrefillCore())
 
     def register(self, server: grpc.aio.Server) -> None:
         add_PrefillServicer_to_server(PrefillService(self.core), server)
 
-    def build(self, boot: bytes, progress: Progress) -> PrefillRuntime:
-        if self._settings.threads:
-            torch.set_num_threads(self._settings.threads)
-        engine, card = build_engine(self._config, progress)
-        on_ended = on_loop(self._loop, self.core.on_ended)
-        self._part = PrefillRuntime(self._settings, engine, card, boot, on_ended)
-        return self._part
-
-    def attach(self) -> None:
-        assert self._part is not None  # built
-        self.core.attach(self._part)
-
-    async def drain(self) -> None:
-        await self.core.drain()
-
-
-async def serve(settings: PrefillSettings, config: EngineConfig, report: Report) -> int:
-    return await serve_worker(settings, PrefillRole(settings, config), report)
+    def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> PrefillRuntime:
+        on_ended = self.on_loop(self.core.on_ended)
+        return PrefillRuntime(self.settings, engine, card, boot, on_ended)
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
     what loading the model raises."""
-    configure_logging("prefill", settings.log_level)
-    return asyncio.run(serve(settings, engine, report))
+    return run_worker(settings, lambda: PrefillRole(settings, engine), "prefill", report)

@@ -1,14 +1,14 @@
-"""The Prefill service: validates, converts, calls PrefillCore."""
+"""The Prefill service: it converts commands and calls PrefillCore."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage
 from pdserve.protos.worker_pb2_grpc import PrefillServicer
-from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import IdsCollector
 from pdserve.services.prefill.core import PrefillCore, PrefillSession
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService(PrefillServicer):
-    """One multiplexed session per router."""
+    """One multiplexed session for each router."""
 
     def __init__(self, core: PrefillCore) -> None:
         self._core = core
@@ -24,21 +24,12 @@ class PrefillService(PrefillServicer):
     async def Session(
         self, request_iterator: AsyncIterator[PrefillCommand], context: Any
     ) -> AsyncIterator[PrefillMessage]:
-        if not self._core.ready:
-            await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
-        session = self._core.open_session()
-        reader = asyncio.create_task(self._read(session, request_iterator))
-        reader.add_done_callback(lambda _: session.outbox.close())
-        try:
-            async for events in session.outbox:
+        batches = self._core.serve(partial(self._read, request_iterator), context)
+        async with aclosing(batches):
+            async for events in batches:
                 yield PrefillMessage(events=events)
-            if reader.done():
-                await reader  # its error, if it has one, ends the stream
-        finally:
-            reader.cancel()
-            self._core.close_session(session)
 
-    async def _read(self, session: PrefillSession, commands: AsyncIterator[PrefillCommand]) -> None:
+    async def _read(self, commands: AsyncIterator[PrefillCommand], session: PrefillSession) -> None:
         ids = IdsCollector()
         async for command in commands:
             match command.WhichOneof("command"):

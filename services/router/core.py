@@ -17,7 +17,7 @@ from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests.effects import Client
+from pdserve.services.router.requests.request import Client
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RouterCore:
 
     def stop_taking(self) -> None:
         """Refuse new requests from now on."""
-        self.dispatcher.draining = True
+        self.dispatcher.drain()
 
     async def drain(self) -> None:
         """Take no new request; return when none has a client here any more."""
@@ -181,8 +181,8 @@ class RouterCore:
             prefill_local=self.dispatcher.prefills["local"],
             prefill_remote=self.dispatcher.prefills["remote"],
             retries=self.dispatcher.num_retries,
-            moves=self.dispatcher.moves.num_done,
-            moves_failed=self.dispatcher.moves.failed.total(),
-            moved_tokens=self.dispatcher.moves.num_tokens,
-            moved_bytes=self.dispatcher.moves.num_bytes,
+            moves=self.dispatcher.migrations.num_done,
+            moves_failed=self.dispatcher.migrations.failed.total(),
+            moved_tokens=self.dispatcher.migrations.num_tokens,
+            moved_bytes=self.dispatcher.migrations.num_bytes,
         )

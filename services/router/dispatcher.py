@@ -1,45 +1,44 @@
-"""All requests of the router: places them, queues them, routes workers' events to them.
+"""All requests of the router: takes them from clients, and routes workers' events to them.
 
-Synchronous, time is an argument; the shell around it owns the sockets. One flow per (client,
-request); messages that name an unknown or ended attempt are counted and ignored.
+Synchronous, time is an argument; the shell around it owns the sockets. There is one request per
+(client, request id). A message that names an unknown or ended attempt is counted and ignored.
 """
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from random import Random
 
 from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.request_progress import RequestProgress
-from pdserve.services.router.fleet.compatibility import KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.placement.facts import FactsOfWorkers, destination
-from pdserve.services.router.placement.policy import Rules, decide
-from pdserve.services.router.placement.promised_chains import PromisedChains
-from pdserve.services.router.placement.queues import Queues
-from pdserve.services.router.placement.recompute_budget import RecomputeBudget
-from pdserve.services.router.requests import adoption, single_flight, worker_events
-from pdserve.services.router.requests.effects import Attempt, Client
-from pdserve.services.router.requests.migration import Migrations, leaving
+from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.actions import FailureReason
+from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.machine import MAX_CRASHES
+from pdserve.services.router.requests.migrations import Migrations
+from pdserve.services.router.requests.placer import Placer
 from pdserve.services.router.requests.recently_finished import RecentlyFinished
-from pdserve.services.router.requests.refusal import refusal
-from pdserve.services.router.requests.request import MAX_CANDIDATES, RoutedRequest
+from pdserve.services.router.requests.request import (
+    FAILURES,
+    Assignment,
+    Client,
+    Command,
+    RoutedRequest,
+)
 
-log = logging.getLogger(__name__)
-
-MAX_ADMITTING = 16  # unanswered Admits of one decode worker
 BUSY_S = 0.1  # a busy worker is asked again after this, or with its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age
-Command = wire.DecodeCommand | wire.PrefillCommand
 
 
 class Dispatcher:
-    """Implements Switchboard for its flows."""
+    """Implements Effects for its requests."""
 
     def __init__(
         self,
@@ -51,254 +50,200 @@ class Dispatcher:
         now: float,
     ) -> None:
         self.fleet = fleet
-        self._rules = rules
         self._send = send
-        self._rng = rng
         self._max_queued = max_queued
         self._started = now
-        self._num_flows = 0
-        self._flows: dict[tuple[bytes, str], RoutedRequest] = {}
+        self._num_submitted = 0
+        self._requests: dict[tuple[bytes, str], RoutedRequest] = {}
         self._by_attempt: dict[bytes, RoutedRequest] = {}
-        self._admitting: Counter[bytes] = Counter()  # by boot of the decode worker
-        self._queues: Queues[RoutedRequest] = Queues()
         self._models: set[str] = set()  # every name that was ever served here
-        self.draining = False
+        self._recently_finished = RecentlyFinished()
         self.trace = EventLog()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
-        self.reasons: Counter[str] = Counter()  # of decisions
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
         self.num_adopted = 0  # attempts that went on where another session had left them
-        self.migrations: RecomputeBudget[RoutedRequest] = RecomputeBudget()
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
-        self.kinship = KvCompatibility(rules.mixing)
-        self._endings = RecentlyFinished()
-        self.promised = PromisedChains()
-        self.moves = Migrations(self)
+        self.placer = Placer(fleet, rules, rng)
+        self.migrations = Migrations(fleet, self.placer)
+
+    @property
+    def requests(self) -> Iterator[RoutedRequest]:
+        """Those that have not ended."""
+        return iter(self._requests.values())
+
+    @property
+    def attempts(self) -> dict[bytes, RoutedRequest]:
+        """Their requests by the ids of the attempts that are open; not to be changed."""
+        return self._by_attempt
 
     @property
     def num_running(self) -> int:
-        return len(self._flows)
+        return len(self._requests)
 
     @property
     def num_attended(self) -> int:
         """Requests whose client is here; the gateway of the others has gone, or went elsewhere."""
-        return sum(flow.orphan_since is None for flow in self._flows.values())
+        return sum(r.state.orphan_since is None for r in self._requests.values())
 
     @property
     def num_queued(self) -> int:
-        return len(self._queues) + self.migrations.num_waiting + len(self.kinship.stranded)
+        return len(self.placer.waiting)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self.placer.draining
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.placer.draining = True
 
     # --- clients
 
-    def submit(self, answer: RequestProgress, client: Client, now: float) -> None:
+    def submit(self, progress: RequestProgress, client: Client, now: float) -> None:
         """Take a request; whatever is wrong with it arrives as its Failed."""
-        start = answer.start
+        start = progress.start
         key = (client.key, start.request)
-        old, asked = self._flows.get(key), None
+        old, asked = self._requests.get(key), None
         if old is not None:
-            if start.epoch <= old.epoch:
+            if start.epoch <= old.state.epoch:
                 self.num_stale += 1
                 return
-            asked = adoption.hand_on(old, start, answer)
+            asked = old.reissue(progress, now)
             self._forget(old)
-        self._endings.restore(key, start)
-        self._num_flows += 1
-        flow = RoutedRequest(self, answer, client, self._num_flows, now)
-        self._flows[key] = flow
-        if asked is not None:
-            self._by_attempt[asked.id] = flow
-            adoption.take_over(flow, asked)
+        self._recently_finished.restore(key, start)
+        self._num_submitted += 1
+        request = RoutedRequest(self, progress, client, self._num_submitted, now)
+        self._requests[key] = request
+        if old is not None and asked is not None:
+            request.succeed(old, asked)
+            self._by_attempt[asked.id] = request
             return
-        full = self.num_queued >= self._max_queued and not self._can_begin(flow, now)
-        young = now - self._started < YOUNG_S
-        error = refusal(flow, self.draining, full, self._models, young)
+        error = self._refusal(request, now)
         if error is not None:
-            flow.fail(error.code, error.message, now, error.param, error.retry_after_s)
-        elif answer.complete:
-            flow.fail(pb.INVALID_ARGUMENT, "every choice has already ended", now, "choices")
-        elif start.HasField("placement"):
-            adoption.seek(flow, now)
+            request.step(on.RequestRefused(error), now)
         else:
-            self.place(flow, now)
+            request.submit(now)
+
+    def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | None:
+        """Why the request is not taken; None: it is."""
+        if self.draining:
+            return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
+        if request.state.crash_count >= MAX_CRASHES:
+            return FAILURES[FailureReason.POISON]
+        # It was taken once, so it is taken again.
+        resumed = request.progress.start.HasField("placement") or request.progress.begun
+        full = self.num_queued >= self._max_queued and not self.placer.can_begin(request, now)
+        if full and not resumed:
+            return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
+        young = now - self._started < YOUNG_S  # workers may still be joining
+        known = request.model in self._models or (young and (resumed or not self._models))
+        if not known and not self._models:
+            return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+        if not known:
+            text = f"model {request.model!r} is not served"
+            return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
+        if request.progress.complete:
+            return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
+        return None
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
         """A client's Cancel; of an unknown request it is stale."""
-        flow = self._flows.get((client.key, request))
-        if flow is None:
+        found = self._requests.get((client.key, request))
+        if found is None:
             self.num_stale += 1
         else:
-            flow.cancel(choices, now)
-            self.pump(now)
+            found.cancel(choices, now)
+            self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
         """Its session ended: its requests end too, unless issued again in time."""
-        for flow in self._flows.values():
-            if flow.owner is client and flow.orphan_since is None:
-                flow.orphan_since = now
+        for request in self._requests.values():
+            if request.client is client:
+                request.step(on.ClientLeft(), now)
 
-    # --- Switchboard
+    # --- Effects
 
-    def emit(self, flow: RoutedRequest, event: RequestEvent) -> None:
+    def emit(self, request: RoutedRequest, event: RequestEvent) -> None:
         if event.HasField("tokens"):
-            self.migrations.runs(flow)
-        flow.owner.put(event)
+            self.placer.budget.runs(request)
+        request.client.put(event)
+
+    def place(self, request: RoutedRequest, now: float) -> None:
+        self.placer.place(request, now)
 
     def find(self, boot: bytes) -> Worker | None:
         worker = self.fleet.get(boot)
         return worker if worker and worker.connected and not worker.frozen else None
 
-    def may_join(self, boot: bytes, now: float) -> bool:
+    def reach(self, boot: bytes, now: float) -> Reachability:
         worker = self.fleet.get(boot)
-        return now - self._started < YOUNG_S if worker is None else not worker.frozen
+        if worker is None:
+            may_join = now - self._started < YOUNG_S
+        elif worker.connected and not worker.frozen:
+            return Reachability.YES
+        else:
+            may_join = not worker.frozen
+        return Reachability.NOT_YET if may_join else Reachability.NO
 
-    def adopted(self, flow: RoutedRequest) -> None:
-        self.num_adopted += 1
-        if flow.answer.begun:
-            self.migrations.runs(flow)
-
-    def to_decode(self, worker: Worker, command: wire.DecodeCommand) -> None:
+    def send(self, worker: Worker, command: Command) -> None:
         self._send(worker, command)
 
-    def to_prefill(self, worker: Worker, command: wire.PrefillCommand) -> None:
-        self._send(worker, command)
-
-    def opened(self, flow: RoutedRequest, attempt: Attempt, now: float) -> None:
-        self._by_attempt[attempt.id] = flow
+    def opened(
+        self, request: RoutedRequest, attempt: Assignment, how: do.OpenAttempt, now: float
+    ) -> None:
+        self._by_attempt[attempt.id] = request
         if attempt.adopted:  # no new work, and its beginning is in the trace
             return
-        self.trace.route(attempt.id, flow.num_attempts, flow.ordinal)
-        self._admitting[attempt.decode.boot] += 1
-        tokens = 0 if attempt.follows or attempt.moves else len(attempt.ids)
-        attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
-        if attempt.prefill is not None:
-            attempt.prefill.commanded(attempt.id, tokens, now)
-        self.num_retries += flow.num_attempts > 1 and not attempt.moves
+        num_attempts = request.state.num_attempts
+        self.trace.route(attempt.id, num_attempts, request.ordinal)
+        self.placer.opened(attempt, how, now)
+        self.num_retries += num_attempts > 1 and not how.migrates
 
-    def closed(self, attempt: Attempt) -> None:
+    def answered(self, attempt: Assignment) -> None:
+        self.placer.answered(attempt)
+
+    def closed(self, request: RoutedRequest, attempt: Assignment, lost: str) -> None:
         if not attempt.adopted:
-            self.trace.unroute(attempt.id, attempt.lost)
-        self.promised.drop(attempt.id)
-        flow = self._by_attempt.pop(attempt.id, None)
-        if flow is not None and flow.move is not None and flow.move.source is attempt:
-            self.moves.drop(flow, "its source is over")
-        if flow is not None:
-            self.migrations.stopped(flow)
-        if flow is not None and not attempt.answered:
-            self.answered(attempt)
-        attempt.decode.unreported.pop(attempt.id, None)
-        if attempt.prefill is not None:
-            attempt.prefill.unreported.pop(attempt.id, None)
+            self.trace.unroute(attempt.id, lost)
+        self._by_attempt.pop(attempt.id, None)
+        self.placer.closed(request, attempt)
 
-    def flows(self) -> Iterable[RoutedRequest]:
-        return self._flows.values()
+    def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
+        self.placer.taken(request, attempt)
 
-    def leaving(self) -> list[Worker]:
-        return leaving(w for w in self.fleet.workers.values() if w.hello.role == DECODE)
+    def adopted(self, request: RoutedRequest) -> None:
+        self.num_adopted += 1
+        if request.progress.begun:
+            self.placer.budget.runs(request)
 
-    def answered(self, attempt: Attempt) -> None:
-        attempt.answered = True
-        self._admitting[attempt.decode.boot] -= 1
-        if not self._admitting[attempt.decode.boot]:
-            del self._admitting[attempt.decode.boot]
+    def count_prefill(self, remote: bool) -> None:
+        self.prefills["remote" if remote else "local"] += 1
 
-    def ended(self, flow: RoutedRequest, now: float, error: ServiceError | None) -> None:
-        self._forget(flow)
-        if error is None and flow.attempt is not None:
-            self._endings.add((flow.owner.key, flow.request), flow.epoch, flow.placement, now)
+    def migration_begun(self, request: RoutedRequest) -> None:
+        self.migrations.begun(request)
+
+    def migration_done(self, request: RoutedRequest, num_tokens: int) -> None:
+        self.migrations.done(request, num_tokens)
+
+    def migration_failed(self, request: RoutedRequest, step: str) -> None:
+        self.migrations.stayed(request, step)
+
+    def ended(
+        self, request: RoutedRequest, now: float, error: ServiceError | None, served: bool
+    ) -> None:
+        self._forget(request)
+        if served:
+            epoch, placement = request.state.epoch, request.placement
+            self._recently_finished.add(request.key, epoch, placement, now)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
 
-    def _forget(self, flow: RoutedRequest) -> None:
-        self.kinship.stranded.pop(flow, None)
-        key = (flow.owner.key, flow.request)
-        if self._flows.get(key) is flow:
-            del self._flows[key]
-        self.migrations.forget(flow)
-        self._queues.remove(flow)
-
-    # --- placing
-
-    def place(self, flow: RoutedRequest, now: float) -> None:
-        if flow.answer.begun:
-            self._migrate(flow, now)
-        elif not self._can_begin(flow, now) or not self._begin(flow, now):
-            flow.refused.clear()
-            self._queues.add(flow)
-
-    def _migrate(self, flow: RoutedRequest, now: float) -> None:
-        """Begin to compute a running request again, or have it wait for its turn."""
-        free = self.migrations.room and bool(self._candidates(flow, now))
-        if free and self._begin(flow, now):
-            self.migrations.begun(flow)
-        else:
-            flow.refused.clear()
-            self.migrations.wait(flow)
-
-    def _can_begin(self, flow: RoutedRequest, now: float) -> bool:
-        """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
-        if flow.deadline is not None and now >= flow.deadline:
-            return False
-        head = self._queues.head(flow.model)
-        first = head is None or head.ordinal >= flow.ordinal
-        return first and bool(self._candidates(flow, now))
-
-    def _candidates(self, flow: RoutedRequest, now: float) -> list[Worker]:
-        if len(flow.refused) >= MAX_CANDIDATES:
-            return []
-        if self.draining and flow.orphan_since is not None:
-            return []  # its gateway has taken it to another router
-        return [
-            w
-            for w in self.fleet.of(DECODE, flow.model)
-            if w.takes_work(now)
-            and w.boot not in flow.refused
-            and self.kinship.may_continue(flow, w.identity)
-            and self._admitting[w.boot] < MAX_ADMITTING
-        ]
-
-    def place_for(self, flow: RoutedRequest, now: float) -> Worker | None:
-        boot = destination(flow, self._candidates(flow, now), self._rules.mixing, self._rng, now)
-        return None if boot is None else self.fleet.workers[boot]
-
-    def _begin(self, flow: RoutedRequest, now: float) -> bool:
-        ids, salt = flow.answer.prefix_ids(), flow.answer.start.cache_salt
-        facts = FactsOfWorkers(ids, salt, flow.verified, self.promised, now)
-        decodes = [facts.of(w) for w in self._candidates(flow, now)]
-        prefills = [facts.of(w) for w in self.fleet.of(PREFILL, flow.model) if w.takes_work(now)]
-        decision = decide(flow.facts(), decodes, prefills, self._rules, self._rng)
-        if decision is None:
-            return False
-        self.reasons[decision.reason] += 1
-        why, cached = decision.reason, decision.cached_tokens
-        log.debug("%s, %d tokens cached at decode", why, cached, extra={"request": flow.request})
-        if flow.beginning.expected is None:
-            flow.beginning.expected = cached
-        decode = self.fleet.workers[decision.decode]
-        prefill = None if decision.prefill is None else self.fleet.workers[decision.prefill]
-        self.kinship.left_out(decode.boot, decision.refused)
-        shares = single_flight.SharedKv(self._rules.min_shared_tokens, decision.follows)
-        attempt = flow.begin(decode, prefill, shares, now)
-        self.promised.add(attempt.id, decode.boot, facts.chain(decode))
-        return True
-
-    def pump(self, now: float) -> None:
-        """Begin what waits, in order of arrival, as far as workers take it."""
-        if self.migrations.num_waiting and self.migrations.room:
-            for flow in self.migrations.take_waiting():
-                workers = self.fleet.of(DECODE, flow.model)
-                if not self.kinship.strand(flow, workers, now):
-                    self._migrate(flow, now)
-        for model in self._queues.models:
-            workers = self.fleet.of(DECODE, model)
-            while (head := self._queues.head(model)) is not None:
-                stranded = self.kinship.strand(head, workers, now)
-                if not stranded and not self._can_begin(head, now):
-                    break
-                self._queues.remove(head)
-                if not stranded and not self._begin(head, now):
-                    self._queues.add(head)
-                    break
+    def _forget(self, request: RoutedRequest) -> None:
+        if self._requests.get(request.key) is request:
+            del self._requests[request.key]
+        self.placer.forget(request)
 
     # --- workers
 
@@ -311,8 +256,7 @@ class Dispatcher:
         """The session to it is up."""
         worker.connected = True
         if worker.hello.role == DECODE:
-            for flow in self.kinship.welcome(worker):
-                self.place(flow, now)
+            self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
 
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
@@ -325,16 +269,17 @@ class Dispatcher:
         self.num_frozen += 1
         self._lost(worker, "frozen", True, now)
 
-    def _lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
-        for flow in list(self._by_attempt.values()):
-            self.moves.worker_lost(flow, worker, strike, now)
-            flow.worker_lost(worker, how, strike, now)
-        self.pump(now)
+    def _lost(self, worker: Worker, how: str, crashed: bool, now: float) -> None:
+        forgotten = self.fleet.get(worker.boot) is not worker
+        event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
+        for request in dict.fromkeys(self._by_attempt.values()):
+            request.step(event, now)
+        self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
         """A load report made room."""
         if worker.hello.role == DECODE:
-            self.pump(now)
+            self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
         """An event of a decode session."""
@@ -342,32 +287,18 @@ class Dispatcher:
         if kind is None:
             return
         message = getattr(event, kind)
-        flow = self._by_attempt.get(message.attempt)
-        if kind == "moved":  # it may come after the target's first words
-            self.moves.num_bytes += message.sent_bytes
-        if flow is not None and self.moves.took(flow, worker, kind, message, now):
-            self.pump(now)
-            return
-        if flow is None or flow.attempt is None or flow.attempt.decode is not worker:
+        if kind == "moved":  # it may come after the target's first output
+            self.migrations.num_bytes += message.sent_bytes
+        request = self._by_attempt.get(message.attempt)
+        attempt = None if request is None else request.assignment_of(message.attempt)
+        if request is None or attempt is None or attempt.decode is not worker:
             self.num_stale += 1
             return
-        attempt = flow.attempt
-        if kind in worker_events.PRODUCTS:
-            self._count(flow, attempt)
-        elif kind in worker_events.ANSWERS and not attempt.answered:
-            self.answered(attempt)
-        if kind in ("admitted", "resumed"):
-            self.kinship.admitted(flow, attempt)
-        elif kind == "busy":
+        if kind == "busy" and attempt is request.assignment:
             worker.busy_until = now + BUSY_S
-        worker_events.of_decode(flow, kind, message, now)
+        request.on_decode(kind, message, now)
         if kind not in ("tokens", "verified"):  # neither makes room
-            self.pump(now)
-
-    def _count(self, flow: RoutedRequest, attempt: Attempt) -> None:
-        if not flow.counted:
-            flow.counted = True
-            self.prefills["local" if attempt.prefill is None else "remote"] += 1
+            self.placer.pump(now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
         """An event of a prefill session."""
@@ -375,21 +306,23 @@ class Dispatcher:
         if kind is None:
             return
         message = getattr(event, kind)
-        flow = self._by_attempt.get(message.attempt)
-        if flow is None or flow.attempt is None or flow.attempt.prefill is not worker:
+        request = self._by_attempt.get(message.attempt)
+        attempt = None if request is None else request.assignment_of(message.attempt)
+        if request is None or attempt is None or attempt.prefill is not worker:
             self.num_stale += 1
-        else:
-            if kind == "done":
-                self.kinship.handed_off(flow.attempt)
-            worker_events.of_prefill(flow, kind, message, now)
+            return
+        if kind == "done":
+            self.placer.compatibility.count_handoff(worker.identity, attempt.decode.identity)
+        request.on_prefill(kind, message, now)
 
     def tick(self, now: float) -> None:
         """Deadlines, and workers that are asked again."""
-        for flow in list(self._flows.values()):
-            flow.tick(now)
-        for flow in self.kinship.overdue(now):
+        for request in list(self._requests.values()):
+            request.tick(now)
+        for request in self.placer.overdue(now):
             text = "no worker is left with the weights that began this answer"
-            flow.fail(pb.UNAVAILABLE, text, now, "", 1.0)
-        self._endings.tick(now)
-        self.moves.tick(now)
-        self.pump(now)
+            error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
+            request.step(on.RequestRefused(error), now)
+        self._recently_finished.tick(now)
+        self.migrations.tick(self._requests.values(), now)
+        self.placer.pump(now)

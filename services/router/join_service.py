@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc.aio
 
+from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2, fleet_pb2
 from pdserve.protos.fleet_pb2_grpc import FleetServicer
 from pdserve.services.host.errors import ServiceError, abort
@@ -22,10 +23,19 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
         wrong = "boot"
     elif not hello.address.rpartition(":")[2].isdigit():
         wrong = "address"
-    elif not hello.card.name:
+    elif not hello.card.name or not _has_layout(hello.card):
         wrong = "card"
     if wrong:
         raise ServiceError(common_pb2.INVALID_ARGUMENT, f"hello: bad {wrong}", wrong)
+
+
+def _has_layout(card: common_pb2.ModelCard) -> bool:
+    """Whether the card's KV layout can be read."""
+    try:
+        decode_spec(card.kv_spec)
+    except ValueError:
+        return False
+    return True
 
 
 class JoinService(FleetServicer):

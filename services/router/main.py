@@ -10,11 +10,12 @@ from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
+from pdserve.services.host.blobs import BlobService
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet.blobs import BlobCache, BlobService
+from pdserve.services.router.fleet.blobs import FleetBlobs
 from pdserve.services.router.join_service import JoinService
 from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.placement.policy import Rules
@@ -44,8 +45,8 @@ class RouterProcess:
         server = self.host.server
         add_RouterServicer_to_server(self._service, server)
         add_FleetServicer_to_server(JoinService(self.core), server)
-        blobs = BlobCache(self.core.fleet, self._settings.cluster_secret)
-        add_BlobsServicer_to_server(BlobService(blobs), server)
+        blobs = FleetBlobs(self.core.fleet, self._settings.cluster_secret)
+        add_BlobsServicer_to_server(BlobService(blobs.get), server)
         port = await self.host.start()
         self.address = f"{self._settings.bind.rpartition(':')[0]}:{port}"
         self.host.set_serving(True)

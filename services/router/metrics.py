@@ -44,21 +44,21 @@ class RouterMetrics:
             "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
         )
         yield by_label(
-            "pdserve_router_decisions", "Decisions by reason", "reason", dispatcher.reasons
+            "pdserve_router_decisions", "Decisions by reason", "reason", dispatcher.placer.reasons
         )
         yield by_label("pdserve_router_prefills", "Prompts by where", "where", dispatcher.prefills)
-        kinship = dispatcher.kinship
+        compatibility = dispatcher.placer.compatibility
         yield by_label(
             "pdserve_router_incompatible",
             "Pairs that a decision left out, by what differs",
             "difference",
-            kinship.incompatible,
+            compatibility.incompatible,
         )
         yield by_label(
             "pdserve_router_inexact",
             "Resumes and hand-offs between KV identities",
             "what",
-            kinship.inexact,
+            compatibility.inexact,
         )
         yield CounterMetricFamily(
             "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
@@ -74,19 +74,21 @@ class RouterMetrics:
         yield GaugeMetricFamily(
             "pdserve_router_migrating",
             "Running requests that are being computed again",
-            value=dispatcher.migrations.num_under_way,
+            value=dispatcher.placer.budget.num_under_way,
         )
-        moves = dispatcher.moves
+        migrations = dispatcher.migrations
         for name, text, value in (
-            ("begun", "Moves of running requests to another decode worker", moves.num_begun),
-            ("done", "Of them those that went on there", moves.num_done),
-            ("bytes", "KV payload that they sent", moves.num_bytes),
-            ("tokens", "Whose KV was not computed again", moves.num_tokens),
+            ("begun", "Moves of running requests to another decode worker", migrations.num_begun),
+            ("done", "Of them those that went on there", migrations.num_done),
+            ("bytes", "KV payload that they sent", migrations.num_bytes),
+            ("tokens", "Whose KV was not computed again", migrations.num_tokens),
         ):
             yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
-        yield by_label("pdserve_router_moves_failed", "By how far they were", "step", moves.failed)
+        yield by_label(
+            "pdserve_router_moves_failed", "By how far they were", "step", migrations.failed
+        )
         yield GaugeMetricFamily(
-            "pdserve_router_moving", "Moves under way", value=moves.num_under_way
+            "pdserve_router_moving", "Moves under way", value=migrations.num_under_way
         )
         yield CounterMetricFamily(
             "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale

@@ -1,62 +1,19 @@
-"""A loaded model as a ModelCard, and the blobs that the card names.
-
-The engine's types are known here by shape only: this folder does not import the engine.
-"""
+"""A loaded model as a ModelCard, and the blobs that the card names."""
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
 
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.worker.blobs import digest
-
-_KINDS = {
-    "full": pb.LayerGroup.FULL,
-    "window": pb.LayerGroup.WINDOW,
-    "latent": pb.LayerGroup.LATENT,
-    "state": pb.LayerGroup.STATE,
-}
-
-
-class Card(Protocol):
-    """engine/checkpoints/card.py CardData."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def context_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_ids(self) -> Sequence[int]: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def adds_bos(self) -> bool: ...
-    @property
-    def tokenizer_json(self) -> bytes: ...
-    @property
-    def chat_template(self) -> str: ...
-    @property
-    def generation_config(self) -> dict[str, Any]: ...
-    @property
-    def weights_digest(self) -> str: ...
-    @property
-    def quantization(self) -> str: ...
-    @property
-    def created(self) -> int: ...
-    @property
-    def weights_bytes(self) -> int: ...
-    @property
-    def config_digest(self) -> str: ...
+from pdserve.services.host.blobs import blob_digest
 
 
 def model_card(
-    card: Card, spec: Any, kv_identity: bytes, numerics_id: str
+    card: CardData, identity: KvIdentity, spec: KvSpec
 ) -> tuple[pb.ModelCard, list[bytes]]:
-    """The card and its blobs. `spec` is engine/kv/spec.py KvSpec."""
+    """The card and its blobs. `identity` and `spec` are the engine's."""
     template = card.chat_template.encode()
     config = card.generation_config
     generation = json.dumps(config, sort_keys=True).encode() if config else b""
@@ -69,36 +26,12 @@ def model_card(
         bos_id=card.bos_id or 0,
         has_bos=card.bos_id is not None,
         adds_bos=card.adds_bos,
-        tokenizer_digest=digest(card.tokenizer_json),
-        template_digest=digest(template),
-        generation_config_digest=digest(generation),
-        weights_digest=card.weights_digest,
-        quantization=card.quantization,
-        kv_identity=kv_identity,
-        numerics_id=numerics_id,
-        kv_spec=kv_spec(spec),
-        config_digest=card.config_digest,
+        tokenizer_digest=blob_digest(card.tokenizer_json),
+        template_digest=blob_digest(template),
+        generation_config_digest=blob_digest(generation),
+        kv_identity=pb.KvIdentity(**identity.parts()),
+        kv_spec=encode_spec(spec),
         created=card.created,
         weights_bytes=card.weights_bytes,
     )
     return message, [card.tokenizer_json, template, generation]
-
-
-def kv_spec(spec: Any) -> pb.KvSpec:
-    """engine/kv/spec.py KvSpec as it travels."""
-    groups = [
-        pb.LayerGroup(
-            layers=group.layers,
-            kind=_KINDS[group.kind],
-            window=group.window,
-            block_bytes=group.block_bytes(spec.block_size),
-            dtype=group.dtype,
-            num_kv_heads=group.num_kv_heads,
-            head_dim=group.head_dim,
-            head_start=group.head_start,
-            head_end=group.head_end,
-            keys_by_dim=group.keys_by_dim,
-        )
-        for group in spec.groups
-    ]
-    return pb.KvSpec(block_size=spec.block_size, groups=groups)

@@ -1,7 +1,8 @@
-"""A worker's side of Fleet.Join: one lease to every router that the given names resolve to.
+"""A worker's side of Fleet.Join: one lease with every router that the given names resolve to.
 
-Runs on threads of its own, so a busy loop or engine never looks dead. Every method may be
-called from any thread. A lease first sends the hello, then the whole prefix state, then changes.
+It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
+method may be called from any thread. A lease sends the hello, then the whole prefix state, then
+changes.
 """
 
 import logging
@@ -14,8 +15,7 @@ import grpc
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.host.addresses import resolve
-from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer
+from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer, resolve
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.1
 LOAD_INTERVAL_S = 0.05
 RESOLVE_S = 1.0
-SILENT_S = 5.0  # a router that echoes no heartbeat for longer is joined anew
-REJOIN_S = 0.1  # least time between two rounds
+SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
+REJOIN_S = 0.1  # least time between two looks at the leases
 HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
 
 
 class _Lease:
-    """One Join stream. Its requests are drawn by gRPC's own thread, which is the heartbeat."""
+    """One Join stream. gRPC's own thread iterates over the reports, and so keeps the heartbeat."""
 
     def __init__(self, owner: "Membership", address: str, secret: str) -> None:
         self._owner = owner
@@ -109,10 +109,10 @@ class _Lease:
                     self._heard = time.monotonic()
                     if reply.HasField("welcome"):
                         log.info("joined router %s", self.address)
-                        self._owner.tell(self.address, "")
+                        self._owner.note(self.address, "")
             except grpc.RpcError as error:
                 if not self._closed:
-                    self._owner.tell(self.address, str(ServiceError.from_rpc(error)))
+                    self._owner.note(self.address, str(ServiceError.from_rpc(error)))
             finally:
                 self._closed = True
                 self._wake.set()
@@ -122,7 +122,7 @@ class _Lease:
 class Membership:
     """Keeps the worker joined to every router until closed.
 
-    `routers` are host:port names, each resolved anew every second; `pulse` gives the engine's
+    `routers` are host:port names, resolved again every second; `liveness` gives the engine's
     counter and whether it is busy. Prefix events carry one sequence per worker, counted in hashes.
     """
 
@@ -131,10 +131,10 @@ class Membership:
         hello: pb.WorkerHello,
         routers: Sequence[str],
         secret: str,
-        pulse: Callable[[], tuple[int, bool]] = lambda: (0, False),
+        liveness: Callable[[], tuple[int, bool]] = lambda: (0, False),
     ) -> None:
         self.hello = hello
-        self._pulse = pulse
+        self._liveness = liveness
         self._routers = tuple(routers)
         self._secret = secret
         self._lock = threading.Lock()  # guards what follows
@@ -143,22 +143,22 @@ class Membership:
         self._sequence = 0
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
-        self._troubles: dict[str, str] = {}  # by router: why it is not joined
+        self._troubles: dict[str, str] = {}  # why a router is not joined, by address
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:
-        """The engine's sign of life now."""
-        counter, busy = self._pulse()
+        """The engine's counter now, and whether it has work."""
+        counter, busy = self._liveness()
         return pb.Heartbeat(step=counter, busy=busy)
 
     def start(self) -> None:
-        """Begin joining; the hello must be complete by now."""
+        """Begin to join; the hello must be complete."""
         self._thread.start()
 
     def report(self, load: pb.Load) -> None:
-        """The newest load; it goes out at once, but at most 20 times a second."""
+        """Send the newest load: at once, but at most 20 times a second."""
         with self._lock:
             self._load = load
             leases = list(self._leases.values())
@@ -166,7 +166,7 @@ class Membership:
             lease.load(load)
 
     def prefixes(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Changes of the prefix cache; a hash in both was removed last."""
+        """Send changes of the prefix cache; a hash in both lists was removed last."""
         if not added and not removed:
             return
         with self._lock:
@@ -190,7 +190,7 @@ class Membership:
         return events
 
     def goodbye(self, reason: str = "drain") -> None:
-        """Tell every router, now and later, that no new work is wanted."""
+        """Tell every router, also those that are joined later, to send no new work."""
         with self._lock:
             self._goodbye = reason
             for lease in self._leases.values():
@@ -205,8 +205,8 @@ class Membership:
         for lease in self._leases.values():
             lease.close()
 
-    def tell(self, address: str, trouble: str) -> None:
-        """Log why a router is not joined, but once however often it is tried; "": it is."""
+    def note(self, address: str, trouble: str) -> None:
+        """Log why a router is not joined, once for each reason; empty: it is joined."""
         with self._lock:
             before = self._troubles.get(address, "")
             self._troubles[address] = trouble
@@ -214,7 +214,7 @@ class Membership:
             log.warning("not joined to router %s: %s; trying again", address, trouble)
 
     def lease_ended(self) -> None:
-        """A lease's stream is over: join again soon."""
+        """A lease's stream has ended: join again soon."""
         self._changed.set()
 
     def _resolve_forever(self) -> None:

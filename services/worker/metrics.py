@@ -1,4 +1,4 @@
-"""A worker's own metrics: its last reported load."""
+"""A worker's Prometheus metrics, made from its last reported load."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
 
 
 class WorkerMetrics:
-    """A collector; `load` is replaced whole by the loop and read by the metrics thread."""
+    """A collector. The loop replaces `load` as a whole; the metrics thread reads it."""
 
     def __init__(self, worker: str, model: str) -> None:
         self.load = Load()

@@ -272,7 +272,7 @@ def test_prefill_only_holds_its_blocks() -> None:
     (blocks,) = engine.held_blocks("p")
     assert len(blocks) == 6
     assert engine.stats().held == 1
-    keys = engine.kv.data[0][0][blocks, 0, 0].flatten(0, 1)
+    keys = torch.from_numpy(engine.kv.data[0][0][blocks, 0, 0]).flatten(0, 1)
     assert torch.equal(keys[:21], words(torch.arange(21), torch.arange(21))[:, 0])
     engine.release_held("p")
     assert_at_rest(engine)
@@ -328,7 +328,7 @@ def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
     run(engine, ask("long", range(50)))
     engine.submit(ask("short", range(5)))
     engine.step()
-    (blocks,) = engine._roster.running[0].sequences[0].block_tables
+    (blocks,) = engine.jobs.running[0].sequences[0].block_tables
     line = engine._runner._tables[0][0].tolist()
     assert line[: len(blocks)] == blocks
     assert not any(line[len(blocks) :])
@@ -339,7 +339,7 @@ def test_a_window_gives_its_blocks_back_on_the_way() -> None:
     engine.submit(ask("a", range(4), max_tokens=100))
     for _ in range(80):
         engine.step()
-    full, window = (pool.counts().used for pool in engine._roster.tables.pools)
+    full, window = (pool.counts().used for pool in engine.jobs.tables.pools)
     assert full >= 20
     assert window <= 3
     run(engine)

@@ -147,11 +147,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), choice=st.sampled_from([None, 0, 1]))
     def abort(self, data: st.DataObject, choice: int | None) -> None:
         key = data.draw(st.sampled_from(sorted(self.asked)))
-        known = key in self.engine._roster.jobs
+        known = key in self.engine.jobs.by_key
         assert self.engine.abort(key, () if choice is None else (choice,)) == known
         if known:
             self.aborted.add(key)
-            if key in self.held and key not in self.engine._roster.jobs:
+            if key in self.held and key not in self.engine.jobs.by_key:
                 self.held.discard(key)
                 self.ends[key] = 1  # counted before if it was held already
 
@@ -159,21 +159,21 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.asked)))
-        roster = self.engine._roster
-        steps = key in roster.waiting or key in {job.key for job in roster.running}
+        jobs = self.engine.jobs
+        steps = key in jobs.waiting or key in {job.key for job in jobs.running}
         if key not in self.held:
             assert self.engine.park(key) == steps
 
-    @precondition(lambda self: len(self.engine._roster.parked) > 1)
+    @precondition(lambda self: len(self.engine.jobs.parked) > 1)
     @rule()
     def unpark(self) -> None:
-        self.engine.unpark(list(self.engine._roster.parked)[-1])
+        self.engine.unpark(list(self.engine.jobs.parked)[-1])
         event("unparked")
 
     @precondition(lambda self: self.held)
     @rule()
     def release_held(self) -> None:
-        for key in sorted(self.held & set(self.engine._roster.held)):
+        for key in sorted(self.held & set(self.engine.jobs.held)):
             self.engine.release_held(key)
             self.held.discard(key)
 
@@ -201,8 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
     def blocks_add_up(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for number, pool in enumerate(self.engine._roster.tables.pools):
-            jobs = self.engine._roster.jobs.values()
+        for number, pool in enumerate(self.engine.jobs.tables.pools):
+            jobs = self.engine.jobs.by_key.values()
             in_tables = {
                 b
                 for job in jobs
@@ -219,7 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         while self.reservations:
             self.end_reservation(commit=True)
-        for key in list(self.engine._roster.parked):
+        for key in list(self.engine.jobs.parked):
             assert self.engine.unpark(key)
         for _ in range(3000):
             self.release_held()
@@ -241,10 +241,10 @@ class EngineMachine(RuleBasedStateMachine):
             for choice in range(request.params.n):
                 start = len(request.choices[choice].generated_ids) if request.choices else 0
                 assert self.got[key, choice] == whole[start:], key
-        for pool in self.engine._roster.tables.pools:
+        for pool in self.engine.jobs.tables.pools:
             counts = pool.counts()
             assert counts.used == counts.reserved == 0
-        assert len(self.engine._roster._free_slots) == 4
+        assert len(self.engine.jobs._free_slots) == 4
 
 
 TestEngine = EngineMachine.TestCase

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from eventually import wait_until
 from fake_decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
@@ -20,19 +21,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.changed = threading.Condition()
 
     def __call__(self, step: Step) -> None:
-        with self.changed:
-            self.events.extend(step.events)
-            self.changed.notify_all()
+        self.events.extend(step.events)
 
     def wait_for(self, key: str) -> None:
-        with self.changed:
-            assert self.changed.wait_for(
-                lambda: any(of(self.events, kind, key) for kind in (Finished, RequestFailed)),
-                WAIT_S,
-            )
+        ends = (Finished, RequestFailed)
+        wait_until(lambda: any(of(self.events, kind, key) for kind in ends), self.events)
 
 
 @contextmanager
@@ -144,7 +139,7 @@ def test_a_failing_step_fails_its_requests_and_the_thread_goes_on(
     failures = [RuntimeError("a bug")]
 
     def broken(*args):  # type: ignore[no-untyped-def]
-        if failures and engine._roster.waiting:
+        if failures and engine.jobs.waiting:
             raise failures.pop()
         return schedule(*args)
 

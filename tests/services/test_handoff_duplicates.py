@@ -13,7 +13,7 @@ from handoff_pair import Pair, local, request
 from pdserve.engine.handoff.connection import link as link_module
 from pdserve.engine.transport import shm, tcp
 from pdserve.engine.transport.base import SLOTS, Wire
-from pdserve.engine.transport.cuda_ipc.transport import wires
+from pdserve.engine.transport.cuda_ipc import wires
 from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]

@@ -15,9 +15,9 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages
-from pdserve.engine.handoff.protocol.layout import encode_spec
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.identity import KvIdentity, Mixing
 from pdserve.engine.transport.base import Frame, Target
 from pdserve.engine.transport.registry import transports

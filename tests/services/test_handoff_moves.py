@@ -11,7 +11,7 @@ from handoff_pair import MakePair, Pair, fresh, local, request
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.services.decode.migration.departures import OutgoingMigrations
+from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 
 
 class Source:
@@ -21,12 +21,12 @@ class Source:
         self.pair = pair
         self.said: list[int] = []
         self.told: list[tuple[bytes, Sent]] = []
-        self.departures = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
+        self.migrations = OutgoingMigrations(pair.prefill, pair.sender, self._ended)
         pair.prefill_hook = self._step
         on_ended = pair.sender._on_ended
 
         def ended(sent: Sent) -> None:
-            self.departures.ended(sent)
+            self.migrations.ended(sent)
             on_ended(sent)
 
         pair.sender._on_ended = ended
@@ -50,7 +50,7 @@ class Source:
         assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
 
     def do(self, act: Any) -> Any:
-        return self.pair.prefill_thread.post(lambda _: act(self.departures)).result(10)
+        return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(10)
 
     def admit(self) -> tuple[Request, Ticket]:
         """The rest of it at the other side."""
@@ -98,7 +98,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     stats = pair.decode.stats()
     assert (stats.prompt_tokens, stats.recomputed_tokens) == (int(length + said == 1), 0)
     assert len(source.said) == said, "the source made no step"
-    assert (source.departures.num_gone, source.departures.num_stayed) == (1, 0)
+    assert (source.migrations.num_gone, source.migrations.num_stayed) == (1, 0)
     pair.assert_clean()
 
 
@@ -137,7 +137,7 @@ def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) 
 def test_whatever_fails_it_goes_on_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.services.decode.migration.departures.MOVE_S", 0.3)
+    monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", 0.3)
     pair = make_pair()
     pair.prefill._runner._model = Slow(fake_spec())
     asked = request(40, max_tokens=60)
@@ -163,7 +163,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
     pair.wait(lambda: len(source.said) == 60)
     assert source.said == local(asked)[0]
     assert not source.do(lambda d: d.stay(source.attempt)), "it is not held any more"
-    assert (source.departures.num_gone, source.departures.num_stayed) == (0, 1)
+    assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
     told = [sent.reason for _, sent in source.told]
     assert bool(told) == (how not in ("before", "it stays")), "whoever asks knows"

@@ -1,12 +1,13 @@
 """A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
 
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine
+from eventually import wait_until
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Request
@@ -42,9 +43,8 @@ class Stop:
         outgoing = self._pair.sender._by_attempt.get(attempt)
         if outgoing is None or not outgoing.next_blocks:
             # This thread has to be told that it may send, between this chunk and the next.
-            end = time.monotonic() + 1.0
-            while not self._pair.sender._inbox and time.monotonic() < end:
-                time.sleep(0.001)
+            with suppress(TimeoutError):
+                wait_until(lambda: self._pair.sender._inbox, limit_s=1.0, pause_s=0.001)
             return
         self._pair.wait(lambda: self._arrived(attempt) >= num_tokens)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from engine_kit import fake_engine
-from fleet import wait_for
+from eventually import wait_until
 from handoff_pair import Pair, local, request
 from rings import assert_conform
 
@@ -85,7 +85,7 @@ def test_blocks_that_are_not_given_back(noted: Noted) -> None:
     def hook(step: Step) -> None:
         """Cancelled when decode has the blocks; prefill has not gone on meanwhile."""
         if not hits and any(isinstance(event, PrefillComputed) for event in step.events):
-            wait_for(lambda: not noted.receiver.is_waiting(attempt), 10, "blocks at decode")
+            wait_until(lambda: not noted.receiver.is_waiting(attempt), "blocks at decode")
             hits.append(noted.at_decode(lambda r: r.cancel(attempt, "cancelled")))
 
     noted.prefill_hook = hook

@@ -25,7 +25,7 @@ from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router import main as router_module
 from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker import worker as worker_module
+from pdserve.services.worker import process as worker_module
 from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.handoff.protocol import messages
@@ -147,6 +148,14 @@ class Faults:
     def _name(self, strike: Strike, role: str) -> str:
         return self.watch.places.get(strike.fault.request, {}).get(role, "")
 
+    def _runtime(self, strike: Strike, role: str) -> Any:
+        """The worker of the request; None if it is dead or still loads."""
+        victim = self._name(strike, role)
+        process = self._cluster.nodes[victim].process if victim else None
+        if process is None or not process.alive or process.service is None:
+            return None
+        return process.service.runtime
+
     def _hit(self, strike: Strike) -> None:
         strike.hit = True
 
@@ -213,10 +222,9 @@ class Faults:
         self._later(0.1, look)
 
     def _hang(self, strike: Strike, role: str) -> None:
-        """Its process lives and answers, its engine does nothing: shorter or longer than it takes
-        to be found frozen."""
-        victim = self._name(strike, role)
-        part = self._cluster.nodes[victim].process.service._part if victim else None
+        """The process lives and answers, but its engine does nothing for a while, which is shorter
+        or longer than it takes to be found frozen."""
+        part = self._runtime(strike, role)
         if part is None:
             return
         self._hit(strike)
@@ -371,8 +379,7 @@ class Faults:
 
     def _hog(self, strike: Strike, role: str) -> None:
         """A reservation takes every block that is free or evictable, for a while."""
-        victim = self._name(strike, role)
-        part = self._cluster.nodes[victim].process.service._part if victim else None
+        part = self._runtime(strike, role)
         if part is None:
             return
         held: list[object] = []

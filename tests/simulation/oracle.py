@@ -84,17 +84,17 @@ def _held(node: Node) -> dict[str, Any]:
         return {
             "requests": dispatcher.num_running,
             "queued": dispatcher.num_queued,
-            "attempts": len(dispatcher._by_attempt),
-            "promised chains": len(set(dispatcher.promised)),
+            "attempts": len(dispatcher.attempts),
+            "promised chains": len(set(dispatcher.placer.promised)),
         }
-    part = service._part
+    part = service.runtime
     if part is None:
         return {}
     stats = part.engine.stats()
     blocks = stats.blocks
     held = {
         "requests in the engine": stats.running + stats.waiting + stats.held + stats.reserved,
-        "jobs": len(part.engine._roster.jobs),
+        "jobs": len(part.engine.jobs.by_key),
         "used blocks": blocks.used,
         "reserved blocks": blocks.reserved,
         "blocks that are nobody's": blocks.total
@@ -103,18 +103,18 @@ def _held(node: Node) -> dict[str, Any]:
         - blocks.used
         - blocks.reserved,
     }
-    for number, pool in enumerate(part.engine._roster.tables.pools):
+    for number, pool in enumerate(part.engine.jobs.tables.pools):
         counts = pool.counts()
         held[f"blocks of group {number}"] = counts.total - counts.free - counts.cached
     if node.role == "decode":
-        held["hand-offs"] = part._receiver.num_live
+        held["hand-offs"] = part.receiver.num_live
         held["promises"] = part.promised_tokens
         held["served"] = service.core.num_served
-        held["followers"] = part._following.num_waiting
-        held["leaders"] = len(part._following._flights._leaders)
+        held["followers"] = part.single_flight.num_waiting
+        held["leaders"] = part.single_flight.num_leaders
     else:
-        held["hand-offs"] = part._sender.num_live
-        held["attempts"] = int(not service.core._empty.is_set())
+        held["hand-offs"] = part.sender.num_live
+        held["attempts"] = service.core.num_attempts
     return held
 
 
@@ -127,7 +127,7 @@ def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
     lacks blocks takes them from a running request, and computes it again, whatever strikes."""
     kinds = {strike.fault.kind for strike in faults.strikes}
     roles = [n.process.service for n in cluster.of("decode")]
-    parts = [role._part for role in roles if role is not None and role._part is not None]
+    parts = [role.runtime for role in roles if role is not None and role.runtime is not None]
     preempted = any(part.engine.stats().preemptions for part in parts)
     if not kinds or kinds - set(NOTHING_AGAIN) or preempted:
         return []

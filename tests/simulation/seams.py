@@ -44,7 +44,8 @@ class LoopEngineThread(EngineThread):
         super().__init__(engine, on_step)
         self._process: Process = here()
         self._started = self._computing = self._soon = False
-        self._hung: list[Callable[[], None]] | None = None  # what is due, while the engine hangs
+        self._hangs = 0  # how many hangs have not ended yet: two of them may overlap
+        self._due: list[Callable[[], None]] = []  # what has come due while the engine hangs
         self._idle_turn: Any = None
 
     @property
@@ -52,13 +53,16 @@ class LoopEngineThread(EngineThread):
         return self._computing or bool(self._posted) or self._engine.has_work
 
     def hang(self) -> None:
-        """It does nothing more, until `thaw`."""
-        self._hung = []
+        """The engine does nothing more until each hang has ended with a `thaw`."""
+        self._hangs += 1
 
     def thaw(self) -> None:
-        due, self._hung = self._hung or [], None
-        for act in due:
-            act()
+        """One hang ends. What has come due runs in the engine's process, if that still runs."""
+        self._hangs -= 1
+        if not self._hangs:
+            due, self._due = self._due, []
+            for act in due:
+                self._process.call_soon(act)
 
     def start(self) -> None:
         self._started = True
@@ -82,8 +86,8 @@ class LoopEngineThread(EngineThread):
             self._process.call_soon(self._turn)
 
     def _turn(self) -> None:
-        if self._hung is not None:
-            self._hung.append(self._turn)
+        if self._hangs:
+            self._due.append(self._turn)
             return
         self._soon = False
         if self._idle_turn is not None:
@@ -111,8 +115,8 @@ class LoopEngineThread(EngineThread):
             self._idle_turn = self._process.call_later(IDLE_TURN_S, self._turn)
 
     def _computed(self, plan: Any) -> None:
-        if self._hung is not None:
-            self._hung.append(partial(self._computed, plan))
+        if self._hangs:
+            self._due.append(partial(self._computed, plan))
             return
         self._computing = False
         if self._closing:
@@ -240,26 +244,20 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
         "pdserve.engine.handoff.connection.data_listeners.DataLink": SimLink,
         "pdserve.engine.handoff.connection.dial.DataLink": SimLink,
-        "pdserve.services.decode.runtime.EngineThread": LoopEngineThread,
+        "pdserve.services.worker.runtime.EngineThread": LoopEngineThread,
         "pdserve.services.decode.runtime.Receiver": LoopReceiver,
-        "pdserve.services.decode.runtime.Sender": LoopSender,
-        "pdserve.services.decode.runtime.make_transports": transports,
-        "pdserve.services.decode.runtime.open_ring": open_ring,
-        "pdserve.services.prefill.runtime.open_ring": open_ring,
+        "pdserve.services.worker.runtime.Sender": LoopSender,
+        "pdserve.services.worker.runtime.make_transports": transports,
+        "pdserve.services.worker.runtime.open_ring": open_ring,
         "pdserve.services.router.main.open_ring": open_ring,
-        "pdserve.services.decode.runtime.shm_folder": lambda configured: "",
-        "pdserve.services.prefill.runtime.EngineThread": LoopEngineThread,
-        "pdserve.services.prefill.runtime.Sender": LoopSender,
-        "pdserve.services.prefill.runtime.make_transports": transports,
-        "pdserve.services.prefill.runtime.shm_folder": lambda configured: "",
+        "pdserve.services.worker.runtime.shm_folder": lambda configured: "",
         "pdserve.services.worker.membership._Lease": LoopLease,
-        "pdserve.services.worker.worker.Membership": LoopMembership,
+        "pdserve.services.worker.process.Membership": LoopMembership,
         # A second signal: the process of the simulation ends, not this one.
         "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
-        "pdserve.services.worker.worker.GrpcHost": LoopHost,
-        "pdserve.services.worker.worker.threading": SimpleNamespace(Thread=LoadingThread),
-        "pdserve.services.decode.main.build_engine": build,
-        "pdserve.services.prefill.main.build_engine": build,
+        "pdserve.services.worker.process.GrpcHost": LoopHost,
+        "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),
+        "pdserve.services.worker.role.build_engine": build,
         "pdserve.services.router.main.RouterProcess": SeenRouter,
         "pdserve.services.router.core.random": SimpleNamespace(
             Random=lambda: Random(entropy.random())

@@ -41,7 +41,7 @@ def run(scenario: Scenario) -> tuple[Run, Any]:
 
 def moves(simulated: Run) -> Any:
     (router,) = simulated.cluster.of("router")
-    return router.process.service.core.dispatcher.moves
+    return router.process.service.core.dispatcher.migrations
 
 
 def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
@@ -57,7 +57,7 @@ def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
         done += counted.num_done
         tokens += counted.num_tokens
         for node in simulated.cluster.of("decode"):
-            assert node.process.service._part.engine.stats().recomputed_tokens == 0
+            assert node.process.service.runtime.engine.stats().recomputed_tokens == 0
     assert done > 15
     assert tokens > 15 * 26
 
@@ -101,7 +101,7 @@ def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPa
         simulated, result = run(Scenario(seed, asks, prefills=0, decodes=2, decode_blocks=64))
         assert set(result.answers.values()) == {"finished"}
         done += moves(simulated).num_done
-        engines = [n.process.service._part.engine for n in simulated.cluster.of("decode")]
+        engines = [n.process.service.runtime.engine for n in simulated.cluster.of("decode")]
         preempted += sum(engine.stats().preemptions for engine in engines)
     assert preempted >= 5
     assert done >= 3

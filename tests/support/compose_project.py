@@ -2,12 +2,12 @@
 
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from docker_engine import DockerEngine
+from eventually import wait_until
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("gateway", "router", "prefill", "decode")
@@ -75,11 +75,9 @@ class Project:
     def start(self, container: str, timeout_s: float = 180) -> None:
         """Start a stopped one; returns when it is healthy."""
         self._engine.run("start", container)
-        deadline = time.monotonic() + timeout_s
-        while self._health(container) != "healthy":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{container} is not healthy within {timeout_s:g} s")
-            time.sleep(0.5)
+        wait_until(
+            lambda: self._health(container) == "healthy", f"{container} healthy", timeout_s, 0.5
+        )
 
     def _health(self, container: str) -> str:
         return self._engine.run(

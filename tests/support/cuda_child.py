@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eventually import wait_until
 from fake_device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at, pages_of
 from link_ends import (
     BOOT,
@@ -118,7 +119,7 @@ def serve(folder: str) -> None:
     print("listening", flush=True)
     seen = 0
     while True:
-        decode.wait(lambda old=seen: len(decode.payloads) > old)  # type: ignore[misc]
+        wait_until(lambda old=seen: len(decode.payloads) > old, limit_s=3600, pause_s=0.0005)
         for _ in range(len(decode.payloads) - seen):
             print("frame", flush=True)
             seen += 1

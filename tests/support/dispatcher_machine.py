@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from recorder import HITS, Recorder
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -19,7 +21,7 @@ from pdserve.services.host.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests.effects import Stage
+from pdserve.services.router.requests.state import Stage
 
 NUM_TOKENS = 12
 
@@ -77,8 +79,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.at_prefill[command.start.attempt] = Remote(worker, command.start)
         elif kind == "resume":
             self.asked[command.resume.attempt] = (worker, command.resume)
-            flow = self.dispatcher._by_attempt[command.resume.attempt]
-            if flow.attempt is not None and flow.attempt.adopted:
+            request = self.dispatcher.attempts[command.resume.attempt]
+            if request.state.attempt is not None and request.state.attempt.adopted:
                 self.adopted.add(command.resume.attempt)
         elif kind == "cancel" and not command.cancel.choices:
             side = self.at_decode if worker.hello.role == fleet_pb2.DECODE else self.at_prefill
@@ -100,7 +102,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             role=role,
             boot=self.num_workers.to_bytes(16),
             address=f"10.0.0.{self.num_workers}:1",
-            card=pb.ModelCard(name="m", kv_identity=b"i", kv_spec=pb.KvSpec(block_size=4)),
+            card=pb.ModelCard(
+                name="m",
+                kv_identity=pb.KvIdentity(digest=b"i"),
+                kv_spec=encode_spec(KvSpec(4, ())),
+            ),
             transports=["tcp"],
         )
         worker, _ = self.fleet.join(hello, self.now)
@@ -149,10 +155,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def submit(self, length: int, n: int, queue_ms: int, remaining_ms: int) -> str:
         name = f"r{len(self.started)}"
         self.started[name] = 1
-        self._submit(name, 1, length, n, queue_ms, remaining_ms)
+        self.issue(name, 1, length, n, queue_ms, remaining_ms)
         return name
 
-    def _submit(self, name: str, epoch: int, length: int, n: int, queue: int, left: int) -> None:
+    def issue(self, name: str, epoch: int, length: int, n: int, queue: int, left: int) -> None:
         start = pb.Start(
             request=name,
             epoch=epoch,
@@ -169,7 +175,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         epoch = self.started[request] + step
         self.started[request] = epoch
-        self._submit(request, epoch, 40, 1, 0, 0)
+        self.issue(request, epoch, 40, 1, 0, 0)
         HITS["replaced" if step else "repeated"] += 1
 
     @rule(request=requests, choices=st.sampled_from([(), (0,), (0, 1)]))
@@ -334,36 +340,39 @@ class DispatcherMachine(RuleBasedStateMachine):
     # --- the oracle
 
     @invariant()
-    def attempts_belong_to_live_flows(self) -> None:
+    def attempts_belong_to_live_requests(self) -> None:
         if not hasattr(self, "dispatcher"):
             return
-        flows = set(self.dispatcher._flows.values())
-        current = {f.attempt.id for f in flows if f.attempt is not None}
-        assert set(self.dispatcher._by_attempt) == current
-        assert set(self.dispatcher.promised) <= current
+        placer = self.dispatcher.placer
+        requests = set(self.dispatcher.requests)
+        live = [r.state.attempt for r in requests if r.state.attempt is not None]
+        current = {attempt.id for attempt in live}
+        assert set(self.dispatcher.attempts) == current
+        assert set(placer.promised) <= current
         assert set(self.at_decode) <= current
         assert set(self.at_prefill) - self.adopted <= current
-        unanswered = Counter(
-            f.attempt.decode.boot for f in flows if f.attempt and not f.attempt.answered
-        )
-        assert self.dispatcher._admitting == unanswered
+        assert placer.admitting == Counter(a.decode for a in live if not a.answered)
         for worker in self.fleet.workers.values():
             assert set(worker.unreported) <= current
-        queued = set(self.dispatcher._queues)
-        queued |= {flow for _, flow in self.dispatcher.migrations._waiting}
-        seeking = {f for f in flows if f.stage is Stage.SEEKING and f.attempt is None}
-        assert queued | seeking == {f for f in flows if f.attempt is None}
+        queued = set(placer.waiting)
+        idle = {r for r in requests if r.state.attempt is None}
+        seeking = {r for r in idle if r.state.stage is Stage.SEEKING}
+        assert queued | seeking == idle
         assert not queued & seeking
-        begun = sum(f.answer.begun for f in flows)
-        assert self.dispatcher.migrations.num_under_way <= max(1, begun)
+        begun = sum(r.progress.begun for r in requests)
+        assert placer.budget.num_under_way <= max(1, begun)
+        for request in requests:
+            progress, state = request.progress, request.state
+            assert (state.begun, state.complete) == (progress.begun, progress.complete)
 
     @invariant()
     def every_request_is_alive_or_has_ended_once(self) -> None:
         if not hasattr(self, "dispatcher"):
             return
+        alive = {request.key for request in self.dispatcher.requests}
         for request, epoch in self.started.items():
-            alive = (self.client.key, request) in self.dispatcher._flows
-            assert self.client.terminal[request, epoch] == (not alive)
+            ended = self.client.terminal[request, epoch]
+            assert ended == ((self.client.key, request) not in alive)
 
     def teardown(self) -> None:
         """Time alone ends everything."""
@@ -371,9 +380,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         self.dispatcher.client_gone(self.client, self.now)
         self.pass_time(6.0)
-        assert not self.dispatcher._flows
-        assert not self.dispatcher._by_attempt
-        assert not len(self.dispatcher._queues)
-        assert not set(self.dispatcher.promised)
+        assert not self.dispatcher.num_running
+        assert not self.dispatcher.attempts
+        assert not self.dispatcher.num_queued
+        assert not set(self.dispatcher.placer.promised)
         assert not self.at_decode
         assert not set(self.at_prefill) - self.adopted

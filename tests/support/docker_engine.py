@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from eventually import wait_until
 
 BASE_IMAGE = "python:3.11-slim"
 PROXY_IMAGE = "haproxy:3.0-alpine"
@@ -152,10 +153,11 @@ def unmount(folder: Path) -> None:
 
 
 def _wait(engine: DockerEngine, up: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and up.poll() is None:
-        probe = ["docker", "-H", engine.host, "version"]
-        if subprocess.run(probe, capture_output=True).returncode == 0:
-            return
-        time.sleep(0.2)
-    raise RuntimeError(f"dockerd did not start:\n{log.read_text()[-2000:]}")
+    probe = ["docker", "-H", engine.host, "version"]
+
+    def answers() -> bool:
+        if up.poll() is not None:
+            raise RuntimeError(f"dockerd did not start:\n{log.read_text()[-2000:]}")
+        return subprocess.run(probe, capture_output=True).returncode == 0
+
+    wait_until(answers, lambda: f"dockerd:\n{log.read_text()[-2000:]}", START_S, 0.2)

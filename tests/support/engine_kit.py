@@ -92,9 +92,9 @@ def of(events: Iterable[Event], kind: type, key: str | None = None) -> list[Any]
 
 def assert_at_rest(engine: Engine) -> None:
     """Every block is free or cached, in every group."""
-    for pool in engine._roster.tables.pools:
+    for pool in engine.jobs.tables.pools:
         counts = pool.counts()
         assert counts.total == pool.num_blocks
         assert counts.used == counts.reserved == 0, counts
-    assert not engine._roster.jobs
-    assert len(engine._roster._free_slots) == engine.limits.max_running
+    assert not engine.jobs.by_key
+    assert len(engine.jobs._free_slots) == engine.limits.max_running

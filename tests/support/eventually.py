@@ -1,11 +1,48 @@
-"""Waits in asyncio tests for what another task or process brings about."""
+"""Tests wait here, and only here, for what other tasks, threads or processes bring about.
+
+The limit ends a test that would otherwise hang; it is generous, so that no test's verdict depends
+on how busy the machine is. A test that promises a time measures it in steps, chunks or messages.
+"""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+LIMIT_S = 60.0
 
 
-async def eventually(holds: Callable[[], object], limit_s: float = 5.0) -> None:
-    """Return once `holds()` is true. Raises TimeoutError."""
-    async with asyncio.timeout(limit_s):
-        while not holds():  # noqa: ASYNC110 (other tasks' state has no event)
-            await asyncio.sleep(0.005)
+async def eventually(
+    holds: Callable[[], Any | Awaitable[Any]], what: object = "", limit_s: float = LIMIT_S
+) -> Any:
+    """Return the value of `holds()` once it is true; `holds` may be a coroutine function.
+
+    Raises TimeoutError with `what`, which may be a function that says how things are then.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        value = holds()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise _late(what, limit_s)
+        await asyncio.sleep(0.005)
+
+
+def wait_until(
+    holds: Callable[[], Any], what: object = "", limit_s: float = LIMIT_S, pause_s: float = 0.01
+) -> Any:
+    """The same for a test that is no coroutine."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        if value := holds():
+            return value
+        if time.monotonic() > deadline:
+            raise _late(what, limit_s)
+        time.sleep(pause_s)
+
+
+def _late(what: object, limit_s: float) -> TimeoutError:
+    return TimeoutError(f"not within {limit_s:g} s: {what() if callable(what) else what}")

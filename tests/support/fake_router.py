@@ -56,10 +56,9 @@ def served(
         tokenizer_digest=digests[0],
         template_digest=digests[1],
         generation_config_digest=digests[2],
-        weights_digest="ab" * 32,
-        quantization="Q4_1",
-        kv_identity=b"\1\2",
-        numerics_id="torch-f32",
+        kv_identity=pb.KvIdentity(
+            digest=b"\1\2", weights="ab" * 32, quantization="Q4_1", numerics="torch-f32"
+        ),
         created=1700000000,
         weights_bytes=98,
     )

@@ -8,29 +8,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import psutil
+from eventually import wait_until
 
 READY = re.compile(
     r"pdserve is ready after ([\d.]+) s at (\S+) \(gRPC: text at (\S+), ids at (\S+)\)"
 )
 SECRET = "a-secret-of-the-tests"
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Polls until the condition is true; returns its value."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if value := condition():
-            return value
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {timeout_s} s")
-        time.sleep(0.02)
 
 
 class Fleet:
@@ -55,7 +45,7 @@ class Fleet:
             env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
         )  # fmt: skip
         try:
-            wait_for(self._told, self.timeout_s, "pdserve up")
+            wait_until(self._told, "pdserve up", self.timeout_s)
         except BaseException:
             print(self.log(), file=sys.stderr)
             self.__exit__()

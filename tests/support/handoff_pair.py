@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
+from eventually import wait_until
 from fake_device import FakeDevice
 
 from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
@@ -45,7 +45,6 @@ class Pair:
         self.verified: dict[bytes, list[tuple[int, int]]] = {}  # (tokens, before it)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.finished: set[str] = set()
-        self.changed = threading.Condition()
         self.prefill_hook: Callable[[Step], None] = lambda step: None
         self.prefill_thread = EngineThread(prefill, self._prefill_step)
         self.decode_thread = EngineThread(decode, self._decode_step)
@@ -116,13 +115,8 @@ class Pair:
         self.start(request, ticket)
         return ticket.attempt
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-        end = time.monotonic() + timeout_s
-        with self.changed:
-            while not condition():
-                seen = (self.sent, self.received, self.lost, self.tokens)
-                assert time.monotonic() < end, seen
-                self.changed.wait(0.02)  # some conditions change without a notice
+    def wait(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, (self.sent, self.received, self.lost, self.tokens), pause_s=0.002)
 
     def answer(self, request: Request) -> dict[int, list[int]]:
         """The generated ids of a request that ends, per choice."""
@@ -164,34 +158,26 @@ class Pair:
         self.prefill_hook(step)
 
     def _decode_step(self, step: Step) -> None:
-        with self.changed:
-            for event in step.events:
-                if isinstance(event, NewTokens):
-                    choices = self.tokens.setdefault(event.key, {})
-                    choices.setdefault(event.choice, []).extend(event.ids)
-                elif isinstance(event, Finished):
-                    self.finished.add(event.key)
-            self.changed.notify_all()
+        for event in step.events:
+            if isinstance(event, NewTokens):
+                choices = self.tokens.setdefault(event.key, {})
+                choices.setdefault(event.choice, []).extend(event.ids)
+            elif isinstance(event, Finished):
+                self.finished.add(event.key)
 
     def _lost(self, attempt: bytes, reason: str) -> None:
-        with self.changed:
-            assert attempt not in self.lost
-            self.lost[attempt] = reason
-            self.changed.notify_all()
+        assert attempt not in self.lost
+        self.lost[attempt] = reason
 
     def _verified(self, attempt: bytes, tokens: int, before: int) -> None:
-        with self.changed:
-            self.verified.setdefault(attempt, []).append((tokens, before))
-            self.changed.notify_all()
+        self.verified.setdefault(attempt, []).append((tokens, before))
 
     def _note(
         self, into: dict[bytes, Any], key: Callable[[Any], bytes], value: Callable[[Any], Any]
     ) -> Callable[[Any], None]:
         def note(entry: Any) -> None:
-            with self.changed:
-                assert key(entry) not in into, "told twice"
-                into[key(entry)] = value(entry)
-                self.changed.notify_all()
+            assert key(entry) not in into, "told twice"
+            into[key(entry)] = value(entry)
 
         return note
 

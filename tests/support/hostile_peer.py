@@ -19,7 +19,8 @@ from victim import BLOCK, NUM_TOKENS, Victim
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES, FrameHeader, Prefix
 from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys, derive_keys
-from pdserve.engine.handoff.protocol.layout import Piece, encode_spec, spec_digest
+from pdserve.engine.handoff.protocol.layout import Piece
+from pdserve.engine.kv.codec import encode_spec, spec_digest
 from pdserve.engine.transport.base import SLOTS, Wire, WireClosed
 
 GENUINE = range(7)  # the blocks that are really sent

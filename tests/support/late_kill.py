@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import psutil
-from fleet import SECRET, Fleet, wait_for
+from eventually import wait_until
+from fleet import SECRET, Fleet
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
 from pdserve.services.host.channel import bearer
@@ -73,18 +74,20 @@ def pid_of(fleet: Fleet, worker: Any) -> int:
 
 def kill_late(fleet: Fleet, length: int, share: float, size: int, tenant: bytes) -> Outcome:
     """`size`: bytes of the whole prompt's KV. The fleet has one decode worker and nothing to do."""
-    wait_for(fleet.all_blocks_back, 10, "a quiet fleet")
+    wait_until(fleet.all_blocks_back, "a quiet fleet")
     start = received(fleet)
     pids = {w.hello.boot: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}
     before = computed(fleet, fleet_pb2.DECODE) | computed(fleet, fleet_pb2.PREFILL)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, fleet, length, tenant)
-        wait_for(lambda: received(fleet) - start >= share * size, 120, f"{share:.0%} of the KV")
+        wait_until(
+            lambda: received(fleet) - start >= share * size, f"{share:.0%} of the KV", limit_s=120
+        )
         (victim,) = [w for w in workers(fleet, fleet_pb2.PREFILL) if w.load.blocks_used]
         os.kill(pids[victim.hello.boot], signal.SIGKILL)
         reached = (received(fleet) - start) / size
         ids, finished = answer.result(300)
-    wait_for(fleet.all_blocks_back, 10, "blocks back")
+    wait_until(fleet.all_blocks_back, "blocks back")
     more = {
         role: sum(
             tokens - before.get(boot, 0)

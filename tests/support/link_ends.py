@@ -1,12 +1,13 @@
 """Two ends of a connection in one process, with handlers that record what they see."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from eventually import LIMIT_S
 from fake_device import FakeDevice, pages_of
 
 from pdserve.engine.handoff.connection.link import DataLink
@@ -71,7 +72,6 @@ class Recorder:
         self._free.set()
         self.reasons: list[str] = []
         self.links: list[DataLink] = []
-        self.changed = threading.Condition()
 
     def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return self.refuse
@@ -79,7 +79,7 @@ class Recorder:
     def message(self, link: DataLink, message: messages.Message) -> None:
         if isinstance(message, messages.Signed) and isinstance(message.body, messages.Claim):
             link.trust()
-        self._note(lambda: self.messages.append(message))
+        self.messages.append(message)
 
     def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
         return self.accept
@@ -93,9 +93,9 @@ class Recorder:
             copy = payload.copy_in(pages_of(target), COPY_KEY)
             copy.wait()
             data = target.tobytes()[: header.payload_bytes] if copy.intact else b"damaged"
-        self._note(lambda: self.payloads.append((header.sequence, data)))
+        self.payloads.append((header.sequence, data))
         if not link.direct:
-            assert self._free.wait(10.0)
+            assert self._free.wait(LIMIT_S)
         elif self._free.is_set():
             link.credit(header)
         else:
@@ -110,16 +110,7 @@ class Recorder:
             link.credit(header)
 
     def closed(self, link: DataLink, reason: str) -> None:
-        self._note(lambda: self.reasons.append(reason))
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-        with self.changed:
-            return self.changed.wait_for(condition, timeout_s)
-
-    def _note(self, change: Callable[[], None]) -> None:
-        with self.changed:
-            change()
-            self.changed.notify_all()
+        self.reasons.append(reason)
 
 
 class Ends:

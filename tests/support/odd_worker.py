@@ -21,6 +21,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.scheduling.stats import StepMeter
 from pdserve.services.decode import main as decode
 from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.worker import role
 
 
 class Obedient(FakeDecoder):
@@ -50,7 +51,7 @@ def main() -> int:
         engine._meter = StepMeter(token_s)
         return engine, replace(CARD, name=model)
 
-    decode.build_engine = build
+    role.build_engine = build
     settings = DecodeSettings(
         cluster_secret=SECRET,
         routers=(router,),

@@ -19,13 +19,13 @@ def figures(pair: Pair) -> LeaseFigures:
 
 
 async def engine_stats(pair: Pair) -> Any:
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     return await asyncio.wrap_future(part.thread.post(lambda engine: engine.stats()))
 
 
 async def load(pair: Pair) -> Any:
     """The Load that routers are told."""
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     return (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
 
 

@@ -8,6 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from eventually import eventually
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -37,9 +41,9 @@ def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
 def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
     return pb.ModelCard(
         name=model,
-        kv_identity=identity,
+        kv_identity=pb.KvIdentity(digest=identity),
         tokenizer_digest=hashlib.sha256(TOKENIZER).hexdigest(),
-        kv_spec=pb.KvSpec(block_size=16),
+        kv_spec=encode_spec(KvSpec(16, ())),
     )
 
 
@@ -54,7 +58,6 @@ class FakeWorker(ABC):
         self.outboxes: list[Outbox[Any]] = []
         self.received: list[Any] = []
         self.cancelled: list[tuple[bytes, tuple[int, ...]]] = []
-        self.changed = asyncio.Condition()
         self.tasks: dict[bytes, asyncio.Task[None]] = {}
         self.membership: Membership | None = None
         self.address = ""
@@ -80,13 +83,10 @@ class FakeWorker(ABC):
         """Add the role's servicer."""
 
     async def note(self, command: Any) -> None:
-        async with self.changed:
-            self.received.append(command)
-            self.changed.notify_all()
+        self.received.append(command)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self.changed:
-            await self.changed.wait_for(condition)
+        await eventually(condition, self.received)
 
     def of(self, kind: str) -> list[Any]:
         return [getattr(c, kind) for c in self.received if c.WhichOneof("command") == kind]

@@ -2,13 +2,12 @@
 
 import hashlib
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine_kit import ask, fake_engine
+from eventually import LIMIT_S, wait_until
 from patience import Patience
 
 from pdserve.engine.handoff.connection.link import DataLink
@@ -22,7 +21,6 @@ from pdserve.engine.transport.registry import make_transports
 NUM_TOKENS = 60  # of every prompt; 15 blocks in each group
 BLOCK = 4
 SLOT_BYTES = 1 << 16
-PATIENCE_S = 20.0
 
 
 class Watched(Receiver):
@@ -59,7 +57,6 @@ class Victim:
         self.lost: dict[bytes, str] = {}
         self.received: list[Any] = []
         self.writes = 0
-        self.changed = threading.Condition()
         self._patience = Patience()
         write = self.engine.kv.write
 
@@ -93,7 +90,7 @@ class Victim:
         attempt = bytes.fromhex(request.key)
         ticket = self.thread.post(
             lambda _: self.receiver.admit(attempt, request, prefill_boot, float("inf"))
-        ).result(PATIENCE_S)
+        ).result(LIMIT_S)
         assert ticket is not None, "busy"
         return ticket
 
@@ -103,7 +100,7 @@ class Victim:
         def read(_: Any) -> dict[str, Any]:
             pool = hashlib.sha256()
             for data in self.engine.kv.data:
-                pool.update(data.numpy().tobytes())
+                pool.update(data.tobytes())
             bitmaps = {
                 ticket.hex(): repr(live.bitmap._have)
                 for ticket in tickets
@@ -112,20 +109,16 @@ class Victim:
             return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
 
         self.settle()
-        found: dict[str, Any] = self.thread.post(read).result(PATIENCE_S)
+        found: dict[str, Any] = self.thread.post(read).result(LIMIT_S)
         return found
 
     def settle(self) -> None:
         """Until every payload that has been credited is written or dropped, and known to be."""
-        end = time.monotonic() + PATIENCE_S
-        while self.receiver.taking:
-            assert time.monotonic() < end
-            time.sleep(0.0002)
-        self.thread.post(lambda _: None).result(PATIENCE_S)  # the poll follows
+        wait_until(lambda: not self.receiver.taking, pause_s=0.0002)
+        self.thread.post(lambda _: None).result(LIMIT_S)  # the poll follows
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE_S)
+        wait_until(condition, self.lost, pause_s=0.0005)
 
     def close(self) -> None:
         self.thread.close()
@@ -133,6 +126,4 @@ class Victim:
         self._patience.end()
 
     def _lost(self, attempt: bytes, reason: str) -> None:
-        with self.changed:
-            self.lost[attempt] = reason
-            self.changed.notify_all()
+        self.lost[attempt] = reason

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
+from eventually import LIMIT_S, eventually
 from rings import assert_conform
 
 from pdserve.engine.api.config import EngineConfig
@@ -26,7 +27,7 @@ from pdserve.services.host.fragments import send_ids
 from pdserve.services.host.lifecycle import silent
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
-from pdserve.services.worker.worker import Role, WorkerProcess
+from pdserve.services.worker.process import AnyRole, WorkerProcess
 
 SECRET = "s3cret"
 CARD = CardData(
@@ -54,8 +55,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> N
         progress("loading", 0.5)
         return make(), CARD
 
-    for role in ("decode", "prefill"):
-        monkeypatch.setattr(f"pdserve.services.{role}.main.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
 
 
 class SessionClient:
@@ -67,25 +67,19 @@ class SessionClient:
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._channel = open_channel(address, secret)
         self._call = stub_type(self._channel).Session(self._requests())
-        self._changed = asyncio.Condition()
         self.reader = asyncio.create_task(self._read())
 
     def send(self, command: Any) -> None:
         self._commands.put_nowait(command)
 
-    async def wait(self, kind: str, attempt: bytes, timeout_s: float = 15.0) -> Any:
+    async def wait(self, kind: str, attempt: bytes) -> Any:
         """The first event of a kind about an attempt."""
 
         def find() -> list[Any]:
             return [m for k, m in self.events if k == kind and m.attempt == attempt]
 
-        async with self._changed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(lambda: bool(find()))
-            except TimeoutError:
-                raise AssertionError(f"no {kind}; there are {self.kinds()}") from None
-        return find()[0]
+        found = await eventually(find, lambda: f"{kind}; there are {self.kinds()}")
+        return found[0]
 
     def kinds(self, attempt: bytes | None = None) -> list[str]:
         return [k for k, m in self.events if attempt is None or m.attempt == attempt]
@@ -112,12 +106,10 @@ class SessionClient:
 
     async def _read(self) -> None:
         async for message in self._call:
-            async with self._changed:
-                self.batches.append(len(message.events))
-                for event in message.events:
-                    kind = event.WhichOneof("event")
-                    self.events.append((kind, getattr(event, kind)))
-                self._changed.notify_all()
+            self.batches.append(len(message.events))
+            for event in message.events:
+                kind = event.WhichOneof("event")
+                self.events.append((kind, getattr(event, kind)))
 
 
 @dataclass
@@ -170,23 +162,23 @@ class Pair:
     async def at_rest(self) -> None:
         """free + cached == total on both sides, nothing promised, reserved or held."""
         for worker in (self.decode_worker, self.prefill_worker):
-            part: Any = worker.part
-            for _ in range(300):
-                future = part.thread.post(lambda _, p=part: p.snapshot())
+            part: Any = worker.runtime
+            loads: list[Any] = []
+
+            async def rests(part: Any = part, loads: list[Any] = loads) -> bool:
+                future = part.thread.post(lambda _: part.snapshot())
                 load, _, _ = await asyncio.wrap_future(future)
+                loads[:] = [load]
                 busy = load.promised_tokens or load.running or load.waiting
-                if load.blocks_free + load.blocks_cached == load.blocks_total and not busy:
-                    break
-                await asyncio.sleep(0.02)
-            assert load.blocks_free + load.blocks_cached == load.blocks_total, load
-            assert load.promised_tokens == 0
-            assert load.running == load.waiting == 0
+                return not busy and load.blocks_free + load.blocks_cached == load.blocks_total
+
+            await eventually(rests, loads)
 
 
-async def start_worker(settings: Any, role: Role) -> WorkerProcess:
+async def start_worker(settings: Any, role: AnyRole) -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
     await worker.start()
-    await asyncio.wait_for(worker.loaded, 20)
+    await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker
 
 

@@ -11,7 +11,8 @@ import grpc
 import openai
 import psutil
 import pytest
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from streams import LONG, WORDS, Stream
 
 EXTRA = {"min_tokens": 100}
@@ -57,7 +58,7 @@ class Run:
             thread.start()
         if asked is not None:
             return
-        wait_for(lambda: all(s.num_chunks > 3 for s in self.streams), 60, "streams under way")
+        wait_until(lambda: all(s.num_chunks > 3 for s in self.streams), "streams under way")
 
     def end(self) -> list[tuple[Any, ...]]:
         for thread in self.threads:
@@ -96,7 +97,7 @@ def terminate(fleet: Fleet, address: str) -> float:
     os.kill(victim.pid, signal.SIGTERM)
     victim.wait(DRAIN_S)
     took_s = time.monotonic() - began
-    wait_for(lambda: fleet.log().count("ended (exit code 0)") > ended, 5, "its exit code")
+    wait_until(lambda: fleet.log().count("ended (exit code 0)") > ended, "its exit code")
     return took_s
 
 
@@ -128,7 +129,7 @@ def whole(fleet: Fleet) -> Any:
         live = [w for w in view.workers if w.state == "live" and not w.load.running]
         return view if len(live) == 3 else None
 
-    return wait_for(idle, 30, "all workers")
+    return wait_until(idle, "all workers")
 
 
 def computed(loads: Iterable[Any]) -> tuple[int, int]:
@@ -177,13 +178,13 @@ def test_a_drained_prefill_worker_hands_back_what_it_has_not_begun(fleet: Fleet)
         workers = [w for w in fleet.fleet_view().workers if not w.hello.data_address]
         return next((w for w in workers if w.load.waiting >= 2), None)
 
-    leaves = wait_for(queue, 60, "prompts in prefill's queue")
+    leaves = wait_until(queue, "prompts in prefill's queue")
     assert terminate(fleet, leaves.hello.address) < DRAIN_S
     answers = run.end()
     view = whole(fleet)
     assert view.retries - before.retries >= 2, "handed back, and done by others"
     assert view.prefill_remote > before.prefill_remote, "what it had begun it has finished"
-    wait_for(fleet.all_blocks_back, 10, "blocks back")
+    wait_until(fleet.all_blocks_back, "blocks back")
     assert Run(fleet, long_streams()).end() == answers
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from tiny_models import write_tiny
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
@@ -83,7 +84,7 @@ def asked(fleet: Fleet) -> dict[str, Any]:
             reply = http.post("/v1/completions", json={"model": "tiny", **body})
             assert reply.status_code == 400, f"{name}: {reply.text}"
             assert reply.json()["error"]["param"].split("[")[0] == param, name
-    wait_for(fleet.all_blocks_back, 5, "blocks back")
+    wait_until(fleet.all_blocks_back, "blocks back")
     return answers
 
 
@@ -184,9 +185,8 @@ def test_remote_answers_are_the_same_field_by_field(
             strangers_get_nothing(fleet)
         answers = asked(fleet)
         remote = fleet.prefills("remote")
-        wait_for(
+        wait_until(
             lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,
-            5,
             "the workers' next load report",
         )
     assert fleet.exit_code == 0

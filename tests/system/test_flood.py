@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from tiny_models import write_tiny
 
 MANY = 500
@@ -63,7 +64,7 @@ def test_a_flood_is_answered_or_refused_and_nobody_waits_for_ever(tmp_path: Path
         before = memory(fleet)
         answers = asyncio.run(flood(fleet.url))
         after = memory(fleet)
-        wait_for(fleet.all_blocks_back, 10, "blocks back")
+        wait_until(fleet.all_blocks_back, "blocks back")
         assert one(fleet.url) == first
     assert fleet.exit_code == 0
     why: Counter[str] = Counter()

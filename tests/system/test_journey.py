@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 60  # about 600 tokens
 SHORT = "Name the capital of France."
@@ -36,19 +37,18 @@ def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None
         assert "Paris" in short.choices[0].message.content
         assert long.usage.prompt_tokens > 512
         assert long.usage.completion_tokens > 0
-        wait_for(
+        wait_until(
             lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,
-            5,
             "the workers' next load report",
         )
-        wait_for(lambda: f"prefill_at={transport}" in fleet.log(), 5, "the gateway's line")
+        wait_until(lambda: f"prefill_at={transport}" in fleet.log(), "the gateway's line")
 
         # The decode worker now has the prefix: the same prompt needs no other worker.
         again = ask(fleet, LONG)
         assert again.choices[0].message.content == long.choices[0].message.content
         assert again.usage.prompt_tokens_details.cached_tokens > 0
         assert fleet.prefills("local") == 2
-        wait_for(fleet.all_blocks_back, 5, "blocks back")
+        wait_until(fleet.all_blocks_back, "blocks back")
 
 
 def test_stopping_leaves_nothing_behind(tmp_path: Path) -> None:

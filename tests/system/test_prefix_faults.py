@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from late_kill import ask, kill_late, received
 
 LENGTH = 2_400
@@ -20,7 +21,7 @@ def fleet() -> Iterator[Fleet]:
 def test_a_prefill_killed_late_costs_only_the_missing_chunks(fleet: Fleet) -> None:
     whole, finished = ask(fleet, LENGTH, b"fault-free")
     assert finished.remote
-    size = wait_for(lambda: received(fleet), 10, "a report of decode")
+    size = wait_until(lambda: received(fleet), "a report of decode")
     killed = kill_late(fleet, LENGTH, 0.75, size, b"faulty")
     assert 0.75 <= killed.share < 1, "it was killed between the first and the last frame"
     assert killed.ids == whole

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 import httpx
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from rings import assert_conform
 from tiny_models import write_tiny
 
@@ -41,7 +42,7 @@ def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) ->
             stream.start()
         (victim,) = fleet.pids("decode")
         # Prefill's side, too: what decode had yet to tell it would be lost with it.
-        wait_for(lambda: assert_conform(rings)["send", "filled"] == 3, 30, "all hand-offs")
+        wait_until(lambda: assert_conform(rings)["send", "filled"] == 3, "all hand-offs")
         os.kill(victim, signal.SIGKILL)
         for stream in streams:
             stream.join(60)

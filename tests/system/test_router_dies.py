@@ -6,7 +6,8 @@ import threading
 from typing import Any
 
 import openai
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from streams import LONG, WORDS, Stream
 
 OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "64", "--kv-transport", "tcp")
@@ -32,13 +33,12 @@ def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
     threads = [threading.Thread(target=s.run, args=(api, model)) for s in asked]
     for thread in threads[:-1]:
         thread.start()
-    wait_for(lambda: all(s.num_chunks > 3 for s in asked[:-1]), 60, "streams under way")
+    wait_until(lambda: all(s.num_chunks > 3 for s in asked[:-1]), "streams under way")
     threads[-1].start()
     if kill:
         sent = fleet.metric("pdserve_transfer_bytes_total", transport="tcp")
-        wait_for(
+        wait_until(
             lambda: fleet.metric("pdserve_transfer_bytes_total", transport="tcp") > sent,
-            60,
             "a first frame",
         )
         (victim,) = fleet.pids("router")
@@ -57,7 +57,7 @@ def loads(fleet: Fleet) -> dict[str, Any]:
         found = {w.hello.data_address != "": w.load for w in fleet.fleet_view().workers}
         return found if len(found) == 2 else {}
 
-    found = wait_for(both, 20, "both workers")
+    found = wait_until(both, "both workers")
     return {"decode": found[True], "prefill": found[False]}
 
 
@@ -75,7 +75,7 @@ def test_a_killed_router_costs_no_stream_a_token() -> None:
         assert computed["prefill"] >= asked[-1].usage.prompt_tokens - 1
         assert computed["decode"] >= len(asked)
         assert sum(computed.values()) == sum(s.usage.prompt_tokens for s in asked), "each once"
-        wait_for(fleet.all_blocks_back, 10, "blocks back")
+        wait_until(fleet.all_blocks_back, "blocks back")
 
         run_all(fleet, whole, kill=False)
         assert not any(s.error for s in whole), [s.error for s in whole]

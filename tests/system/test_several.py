@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 from tiny_models import write_tiny
 
 PROMPTS = [[(7 * i + 13 * k + 1) % 256 for i in range(80)] for k in range(12)]
@@ -41,6 +42,6 @@ def test_two_models_and_several_workers(tmp_path: Path) -> None:
             moved = [sum(row.bytes for row in worker.load.transports) for worker in workers]
             return len(moved) == 8 and all(moved)
 
-        wait_for(all_have_worked, 5, "each of the eight workers has moved KV")
-        wait_for(fleet.all_blocks_back, 5, "blocks back")
+        wait_until(all_have_worked, "each of the eight workers has moved KV")
+        wait_until(fleet.all_blocks_back, "blocks back")
     assert fleet.exit_code == 0

@@ -1,7 +1,8 @@
 """Equal long prompts at once: one is prefilled and transferred, the others share its blocks."""
 
 from engine_kit import ask
-from fleet import Fleet, wait_for
+from eventually import wait_until
+from fleet import Fleet
 
 from pdserve.protos import fleet_pb2
 
@@ -18,8 +19,8 @@ def test_equal_prompts_cost_one_prefill_and_one_transfer() -> None:
             return {w.hello.role: w.load for w in fleet.fleet_view().workers}
 
         together = fleet.generate([ask(f"r{n}", prompt, **params) for n in range(TOGETHER)])
-        wait_for(lambda: loads()[fleet_pb2.DECODE].attached == TOGETHER - 1, 10, "a report")
-        wait_for(fleet.all_blocks_back, 10, "blocks back")
+        wait_until(lambda: loads()[fleet_pb2.DECODE].attached == TOGETHER - 1, "a report")
+        wait_until(fleet.all_blocks_back, "blocks back")
         decode, prefill = loads()[fleet_pb2.DECODE], loads()[fleet_pb2.PREFILL]
         assert prefill.prompt_tokens == LENGTH - 1
         assert decode.prompt_tokens == 1 + (TOGETHER - 1) * (LENGTH % BLOCK)
@@ -30,7 +31,7 @@ def test_equal_prompts_cost_one_prefill_and_one_transfer() -> None:
         assert set(alone.values()) == set(together.values())
         other = [1, *prompt]
         fleet.generate([ask("other", other, **params)])
-        wait_for(lambda: loads()[fleet_pb2.PREFILL].prompt_tokens == 2 * LENGTH - 1, 10, "a report")
+        wait_until(lambda: loads()[fleet_pb2.PREFILL].prompt_tokens == 2 * LENGTH - 1, "a report")
         more = sum(transport.bytes for transport in loads()[fleet_pb2.DECODE].transports) - sent
         assert more == sent // -(-(LENGTH - 1) // BLOCK) * -(-LENGTH // BLOCK)
     assert fleet.exit_code == 0

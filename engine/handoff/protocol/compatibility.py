@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from pdserve.engine.handoff.protocol.layout import decode_spec
+from pdserve.engine.handoff.protocol.frames import FrameError
 from pdserve.engine.handoff.protocol.messages import Hello
+from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity, Mixing, refusal
 from pdserve.engine.kv.spec import KvSpec, spec_difference
 
@@ -23,7 +24,13 @@ class HandoffCompatibility:
             here, there = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
             return f"KV encryption: {here} here, {there} there (--encrypt-kv)"
         other = refusal(self.identity, hello.identity, self.mixing)
-        return other.text if other else spec_difference(self.spec, decode_spec(hello.spec))
+        if other:
+            return other.text
+        try:
+            theirs = decode_spec(hello.spec)
+        except ValueError as err:
+            raise FrameError(str(err)) from None
+        return spec_difference(self.spec, theirs)
 
     def other_identity(self, hello: Hello) -> bytes:
         """The digest of the peer's KV identity; empty if it is ours."""

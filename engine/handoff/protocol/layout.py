@@ -4,78 +4,20 @@ Invariant: a frame is whole blocks of a run of layers of one group, and nothing 
 that the receiver asked for is ever named or written: those are shared prefix blocks.
 """
 
-import hashlib
-import struct
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import and_
 from typing import NamedTuple
 
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.spec import KvSpec
 
 SLOT_BYTES = 4 << 20  # of a frame's payload; more only if one block of one layer is larger
-_KINDS = ("full", "window", "latent", "state")
-_DTYPES = ("float32", "bfloat16", "float16", "int8")
-_SPEC = struct.Struct("<IB")
-_GROUP = struct.Struct("<BIIIBIIBH")
-
-
-def encode_spec(spec: KvSpec) -> bytes:
-    """Canonical bytes of a KvSpec; their SHA-256 is its digest."""
-    out = _SPEC.pack(spec.block_size, len(spec.groups))
-    for g in spec.groups:
-        out += _GROUP.pack(
-            _KINDS.index(g.kind),
-            g.window,
-            g.num_kv_heads,
-            g.head_dim,
-            _DTYPES.index(g.dtype),
-            g.head_start,
-            g.head_end,
-            g.keys_by_dim,
-            len(g.layers),
-        )
-        out += struct.pack(f"<{len(g.layers)}H", *g.layers)
-    return out
-
-
-def decode_spec(data: bytes) -> KvSpec:
-    """The inverse of encode_spec. Raises FrameError."""
-    try:
-        block_size, count = _SPEC.unpack_from(data)
-        offset = _SPEC.size
-        groups = []
-        for _ in range(count):
-            fields = _GROUP.unpack_from(data, offset)
-            kind, window, heads, dim, dtype, h0, h1, by_dim, layers = fields
-            offset += _GROUP.size
-            numbers = struct.unpack_from(f"<{layers}H", data, offset)
-            offset += 2 * layers
-            names = _KINDS[kind], _DTYPES[dtype]
-            groups.append(
-                LayerGroup(numbers, names[0], window, heads, dim, names[1], h0, h1, bool(by_dim))  # type: ignore[arg-type]
-            )
-    except (struct.error, IndexError) as err:
-        raise FrameError(f"KV layout: {err}") from None
-    if offset != len(data):
-        raise FrameError("KV layout with trailing bytes")
-    return KvSpec(block_size, tuple(groups))
-
-
-def spec_digest(spec: KvSpec) -> bytes:
-    return hashlib.sha256(encode_spec(spec)).digest()
 
 
 def slot_bytes(spec: KvSpec) -> int:
+    """Bytes of the largest payload of a frame."""
     return max(SLOT_BYTES, *(g.block_bytes(spec.block_size) for g in spec.groups))
-
-
-def first_needed_block(group: LayerGroup, block_size: int, num_tokens: int) -> int:
-    """The first block that the row at position num_tokens can see."""
-    if group.kind != "window":
-        return 0
-    return max(0, num_tokens - group.window + 1) // block_size
 
 
 class Piece(NamedTuple):

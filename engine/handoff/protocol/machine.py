@@ -167,7 +167,8 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
         case Heard(at):
             return replace(state, heard=max(state.heard, at)), ()
         case PeerProgress(at, steps, busy):
-            moved = at if steps != state.steps or not busy else state.moved
+            moves = steps != state.steps or not busy
+            moved = max(state.moved, at) if moves else state.moved
             return replace(state, heard=max(state.heard, at), steps=steps, moved=moved), ()
         case Tick():
             reason = _overdue(state, now)

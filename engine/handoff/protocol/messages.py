@@ -20,7 +20,8 @@ from pdserve.engine.handoff.protocol.frames import (
     Prefix,
 )
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
-from pdserve.engine.kv.identity import NAMES, KvIdentity
+from pdserve.engine.kv.codec import decode_identity, encode_identity
+from pdserve.engine.kv.identity import KvIdentity
 
 MAX_SEQUENCES = 512  # of one Ack
 MAX_REASON_BYTES = 240
@@ -29,7 +30,7 @@ PROOF_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """prefill -> decode, first. `spec` is the canonical KvSpec, so a difference can be named."""
+    """prefill -> decode, first. `spec` is the encoded KvSpec, so a difference can be named."""
 
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
@@ -197,7 +198,7 @@ def decode(record: bytes) -> Message:
         ticket, sequence = _ENVELOPE.unpack_from(body)
         content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
         return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
-    except (struct.error, UnicodeDecodeError) as err:
+    except (struct.error, ValueError) as err:
         raise FrameError(f"record of type {prefix.type}: {err}") from None
 
 
@@ -252,31 +253,19 @@ def _numbers(cls: Any, name: str, code: str, most: int) -> _Codec:
 
 
 _HELLO = struct.Struct("<16s16s8s?")
-_PART = struct.Struct("<H")  # length of one part of a KV identity
 
 
 def _pack_hello(hello: Hello) -> bytes:
     boots = (hello.prefill_boot, hello.decode_boot)
     fixed = _HELLO.pack(*boots, hello.transport.encode(), hello.encrypted)
-    parts = [v if isinstance(v, bytes) else v.encode() for v in hello.identity.parts().values()]
-    return fixed + b"".join(_PART.pack(len(part)) + part for part in parts) + hello.spec
+    return fixed + encode_identity(hello.identity) + hello.spec
 
 
 def _unpack_hello(data: bytes) -> Hello:
     prefill_boot, decode_boot, transport, encrypted = _HELLO.unpack_from(data)
-    offset = _HELLO.size
-    parts: list[bytes] = []
-    for _ in NAMES:
-        (size,) = _PART.unpack_from(data, offset)
-        offset += _PART.size
-        parts.append(data[offset : offset + size])
-        offset += size
-    if offset > len(data):
-        raise FrameError("KV identity cut short")
-    digest, *texts = parts
-    identity = KvIdentity(digest, *(text.decode() for text in texts))
+    identity, spec = decode_identity(data[_HELLO.size :])
     name = transport.rstrip(b"\0").decode()
-    return Hello(prefill_boot, decode_boot, identity, name, data[offset:], encrypted)
+    return Hello(prefill_boot, decode_boot, identity, name, spec, encrypted)
 
 
 _CODECS: dict[int, _Codec] = {

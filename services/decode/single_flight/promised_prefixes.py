@@ -1,18 +1,20 @@
-"""Whose KV is on its way to a decode worker, and who waits for it: single flight; pure.
+"""Which prefixes are on their way to a decode worker, and which requests wait for them; pure.
 
-A *leader* is an attempt whose prompt's KV is not complete yet, a hand-off or a prefill of decode's
-own; the chain hashes of its full blocks are promised. A *follower* waits until the blocks that it
-has in common with one leader have arrived, holds nothing meanwhile, and leads in its turn with what
-it has beyond them:
+This is single flight: of prompts with a common prefix, one is computed and the others share it.
 
-    follow() --the blocks arrive--------------------------> take(): ready, it leads from here on
-        |    --its leader is over, a block or less missing-> take(): ready
-        |    --its leader is over before------------------> take(): lost
-        +----over()---------------------------------------> forgotten
+A *leader* is an attempt whose prompt's KV is not complete yet: a hand-off, or a prefill of decode's
+own. It promises the chain hashes of its full blocks. A *follower* waits until the blocks that it
+shares with one leader have arrived. It holds no blocks meanwhile, and it is a leader itself for the
+blocks that it has beyond the shared ones:
 
-A leader without steps (its router is lost) keeps the followers that have none either; for the
-others it is over. Invariant: a follower's leader began before it, so nobody waits for himself, and
-what ends one ends all behind it in one `take`.
+    follow() --the blocks arrive----------------------------> take(): ready, still a leader
+        |    --its leader ends with one block or less missing-> take(): ready
+        |    --its leader ends before that-------------------> take(): lost
+        +----over()------------------------------------------> forgotten
+
+A leader may have no steps because its router is lost. Followers that have no steps either keep
+waiting for it; for the other followers it has ended. Invariant: a follower's leader began before
+it, so there is no circle, and what ends one ends all behind it in one `take`.
 """
 
 from collections.abc import Sequence
@@ -23,36 +25,36 @@ from dataclasses import dataclass, field
 class _Leader:
     key: str
     chain: Sequence[bytes]
-    arrived: int = 0  # its first blocks, in the prefix cache
-    landed: bool = False  # the engine has it, so it goes on only while it has steps
-    parked: bool = False  # it has none
-    begun: bool = False  # it was picked from the engine's queue
-    over: bool = False  # nothing more will come of it
+    arrived: int = 0  # leading blocks that are in the prefix cache
+    in_engine: bool = False  # the engine has it, so its KV grows only while it has steps
+    parked: bool = False  # it has no steps
+    begun: bool = False  # the engine has picked it from its queue
+    over: bool = False  # no more blocks will arrive
 
     @property
     def stuck(self) -> bool:
-        """Nothing comes of it now."""
-        return self.over or (self.parked and self.landed)
+        """No more blocks arrive for now."""
+        return self.over or (self.parked and self.in_engine)
 
 
 @dataclass(eq=False, slots=True)
 class _Follower:
     own: _Leader  # what it promises itself
     leader: _Leader
-    until: int  # blocks to wait for
+    until: int  # the leader's blocks that it waits for
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """What a chain has in common with a leader's."""
+class SharedBlocks:
+    """The prefix that a chain shares with a leader's."""
 
-    leader: str  # its key
-    blocks: int  # leading ones, those that have arrived too
+    leader: str  # the leader's key
+    blocks: int  # length of the prefix, including blocks that have arrived
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """Whose wait is over, in order of arrival."""
+class EndedWaits:
+    """Followers that wait no longer, in order of arrival."""
 
     ready: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -72,64 +74,69 @@ class PromisedPrefixes:
         return len(self._followers)
 
     @property
+    def num_leaders(self) -> int:
+        """Attempts whose prefixes are on their way; followers are among them."""
+        return len(self._leaders)
+
+    @property
     def changed(self) -> bool:
-        """`take` may have something."""
+        """Whether `take` may return something."""
         return self._changed and bool(self._followers)
 
-    def common(self, chain: Sequence[bytes], found: int) -> Common | None:
-        """The longest beginning of a chain that is on its way; None if its first `found` blocks,
-        which are there, are as long."""
-        best: Common | None = None
+    def find(self, chain: Sequence[bytes], found: int) -> SharedBlocks | None:
+        """The longest prefix of a chain that is on its way; None if it is no longer than the first
+        `found` blocks, which are cached."""
+        best: SharedBlocks | None = None
         for at in range(found, len(chain)):
             leader = next((it for it in self._promised.get(chain[at], ()) if not it.stuck), None)
             if leader is None:
                 break
             if leader.arrived <= at:
-                best = Common(leader.key, at + 1)
+                best = SharedBlocks(leader.key, at + 1)
         return best
 
-    def lead(self, key: str, chain: Sequence[bytes], landed: bool) -> None:
-        """KV of this chain is on its way; `landed`: decode's own engine computes it."""
-        leader = self._leaders[key] = _Leader(key, chain, landed=landed)
+    def lead(self, key: str, chain: Sequence[bytes], in_engine: bool) -> None:
+        """KV of this chain is on its way; `in_engine`: decode's own engine computes it."""
+        leader = self._leaders[key] = _Leader(key, chain, in_engine=in_engine)
         for link in chain:
             self._promised.setdefault(link, {})[leader] = None
 
-    def follow(self, key: str, chain: Sequence[bytes], common: Common) -> None:
-        """Wait for what `common` says; the rest of its own chain is promised, too."""
-        leader = self._leaders[common.leader]
-        self.lead(key, chain, landed=False)
-        self._followers[key] = _Follower(self._leaders[key], leader, common.blocks)
+    def follow(self, key: str, chain: Sequence[bytes], shared: SharedBlocks) -> None:
+        """Wait for the shared blocks; the rest of the request's own chain is promised, too."""
+        leader = self._leaders[shared.leader]
+        self.lead(key, chain, in_engine=False)
+        self._followers[key] = _Follower(self._leaders[key], leader, shared.blocks)
 
     def leader_of(self, key: str) -> str | None:
-        """Whom it waits for; None: it does not follow."""
+        """The leader that a follower waits for; None: this is no follower."""
         follower = self._followers.get(key)
         return None if follower is None else follower.leader.key
 
     def is_queued(self, key: str) -> bool:
-        """A leader that the engine has, and has not begun."""
+        """Whether this is a leader in the engine's queue."""
         leader = self._leaders.get(key)
-        return leader is not None and leader.landed and not leader.begun
+        return leader is not None and leader.in_engine and not leader.begun
 
     def begun(self, key: str) -> None:
         """The engine has picked a leader from its queue."""
         if (leader := self._leaders.get(key)) is not None:
             leader.begun = True
 
-    def arrived(self, key: str, blocks: int, landed: bool = False) -> None:
-        """A leader's first blocks are in the prefix cache; `landed`: the engine has it now."""
+    def arrived(self, key: str, blocks: int, in_engine: bool = False) -> None:
+        """A leader's first blocks are in the prefix cache; `in_engine`: the engine has it now."""
         if (leader := self._leaders.get(key)) is not None:
             leader.arrived = max(leader.arrived, blocks)
-            leader.landed |= landed
+            leader.in_engine |= in_engine
             self._changed = True
 
     def park(self, key: str, parked: bool) -> None:
-        """It gets no steps, or steps again."""
+        """Its steps have stopped, or go on again."""
         if (leader := self._leaders.get(key)) is not None:
             leader.parked = parked
             self._changed = True
 
     def over(self, key: str) -> None:
-        """Nothing more comes of it: complete, lost or cancelled."""
+        """No more blocks of it will arrive: it is complete, lost or cancelled."""
         leader = self._leaders.pop(key, None)
         if leader is None:
             return
@@ -141,9 +148,10 @@ class PromisedPrefixes:
             if not promisers:
                 del self._promised[link]
 
-    def take(self) -> Landing:
-        """Whose wait is over. The ready lead on, their own KV on its way; the lost are over."""
-        landing = Landing()
+    def take(self) -> EndedWaits:
+        """The followers that wait no longer. Ready ones stay leaders, since the engine computes
+        the rest of their KV next; lost ones are forgotten."""
+        ended = EndedWaits()
         self._changed = False
         for key, follower in list(self._followers.items()):
             leader, own = follower.leader, follower.own
@@ -151,10 +159,10 @@ class PromisedPrefixes:
             stranded = leader.over or (leader.stuck and not own.parked)
             if missing <= 0 or (stranded and missing == 1):
                 del self._followers[key]
-                own.landed = True
-                landing.ready.append(key)
+                own.in_engine = True
+                ended.ready.append(key)
             elif stranded:
                 self.over(key)
-                landing.lost.append(key)
+                ended.lost.append(key)
         self._changed = False
-        return landing
+        return ended

@@ -18,12 +18,12 @@ it moves. Only `Fleet` adds and forgets workers.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.fleet.worker_card import identity_of, layout_of
 
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
@@ -62,8 +62,8 @@ class Worker:
     layout: KvSpec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.identity = identity_of(self.hello.card)
-        self.layout = layout_of(self.hello.card.kv_spec)
+        self.identity = KvIdentity.of(self.hello.card.kv_identity)
+        self.layout = decode_spec(self.hello.card.kv_spec)
 
     @property
     def boot(self) -> bytes:
@@ -82,7 +82,7 @@ class Worker:
     def free_tokens(self) -> int:
         """Room for KV that its last load tells of, less what it has promised."""
         blocks = self.load.blocks_free + self.load.blocks_cached
-        return blocks * self.hello.card.kv_spec.block_size - self.load.promised_tokens
+        return blocks * self.layout.block_size - self.load.promised_tokens
 
     def takes_work(self, now: float) -> bool:
         """Whether a new command may go there."""

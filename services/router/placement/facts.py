@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
-
-if TYPE_CHECKING:
-    from pdserve.services.router.requests.request import RoutedRequest
 
 
 class FactsOfWorkers:
@@ -36,7 +32,7 @@ class FactsOfWorkers:
         """As the policy sees it."""
         requests, waiting = worker.expected(self._now)
         chain = self.chain(worker)
-        block_size = worker.hello.card.kv_spec.block_size
+        block_size = worker.layout.block_size
         cached = worker.prefixes.num_cached(chain) * block_size
         return WorkerFacts(
             boot=worker.boot,
@@ -54,28 +50,26 @@ class FactsOfWorkers:
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
-        card = worker.hello.card
-        kind = card.kv_identity, card.kv_spec.block_size
+        size = worker.layout.block_size
+        kind = worker.identity.digest, size
         if kind not in self._chains:
-            seed = cache_seed(card.kv_identity, self._salt)
-            size = card.kv_spec.block_size
+            seed = cache_seed(worker.identity.digest, self._salt)
             self._chains[kind] = chain_hashes(self._ids, size, seed) if size else []
         return self._chains[kind]
 
 
 def destination(
-    flow: "RoutedRequest", workers: Iterable[Worker], mixing: Mixing, rng: Random, now: float
+    ids: Sequence[int],
+    here: WorkerFacts,
+    workers: Iterable[WorkerFacts],
+    mixing: Mixing,
+    rng: Random,
 ) -> bytes | None:
     """Boot id of the decode worker of least cost that has room for a running request's KV and
-    takes it from the one where it runs; None: there is none."""
-    if flow.attempt is None:
-        return None
-    ids = flow.answer.prefix_ids()
-    facts = FactsOfWorkers(ids, flow.answer.start.cache_salt, flow.verified, PromisedChains(), now)
-    here = facts.of(flow.attempt.decode)
+    takes it from the one where it runs; None: there is none. `ids`: as FactsOfWorkers has them."""
     fit = [
         other
-        for other in map(facts.of, workers)
+        for other in workers
         if other.boot != here.boot
         and other.free_tokens >= len(ids)
         and mismatch(here, other, mixing) is None

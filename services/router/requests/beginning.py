@@ -1,22 +1,51 @@
-"""What a request's Finished says of how it began, whatever became of its first attempt; pure."""
+"""How a request began, for its Finished, whatever became of its first attempt; pure.
+
+The time to its first token is that of all its tries. Decode's phases begin with its own Admit; what
+came before that (the queue here, tries that were lost) is queueing. A try that only went on after
+the first token says nothing of it: then the phases are those of the try that gave it, as far as
+they are known.
+"""
 
 from dataclasses import dataclass
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.requests.times import FirstToken
+
+
+class FirstToken:
+    """Clock readings of one request, until its first token."""
+
+    def __init__(self, arrived: float) -> None:
+        self._arrived = arrived
+        self._attempt = b""  # that gave the first token
+        self._began = 0.0  # its Admit
+        self._came = 0.0
+
+    def came(self, attempt: bytes, began: float, now: float) -> None:
+        """Tokens of an attempt have come; only the first ones count."""
+        if not self._attempt:
+            self._attempt, self._began, self._came = attempt, began, now
+
+    def complete(self, phases: pb.Phases, attempt: bytes) -> None:
+        """Make the phases of the attempt that finished those of the request: their sum is the time
+        to its first token. Those of an attempt that another router began are left as they are."""
+        if not self._attempt:
+            return
+        if self._attempt != attempt:
+            phases.CopyFrom(pb.Phases(prefill_s=self._came - self._began))
+        phases.queue_s += self._began - self._arrived
 
 
 @dataclass(slots=True)
 class Beginning:
-    """Of one request."""
+    """What the router knows of a request's beginning."""
 
     token: FirstToken
     hit: int | None = None  # tokens that were cached before decode verified the first block
     expected: int | None = None  # likewise, as the router knew it at the first try
-    first: pb.Finished | None = None  # what the attempt said that it moved from
+    first: pb.Finished | None = None  # what the attempt said that the request migrated from
 
     def moved(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
-        """It leaves `attempt`, whose beginning is `so_far`."""
+        """The request leaves `attempt`, whose beginning is `so_far`."""
         self.complete(so_far, num_attempts, attempt)
         self.first = so_far
 

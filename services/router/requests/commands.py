@@ -20,7 +20,7 @@ def admit(
 
 
 def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:
-    """Ask for an attempt that another session has, or had."""
+    """Ask for an attempt that another session has, or had; `choices`: what is known of it."""
     counts = [len(choice.generated_ids) for choice in choices]
     return wire.DecodeCommand(resume=wire.Resume(attempt=attempt, epoch=epoch, counts=counts))
 
@@ -32,3 +32,32 @@ def start_prefill(start: wire.PrefillStart, ids: Sequence[int]) -> Iterator[wire
         yield wire.PrefillCommand(ids_part=part)
     start.ids.extend(tail)
     yield wire.PrefillCommand(start=start)
+
+
+def hold(attempt: bytes) -> wire.DecodeCommand:
+    """Have it stop, for a migration."""
+    return wire.DecodeCommand(hold=wire.Hold(attempt=attempt))
+
+
+def move(
+    attempt: bytes, to: bytes, ticket: wire.Ticket, kv_identity: pb.KvIdentity
+) -> wire.DecodeCommand:
+    """Have its KV sent to the attempt `to`, on a worker of that KV identity."""
+    return wire.DecodeCommand(
+        move=wire.Move(attempt=attempt, to=to, ticket=ticket, kv_identity=kv_identity)
+    )
+
+
+def stay(attempt: bytes) -> wire.DecodeCommand:
+    """Have it go on where it is."""
+    return wire.DecodeCommand(stay=wire.Stay(attempt=attempt))
+
+
+def cancel_at_decode(attempt: bytes, choices: Sequence[int] = ()) -> wire.DecodeCommand:
+    """End it, or some of its choices."""
+    return wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt, choices=choices))
+
+
+def cancel_at_prefill(attempt: bytes) -> wire.PrefillCommand:
+    """End it."""
+    return wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=attempt))

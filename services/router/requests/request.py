@@ -1,46 +1,127 @@
-"""The automaton of one request in the router; synchronous, time is an argument.
+"""One request in the router: carries out what its state machine (machine.py) decides.
 
-    QUEUED ----place----> ADMITTING --Admitted--> PREFILLING (remote) --first ids--> RUNNING
-      ^  ^                  |   |                     |                               |
-      |  +----- Busy -------+   +--Admitted (local)---|----------------> RUNNING      |
-      +-- a lost attempt (PrefillFailed, HandoffLost, Gone, a dead worker), PlaceAgain --+
-      |                                   +--Resumed with a ticket--> PREFILLING
-      |   SEEKING --its worker is here--> RESUMING --Resumed--> RUNNING
-      +-- not in time -+------ Gone, no answer, a dead worker -+
-    PREFILLING, RUNNING, RESUMING --a lost session with decode, which lives--> SEEKING
-    any --Finished | Failed | Cancel | deadline--> ENDED
-
-SEEKING and RESUMING are adoption.py's. Messages of another attempt never reach this object.
-Invariant: exactly one terminal event, and on the way into QUEUED or ENDED the attempt is
-cancelled on every worker that may still run it. `Effects` is all it knows of the world.
+It keeps what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
+tickets, and what the client is told at the end. It is synchronous, and time is an argument; a
+request knows of the world around it only its `Effects`, so that the same code runs under sockets
+and under a test's clock.
 """
 
 import logging
 import os
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.request_progress import RequestProgress
+from pdserve.services.host.request_progress import LostTokens, RequestProgress
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
-from pdserve.services.router.requests import adoption, commands, single_flight
-from pdserve.services.router.requests.beginning import Beginning
-from pdserve.services.router.requests.effects import ASKING, Attempt, Client, Effects, Stage
-from pdserve.services.router.requests.migration import Migration
-from pdserve.services.router.requests.single_flight import SharedKv
-from pdserve.services.router.requests.times import FirstToken
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import commands, machine
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.actions import FailureReason
+from pdserve.services.router.requests.beginning import Beginning, FirstToken
+from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.state import Attempt, MigrationStep, Routing
 
 log = logging.getLogger(__name__)
 
-MAX_CANDIDATES = 3  # decode workers asked in a row before the request queues
-MAX_ATTEMPTS = 12  # Busy answers aside; a request that ends sessions must not do so for ever
-MAX_CRASHES = 2
-ANSWER_S = 10.0  # for Admitted, Busy or PrefillAccepted
-ORPHAN_S = 5.0  # a lost gateway may come back and issue again
-OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
+OUTPUT = ("tokens", "prompt_logprobs", "finished")
+Command = wire.DecodeCommand | wire.PrefillCommand
+FAILURES: dict[FailureReason, ServiceError] = {
+    FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
+    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "its gateway is gone"),
+    FailureReason.DEADLINE: ServiceError(
+        pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout"
+    ),
+    FailureReason.QUEUE_TIMEOUT: ServiceError(
+        pb.QUEUE_TIMEOUT, "no worker took the request in time", "", 1.0
+    ),
+    FailureReason.POISON: ServiceError(
+        pb.POISON_REQUEST, "the request was running on two workers that died"
+    ),
+    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "the request failed on every try"),
+}
+
+
+class Client(Protocol):
+    """Who asked: a gateway's session or one Generate call."""
+
+    @property
+    def key(self) -> bytes:
+        """Request ids are unique per key."""
+
+    def put(self, event: RequestEvent) -> None:
+        """Take an event; never blocks."""
+
+
+@dataclass(eq=False, slots=True)
+class Assignment:
+    """The workers of an attempt, and what they are to compute."""
+
+    id: bytes
+    decode: Worker
+    prefill: Worker | None
+    ids: list[int]  # whose KV must exist before the first decode row: prefix ids less the last
+    began: float  # when Admit was sent
+    ticket: wire.Ticket | None = None  # of its hand-off
+    adopted: bool = False  # another session began it
+
+
+class Effects(Protocol):
+    """What a request needs done; the dispatcher does it."""
+
+    def emit(self, request: "RoutedRequest", event: RequestEvent) -> None:
+        """Pass an event to the client."""
+
+    def place(self, request: "RoutedRequest", now: float) -> None:
+        """Begin an attempt now, or queue the request in order of arrival."""
+
+    def find(self, boot: bytes) -> Worker | None:
+        """The worker with this boot id, if commands can be sent to it."""
+
+    def reach(self, boot: bytes, now: float) -> Reachability:
+        """Whether commands can be sent to it, or may be sent soon."""
+
+    def send(self, worker: Worker, command: Command) -> None:
+        """Send; dropped if the session is down."""
+
+    def opened(
+        self, request: "RoutedRequest", attempt: Assignment, how: do.OpenAttempt, now: float
+    ) -> None:
+        """Messages of this attempt belong to the request."""
+
+    def answered(self, attempt: Assignment) -> None:
+        """Its Admit was."""
+
+    def closed(self, request: "RoutedRequest", attempt: Assignment, lost: str) -> None:
+        """Messages of this attempt no longer belong to the request; `lost`: why it was given up."""
+
+    def taken(self, request: "RoutedRequest", attempt: Assignment) -> None:
+        """A decode worker has taken the attempt."""
+
+    def adopted(self, request: "RoutedRequest") -> None:
+        """It goes on where another session left it."""
+
+    def count_prefill(self, remote: bool) -> None:
+        """The prompt was computed at a prefill worker, or at decode."""
+
+    def migration_begun(self, request: "RoutedRequest") -> None:
+        """It is on its way to another decode worker."""
+
+    def migration_done(self, request: "RoutedRequest", num_tokens: int) -> None:
+        """It has arrived there, with the KV of so many tokens."""
+
+    def migration_failed(self, request: "RoutedRequest", step: str) -> None:
+        """It has not; `step`: how far it was, empty if the request had to leave the source."""
+
+    def ended(
+        self, request: "RoutedRequest", now: float, error: ServiceError | None, served: bool
+    ) -> None:
+        """The terminal event is out; `served`: by a worker, who may be asked for it again."""
 
 
 class RoutedRequest:
@@ -48,290 +129,460 @@ class RoutedRequest:
 
     def __init__(
         self,
-        board: Effects,
-        answer: RequestProgress,
-        owner: Client,
+        effects: Effects,
+        progress: RequestProgress,
+        client: Client,
         ordinal: int,
         now: float,
     ) -> None:
-        start = answer.start
-        self.board = board
-        self.answer = answer
-        self.owner = owner
+        start = progress.start
+        queue_s = start.queue_remaining_ms / 1000
+        self.progress = progress
+        self.client = client
         self.ordinal = ordinal  # of arrival, kept over retries
-        self.request = start.request
+        self.id = start.request
         self.model = start.model
-        self.epoch = start.epoch
-        self.turn, self.sought = 0, now  # sessions outlived; since when its worker is sought
-        self.crash_count = start.crash_count
-        self.arrived = now
-        self.deadline = now + start.remaining_ms / 1000 if start.remaining_ms else None
-        queue_ms = start.queue_remaining_ms
-        self._queue_s = queue_ms / 1000
-        self.queue_deadline = now + self._queue_s if queue_ms else None
-        self.stage = Stage.QUEUED
-        self.attempt: Attempt | None = None
-        self.num_attempts = 0
-        self.refused: set[bytes] = set()  # boots of decode workers that said Busy in this round
-        self.failed_prefills: set[bytes] = set()
-        self.num_prefill_failures = 0
+        self.state = Routing(
+            epoch=start.epoch,
+            deadline=now + start.remaining_ms / 1000 if start.remaining_ms else None,
+            queue_s=queue_s,
+            queue_deadline=now + queue_s if queue_s else None,
+            crash_count=start.crash_count,
+            begun=progress.begun,
+            complete=progress.complete,
+            placed_attempt=start.placement.attempt,
+            placed_decode=start.placement.decode_boot,
+            sought=now,
+        )
         self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
         self.beginning = Beginning(FirstToken(now))
-        self.move: Migration | None = None
-        self.num_stuck = 0  # moves that failed in a row
-        self.stays_until = 0.0  # before it the next one does not begin
-        self.orphan_since: float | None = None
-        self.counted = False  # its prompt was counted as local or remote
-        self.origin: KvIdentity | None = None  # who computed what it has passed on; binds it
-        if self.answer.begun and start.placement.HasField("identity"):
-            self.origin = KvIdentity.of(start.placement.identity)
         self.inexact = False  # it was resumed on another identity
+        self.origin: KvIdentity | None = None  # who computed what it has passed on; binds it
+        if progress.begun and start.placement.HasField("identity"):
+            self.origin = KvIdentity.of(start.placement.identity)
         self.placement = pb.Placement()  # of the attempt that it has, or is to adopt
         self.placement.CopyFrom(start.placement)
+        self._effects = effects
+        self._arrived = now
+        self._counted = False  # its prompt was counted as local or remote
+        self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
+        self._target: Worker | None = None  # of a migration
+        self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        """Of the request over its issues."""
+        return self.client.key, self.id
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The workers of the attempt that counts."""
+        attempt = self.state.attempt
+        return None if attempt is None else self._assignments[attempt.id]
+
+    def assignment_of(self, attempt: bytes) -> Assignment | None:
+        """The workers of any open attempt: that one, or a migration's."""
+        return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """What the policy is told of it."""
+        """What the placement policy is told of it."""
         return PromptFacts(
-            num_tokens=len(self.answer.prefix_ids()) - 1,
-            may_go_remote=self.answer.may_go_remote,
-            prefill_failures=self.num_prefill_failures,
-            failed_prefills=frozenset(self.failed_prefills),
+            num_tokens=len(self.progress.prefix_ids()) - 1,
+            may_go_remote=self.progress.may_go_remote,
+            prefill_failures=self.state.num_prefill_failures,
+            failed_prefills=self.state.failed_prefills,
         )
 
-    # --- tries
+    def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
+        """Let the machine take an event, and do what it says. `message`: what the event is of."""
+        self.state, actions = machine.step(self.state, event, now)
+        for action in actions:
+            self._carry_out(action, message, now)
+
+    # --- what the dispatcher asks for
+
+    def submit(self, now: float) -> None:
+        """Begin: look for the attempt that the Start names, or have it placed."""
+        named = self.progress.start.HasField("placement")
+        reach = self._effects.reach(self.placement.decode_boot, now) if named else None
+        self.step(on.Submitted(reach), now)
 
     def begin(
-        self, decode: Worker, prefill: Worker | None, shares: SharedKv, now: float
-    ) -> Attempt:
-        """Send Admit to the decode worker that the policy chose."""
-        ids = self.answer.prefix_ids()[:-1]
-        attempt = Attempt(os.urandom(16), decode, prefill, ids, now, now)
-        attempt.follows = shares.expected
-        self.attempt = attempt
-        self.stage = Stage.ADMITTING
-        self.num_attempts += 1
-        self.board.opened(self, attempt, now)
-        self.place_at(attempt)  # first: whatever a worker computes from here on can be found again
-        self.admit(attempt, prefill, shares.min_tokens, now)
-        return attempt
+        self, decode: Worker, prefill: Worker | None, follows: bool, min_shared: int, now: float
+    ) -> bytes:
+        """Begin an attempt on the workers that the policy chose; its id."""
+        id_ = os.urandom(16)
+        ids = self.progress.prefix_ids()[:-1]
+        self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
+        boot = b"" if prefill is None else prefill.boot
+        self.step(on.AttemptBegun(id_, decode.boot, boot, follows, min_shared), now)
+        return id_
 
-    def admit(self, attempt: Attempt, sender: Worker | None, min_shared: int, now: float) -> None:
-        """Hand it over as it stands; `sender` will send its KV, if anybody does."""
-        # A request that had its first step does not wait for one again.
-        queue_ms = 0 if self.answer.begun else _left_ms(self.queue_deadline, now)
-        left_ms = _left_ms(self.deadline, now)
-        start = self.answer.to_start(adoption.claim(self), self.crash_count, left_ms, queue_ms)
-        admit = wire.Admit(attempt=attempt.id, min_shared_tokens=min_shared)
-        if sender is not None:
-            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
-        for command in commands.admit(admit, start, self.answer.prompt_ids):
-            self.board.to_decode(attempt.decode, command)
-
-    def on_admitted(self, admitted: wire.Admitted, now: float) -> None:
-        """The promise: start the remote prefill."""
-        attempt = self.attempt
-        if attempt is None or self.stage is not Stage.ADMITTING:
-            return
-        self.refused.clear()
-        single_flight.settle(attempt, admitted, now)
-        prefill = attempt.prefill
-        if prefill is None:
-            self.stage = Stage.RUNNING
-            return
-        self.stage, attempt.ticket = Stage.PREFILLING, admitted.ticket
-        self.start_prefill(attempt, prefill, admitted.ticket, now)
-
-    def place_at(self, attempt: Attempt) -> None:
-        """The attempt runs there, or is to: say so."""
-        self.placement = pb.Placement(
-            attempt=attempt.id,
-            decode_boot=attempt.decode.boot,
-            decode_address=attempt.decode.hello.address,
-            identity=pb.KvIdentity(**(self.origin or attempt.decode.identity).parts()),
-        )
-        self.emit_placed(attempt.prefill)
-
-    def emit_placed(self, prefill: Worker | None) -> None:
-        """Say where the attempt runs."""
-        placed = Placed(
-            request=self.request,
-            epoch=self.epoch,
-            placement=self.placement,
-            prefill_address="" if prefill is None else prefill.hello.address,
-            crash_count=self.crash_count,
-        )
-        self.board.emit(self, RequestEvent(placed=placed))
-
-    def start_prefill(
-        self, attempt: Attempt, prefill: Worker, ticket: wire.Ticket, now: float
-    ) -> None:
-        """Have its KV computed and sent."""
-        attempt.prefill, attempt.asked, attempt.unheard = prefill, now, False
-        start = wire.PrefillStart(
-            attempt=attempt.id,
-            ticket=ticket,
-            cache_salt=self.answer.start.cache_salt,
-            remaining_ms=_left_ms(self.deadline, now),
-            kv_identity=pb.KvIdentity(**attempt.decode.identity.parts()),
-        )
-        for command in commands.start_prefill(start, attempt.ids):
-            self.board.to_prefill(prefill, command)
-
-    def on_busy(self, now: float) -> None:
-        """Decode has no room: the next candidate, or the queue."""
-        attempt = self.attempt
-        if attempt is None or self.stage is not Stage.ADMITTING:
-            return
-        self.refused.add(attempt.decode.boot)
-        self.not_tried("busy", now)
-
-    def not_tried(self, reason: str, now: float) -> None:
-        """The attempt is over on every worker before anything was tried."""
-        self.num_attempts = max(0, self.num_attempts - 1)  # an adopted one was not counted
-        self.close_attempt(reason)
-        if self.answer.complete:  # its choices were cancelled meanwhile
-            self._finish_here(now)
-        else:
-            self.board.place(self, now)
-
-    def close_attempt(self, lost: str = "") -> None:
-        if self.attempt is not None:
-            self.attempt.lost = lost
-            self.board.closed(self.attempt)
-            self.attempt = None
-        self.stage = Stage.QUEUED
-
-    def cancel_attempt(self) -> None:
-        """Cancel on the sides that may still have it."""
-        attempt = self.attempt
-        if attempt is None:
-            return
-        cancel = wire.CancelAttempt(attempt=attempt.id)
-        if not attempt.decode_over:
-            self.board.to_decode(attempt.decode, wire.DecodeCommand(cancel=cancel))
-        started = self.stage is not Stage.ADMITTING
-        if attempt.prefill is not None and started and not attempt.prefill_over:
-            self.board.to_prefill(attempt.prefill, wire.PrefillCommand(cancel=cancel))
-
-    def retry(self, reason: str, now: float) -> None:
-        """The attempt is lost: cancel what is left of it and try again from what is known."""
-        log.info("attempt lost: %s", reason, extra={"request": self.request})
-        if self.queue_deadline is not None:
-            self.queue_deadline = now + self._queue_s  # it had its turn; it waits anew
-        self.cancel_attempt()
-        self.close_attempt(reason)
-        if self.answer.complete:  # only the worker's Finished was missing
-            self._finish_here(now)
-        elif self.crash_count >= MAX_CRASHES:
-            self.fail(pb.POISON_REQUEST, "the request was running on two workers that died", now)
-        elif self.num_attempts >= MAX_ATTEMPTS:
-            self.fail(pb.INTERNAL, "the request failed on every try", now)
-        else:
-            self.board.place(self, now)
-
-    def _finish_here(self, now: float) -> None:
-        """Every choice has ended, and no worker is left to say so."""
-        finished = pb.Finished(request=self.request, epoch=self.epoch, inexact=self.inexact)
-        self.end(RequestEvent(finished=finished), now, None)
-
-    def prefill_lost(self, reason: str, now: float, fault: bool = True) -> None:
-        """The prefill side failed; without effect once the KV is known to be complete.
-        `fault`: it counts among the failures after which decode does it itself."""
-        attempt = self.attempt
-        if attempt is None or attempt.prefill is None or attempt.filled:
-            return
-        self.failed_prefills.add(attempt.prefill.boot)
-        self.num_prefill_failures += fault
-        self.retry(f"prefill {attempt.prefill.hello.address}: {reason}", now)
-
-    def worker_lost(self, worker: Worker, how: str, strike: bool, now: float) -> None:
-        """A worker died or froze (a strike), or the session to it broke with its messages."""
-        attempt = self.attempt
-        if attempt is None or (not strike and adoption.outlives(self, attempt, worker, now)):
-            return
-        if attempt.decode is worker:
-            unknown = self.stage in ASKING and (attempt.adopted or not attempt.answered)
-            if strike and attempt.computing and not unknown:
-                self.crash_count += 1
-            self.retry(f"decode {worker.hello.address} {how}", now)
-        elif attempt.prefill is worker:
-            self.prefill_lost(how, now)
-
-    # --- the client's side
+    def migrate(self, target: Worker, now: float) -> None:
+        """Take it to another decode worker with its KV."""
+        self._target = target
+        self.step(on.MigrationBegun(target.boot), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
         """End the request (CANCELLED), or leave some choices and go on with the rest."""
         if not choices:
-            self.fail(pb.CANCELLED, "cancelled", now)
+            self.step(on.RequestCancelled(), now)
             return
-        self.answer.abort(choices)
-        if self.attempt is not None:  # decode ends them, and says Finished after the last one
-            cancel = wire.CancelAttempt(attempt=self.attempt.id, choices=choices)
-            self.board.to_decode(self.attempt.decode, wire.DecodeCommand(cancel=cancel))
-        elif self.answer.complete:
-            self._finish_here(now)
+        self.progress.abort(choices)
+        self.step(on.ChoicesCancelled(choices, self.progress.complete), now)
 
     def tick(self, now: float) -> None:
         """Let time pass."""
-        if self.stage is Stage.ENDED:
-            return
-        attempt = self.attempt
-        if self.orphan_since is not None and now - self.orphan_since >= ORPHAN_S:
-            self.fail(pb.CANCELLED, "its gateway is gone", now)
-        elif self.deadline is not None and now >= self.deadline + (OVERDUE_S if attempt else 0):
-            self.fail(pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout", now)
-        elif self.stage is Stage.SEEKING:
-            adoption.seek(self, now)
-        elif attempt is None:
-            waited = self.queue_deadline is not None and now >= self.queue_deadline
-            if waited and not self.answer.begun:
-                self.fail(pb.QUEUE_TIMEOUT, "no worker took the request in time", now, "", 1.0)
-        elif self.stage is Stage.PREFILLING and attempt.unsaid and attempt.ticket:
-            adoption.seek_prefill(self, attempt, attempt.ticket, now)
-        elif now - attempt.asked >= ANSWER_S:
-            if self.stage is Stage.ADMITTING:
-                self.cancel_attempt()
-                self.on_busy(now)
-            elif self.stage is Stage.RESUMING:
-                self.retry("no answer", now)
-            elif self.stage is Stage.PREFILLING and not attempt.prefill_accepted:
-                self.prefill_lost("no answer", now)
+        attempt = self.state.attempt
+        prefill = b"" if attempt is None else attempt.sending_prefill
+        decode = self._effects.reach(self.state.placed_decode, now)
+        self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
-    def fail(
+    def succeed(self, predecessor: "RoutedRequest", attempt: Attempt) -> None:
+        """Wait for decode's answer to what an earlier issue of the request has asked."""
+        self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
+        self.state = machine.taken_over(self.state, attempt)
+
+    def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
+        """The same request was issued again: end without an event. An attempt that the new issue
+        is to `succeed` in is returned; of others its Start names where they are."""
+        start, attempt = progress.start, self.state.attempt
+        start.crash_count = max(start.crash_count, self.state.crash_count)
+        same = progress.choices == self.progress.choices
+        self.state, actions = machine.step(self.state, on.Reissued(same), now)
+        for action in actions:
+            if isinstance(action, do.HandOver | do.LeaveToSuccessor):
+                start.placement.CopyFrom(self.placement)
+            self._carry_out(action, None, now)
+        handed_over = any(isinstance(action, do.HandOver) for action in actions)
+        return attempt if handed_over else None
+
+    # --- what workers say
+
+    def on_decode(self, kind: str, message: Any, now: float) -> None:
+        """An event of a decode session, by its name in the proto."""
+        attempt = message.attempt
+        if kind in OUTPUT and not self._counted:
+            self._counted = True
+            self._effects.count_prefill(self._assignments[attempt].prefill is not None)
+        match kind:
+            case "verified":
+                self._verified(message)
+            case "tokens" | "prompt_logprobs":
+                self._output(kind, message, now)
+            case "finished":
+                self.step(on.AttemptFinished(attempt), now, message)
+            case "admitted":
+                self._ticket(message)
+                admitted = on.AdmitAccepted(attempt, message.HasField("ticket"), message.follows)
+                self.step(admitted, now)
+            case "busy":
+                self.step(on.AdmitRefused(attempt), now)
+            case "gone":
+                self.step(on.AttemptUnknown(attempt), now)
+            case "resumed":
+                self._resumed(message, now)
+            case "failed":
+                elsewhere = message.failure.code in (pb.UNAVAILABLE, pb.OVERLOADED)
+                error = ServiceError.from_failure(message.failure)
+                self.step(on.AttemptFailed(attempt, error, elsewhere), now)
+            case "handoff_lost":
+                self.step(on.KvLost(attempt, message.reason), now)
+            case "attached":
+                self.step(on.WaitEnded(attempt), now)
+            case "place_again":
+                log.info("placed again: %s", message.reason, extra={"request": self.id})
+                self._keeps(message)
+                self.step(on.WaitFailed(attempt, message.reason), now)
+            case "held":
+                self._held(message, now)
+            case "moved":
+                self.step(on.SourceMoved(attempt, message.to), now)
+            case "stayed":
+                self.step(on.SourceStayed(attempt, message.reason), now)
+
+    def on_prefill(self, kind: str, message: Any, now: float) -> None:
+        """An event of a prefill session, by its name in the proto."""
+        attempt = message.attempt
+        match kind:
+            case "accepted":
+                self.step(on.PrefillStarted(attempt), now)
+            case "done":
+                self.step(on.PrefillSent(attempt), now)
+            case "failed":
+                reason, at_fault = message.failure.message, not message.handed_back
+                self.step(on.PrefillEnded(attempt, reason, at_fault), now)
+            case _:
+                self.step(on.PrefillEnded(attempt, kind), now)
+
+    def _output(self, kind: str, message: Any, now: float) -> None:
+        """Ids or prompt log-probabilities: only what continues the answer is new."""
+        attempt = message.attempt
+        if not self.state.takes_output(attempt):
+            return
+        tokens = kind == "tokens"
+        try:
+            fresh = self.progress.take(message) if tokens else self.progress.take_scores(message)
+        except LostTokens as error:
+            self.step(on.OutputMissing(attempt, str(error), tokens), now)
+            return
+        if tokens:
+            facts = self.progress.begun, self.progress.complete
+            self.step(on.TokensReceived(attempt, *facts), now, fresh)
+        else:
+            self.step(on.ScoresReceived(attempt), now, fresh)
+
+    def _verified(self, message: wire.Verified) -> None:
+        """Decode keeps what it has verified, whatever becomes of the attempt."""
+        if self._keeps(message) and self.beginning.hit is None:
+            self.beginning.hit = message.cached_tokens
+
+    def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
+        """Whether it is of the attempt that counts."""
+        attempt = self.state.attempt
+        if attempt is None or attempt.id != message.attempt:
+            return False
+        known = self.verified.get(attempt.decode, 0)
+        self.verified[attempt.decode] = max(known, message.tokens)
+        return True
+
+    def _ticket(self, message: wire.Admitted | wire.Resumed) -> None:
+        assignment = self._assignments.get(message.attempt)
+        if assignment is not None and message.HasField("ticket"):
+            assignment.ticket = message.ticket
+
+    def _resumed(self, message: wire.Resumed, now: float) -> None:
+        attempt = self.state.attempt
+        prefill = b"" if attempt is None else attempt.prefill
+        if attempt is not None and attempt.adopted:
+            prefill = prefill or message.prefill_boot
+        event = on.ResumeAccepted(
+            message.attempt,
+            message.epoch,
+            message.HasField("ticket"),
+            message.prefill_boot,
+            self._effects.reach(prefill, now),
+            message.follows,
+        )
+        self.step(event, now, message)
+
+    def _held(self, message: wire.Held, now: float) -> None:
+        migration = self.state.migration
+        if migration is None or migration.step is not MigrationStep.HOLDING:
+            return
+        self._so_far = message.so_far
+        complete = message.tokens == len(self.progress.prefix_ids()) - 1
+        target = os.urandom(16) if complete else b""
+        self.step(on.SourceHeld(message.attempt, complete, target), now)
+
+    # --- what the machine says
+
+    def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
+        """Do one action. `message`: what the event is of."""
+        match action:
+            case do.Place():
+                self._effects.place(self, now)
+            case do.OpenAttempt():
+                self._open(action, now)
+            case do.CountAnswer():
+                self._effects.answered(self._assignments[action.attempt])
+            case do.CloseAttempt():
+                assignment = self._assignments.pop(action.attempt)
+                self._effects.closed(self, assignment, action.lost)
+            case do.SendAdmit():
+                self._admit(action, now)
+            case do.SendResume():
+                epoch, choices = self.state.session_epoch, self.progress.choices
+                self._to_decode(action.attempt, commands.resume(action.attempt, epoch, choices))
+            case do.SendPrefillStart():
+                self._start_prefill(action, now)
+            case do.SendHold():
+                self._to_decode(action.attempt, commands.hold(action.attempt))
+            case do.SendMove():
+                to = self._assignments[action.to]
+                assert to.ticket is not None  # it was admitted with one
+                identity = pb.KvIdentity(**to.decode.identity.parts())
+                move = commands.move(action.attempt, to.id, to.ticket, identity)
+                self._to_decode(action.attempt, move)
+            case do.SendStay():
+                self._to_decode(action.attempt, commands.stay(action.attempt))
+            case do.CancelAtDecode():
+                cancel = commands.cancel_at_decode(action.attempt, action.choices)
+                self._to_decode(action.attempt, cancel)
+            case do.CancelAtPrefill():
+                prefill = self._assignments[action.attempt].prefill
+                if prefill is not None:
+                    self._effects.send(prefill, commands.cancel_at_prefill(action.attempt))
+            case do.RepeatAborts():
+                choices = self.progress.choices
+                if aborted := [i for i, c in enumerate(choices) if c.finish == pb.ABORTED]:
+                    cancel = commands.cancel_at_decode(action.attempt, aborted)
+                    self._to_decode(action.attempt, cancel)
+            case do.SparePrefill():
+                assignment = self._assignments[action.attempt]
+                if assignment.prefill is not None:
+                    assignment.prefill.unreported.pop(assignment.id, None)
+                assignment.prefill = None
+            case do.CountPrefill():
+                assignment = self._assignments[action.attempt]
+                if assignment.prefill is not None:
+                    assignment.prefill.commanded(assignment.id, len(assignment.ids), now)
+            case do.AnnouncePlacement():
+                self._announce(self._assignments[action.attempt], action.anew)
+            case do.CountResume():
+                self._adopt(message)
+            case do.CountIdentity():
+                self._effects.taken(self, self._assignments[action.attempt])
+            case do.PassOn():
+                self._pass_on(self._assignments[action.attempt], message, now)
+            case do.SendFinished():
+                self._finish(self._assignments.get(action.attempt), message, now)
+            case do.SendFailed():
+                self._fail(action, now)
+            case do.LogLoss():
+                log.info("attempt lost: %s", action.reason, extra={"request": self.id})
+            case do.CountMigrationBegun():
+                self._effects.migration_begun(self)
+            case do.CountMigrationDone():
+                so_far, num_attempts = self._so_far, self.state.num_attempts
+                self.beginning.moved(so_far, num_attempts, action.source)
+                num_tokens = len(self._assignments[action.attempt].ids)
+                self._effects.migration_done(self, num_tokens)
+            case do.CountMigrationFailed():
+                self._effects.migration_failed(self, action.step)
+
+    def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
+        self._effects.send(self._assignments[attempt].decode, command)
+
+    def _open(self, action: do.OpenAttempt, now: float) -> None:
+        if action.attempt not in self._assignments:
+            worker = self._target if action.migrates else self._effects.find(action.decode)
+            assert worker is not None  # the machine was told that it can be reached
+            ids = self.progress.prefix_ids()[:-1] if action.migrates else []
+            self._assignments[action.attempt] = Assignment(
+                action.attempt, worker, None, ids, now, adopted=action.adopted
+            )
+        self._effects.opened(self, self._assignments[action.attempt], action, now)
+
+    def _admit(self, action: do.SendAdmit, now: float) -> None:
+        assignment = self._assignments[action.attempt]
+        # A request that had its first step does not wait for one again.
+        queue_ms = 0 if self.progress.begun else _left_ms(self.state.queue_deadline, now)
+        left_ms = _left_ms(self.state.deadline, now)
+        epoch, crash_count = self.state.session_epoch, self.state.crash_count
+        start = self.progress.to_start(epoch, crash_count, left_ms, queue_ms)
+        admit = wire.Admit(attempt=assignment.id, min_shared_tokens=action.min_shared_tokens)
+        sender = assignment.prefill
+        source = self.assignment
+        if source is not None and source is not assignment:  # it migrates
+            sender = source.decode
+        if sender is not None:
+            assert sender.boot == action.sender
+            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
+        for command in commands.admit(admit, start, self.progress.prompt_ids):
+            self._effects.send(assignment.decode, command)
+
+    def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
+        assignment = self._assignments[action.attempt]
+        worker = assignment.prefill
+        if worker is None or worker.boot != action.prefill:
+            worker = assignment.prefill = self._effects.find(action.prefill)
+        assert worker is not None  # the machine was told that it can be reached
+        start = wire.PrefillStart(
+            attempt=assignment.id,
+            ticket=assignment.ticket,
+            cache_salt=self.progress.start.cache_salt,
+            remaining_ms=_left_ms(self.state.deadline, now),
+            kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
+        )
+        for command in commands.start_prefill(start, assignment.ids):
+            self._effects.send(worker, command)
+
+    def _announce(self, assignment: Assignment, anew: bool) -> None:
+        if anew:
+            decode = assignment.decode
+            self.placement = pb.Placement(
+                attempt=assignment.id,
+                decode_boot=decode.boot,
+                decode_address=decode.hello.address,
+                identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
+            )
+        placed = Placed(
+            request=self.id,
+            epoch=self.state.epoch,
+            placement=self.placement,
+            prefill_address=_address(assignment.prefill, ""),
+            crash_count=self.state.crash_count,
+        )
+        self._effects.emit(self, RequestEvent(placed=placed))
+
+    def _adopt(self, message: wire.Resumed) -> None:
+        self._effects.adopted(self)
+        assignment = self._assignments[message.attempt]
+        if not assignment.adopted:
+            return
+        if message.HasField("ticket"):
+            assignment.ids = self.progress.prefix_ids()[:-1]
+            self._ticket(message)
+        else:
+            self._counted = True  # by the router before
+
+    def _pass_on(self, assignment: Assignment, fresh: Any, now: float) -> None:
+        if fresh is None:
+            return
+        fresh.request = self.id
+        self.origin = self.origin or assignment.decode.identity
+        if isinstance(fresh, pb.PromptLogprobs):
+            self._effects.emit(self, RequestEvent(prompt_logprobs=fresh))
+            return
+        fresh.epoch = self.state.epoch
+        if not assignment.adopted and fresh.position == 0:
+            self.beginning.token.came(assignment.id, assignment.began, now)
+        self._effects.emit(self, RequestEvent(tokens=fresh))
+
+    def _finish(self, assignment: Assignment | None, said: pb.Finished | None, now: float) -> None:
+        """Pass on what the worker said; without one, every choice has ended all the same."""
+        finished = pb.Finished() if said is None or assignment is None else said
+        finished.request, finished.epoch = self.id, self.state.epoch
+        finished.inexact |= self.inexact
+        if assignment is not None:
+            self.beginning.complete(finished, self.state.num_attempts, assignment.id)
+        self._end(RequestEvent(finished=finished), assignment, None, now)
+
+    def _fail(self, action: do.SendFailed, now: float) -> None:
+        error = action.error
+        if isinstance(error, FailureReason):
+            error = FAILURES[error]
+        assert isinstance(error, ServiceError)
+        failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
+        failed.attempt = action.attempt
+        event = RequestEvent(failed=failed)
+        self._end(event, self._assignments.get(action.attempt), error, now)
+
+    def _end(
         self,
-        code: pb.ErrorCode,
-        message: str,
+        event: RequestEvent,
+        assignment: Assignment | None,
+        error: ServiceError | None,
         now: float,
-        param: str = "",
-        retry_after_s: float = 0.0,
     ) -> None:
-        """End with an error."""
-        if self.stage is Stage.ENDED:
-            return
-        error = ServiceError(code, message, param, retry_after_s)
-        self.cancel_attempt()
-        failed = pb.Failed(request=self.request, epoch=self.epoch, failure=error.to_failure())
-        if self.attempt is not None:
-            failed.attempt = self.attempt.id
-        self.end(RequestEvent(failed=failed), now, error)
-
-    def end(self, event: RequestEvent, now: float, error: ServiceError | None) -> None:
-        """Pass on its terminal event; `error`: what that says."""
-        attempt = self.attempt
         log.info(
             "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
             "done" if error is None else f"failed ({error.message})",
             self.model,
-            attempt.prefill.hello.address if attempt and attempt.prefill else "local",
-            attempt.decode.hello.address if attempt else "none",
-            self.num_attempts,
-            now - self.arrived,
-            extra={"request": self.request},
+            _address(assignment.prefill if assignment else None, "local"),
+            _address(assignment.decode if assignment else None, "none"),
+            self.state.num_attempts,
+            now - self._arrived,
+            extra={"request": self.id},
         )
-        self.board.emit(self, event)
-        self.board.ended(self, now, error)
-        self.close_attempt()
-        self.stage = Stage.ENDED
+        self._effects.emit(self, event)
+        served = error is None and assignment is not None
+        self._effects.ended(self, now, error, served)
+
+
+def _address(worker: Worker | None, none: str) -> str:
+    return none if worker is None else worker.hello.address
 
 
 def _left_ms(deadline: float | None, now: float) -> int:

@@ -12,7 +12,6 @@ from pdserve.engine.handoff.protocol.layout import (
     Bitmap,
     Piece,
     cut,
-    first_needed_block,
     slot_bytes,
 )
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
@@ -38,6 +37,11 @@ def header(piece: Piece, **change: object) -> FrameHeader:
     return FrameHeader(**(fields | change))  # type: ignore[arg-type]
 
 
+def first_in_window(num_tokens: int) -> int:
+    """The first block of WINDOW that the row at position num_tokens sees."""
+    return max(0, num_tokens - WINDOW.window + 1) // 32
+
+
 @given(
     num_tokens=st.integers(1, 3000),
     first=st.integers(0, 60),
@@ -46,7 +50,7 @@ def header(piece: Piece, **change: object) -> FrameHeader:
 )
 def test_pieces_cover_every_cell_once(num_tokens: int, first: int, limit: int, seed: int) -> None:
     end = -(-num_tokens // 32)
-    firsts = (min(first, end), max(min(first, end), first_needed_block(WINDOW, 32, num_tokens)))
+    firsts = (min(first, end), max(min(first, end), first_in_window(num_tokens)))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)
@@ -72,7 +76,7 @@ def test_leading_blocks_are_there_in_every_layer(
     num_tokens: int, first: int, limit: int, seed: int
 ) -> None:
     end = -(-num_tokens // 32)
-    firsts = (min(first, end), max(min(first, end), first_needed_block(WINDOW, 32, num_tokens)))
+    firsts = (min(first, end), max(min(first, end), first_in_window(num_tokens)))
     bitmap = Bitmap(SPEC, num_tokens, firsts)
     pieces = [p for g in (0, 1) for p in cut(SPEC, g, range(firsts[g], end), limit)]
     random.Random(seed).shuffle(pieces)
@@ -97,16 +101,6 @@ def test_frames_are_large_where_the_prompt_allows() -> None:
 def test_a_block_larger_than_a_slot_makes_the_slot_larger() -> None:
     spec = KvSpec(1024, (LayerGroup((0,), "full", 0, 8, 128, "float32", 0, 8),))
     assert slot_bytes(spec) == spec.groups[0].block_bytes(1024) > SLOT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "block"), [(1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)]
-)
-def test_first_needed_block_of_a_window(num_tokens: int, block: int) -> None:
-    assert first_needed_block(WINDOW, 32, num_tokens) == block
-    oldest = max(0, num_tokens - 48 + 1)  # that the row at num_tokens sees
-    assert oldest // 32 == block
-    assert first_needed_block(FULL, 32, num_tokens) == 0
 
 
 @pytest.mark.parametrize(

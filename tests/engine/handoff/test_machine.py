@@ -118,6 +118,19 @@ def test_silence_and_frozen_peer_end_it(start: Handoff) -> None:
     assert now == pytest.approx(0.5 + FROZEN_S)
 
 
+@pytest.mark.parametrize("event", [Claimed(), Picked()])
+def test_a_peer_is_frozen_only_by_what_passed_since_the_claim(event: Claimed | Picked) -> None:
+    """Its last message may be older: it arrived while the own engine was busy for long."""
+    late = 3 * FROZEN_S
+    state, _ = run(receive() if isinstance(event, Claimed) else send(), event, now=late)
+    state, _ = run(state, PeerProgress(1.0, steps=7, busy=True), Heard(late), Tick(), now=late)
+    assert state.phase is Phase.CLAIMED
+    end = late + FROZEN_S
+    for now, reason in ((end - 0.1, ""), (end, "peer frozen")):
+        state, _ = run(state, Heard(now), Tick(), now=now)
+        assert state.reason == reason
+
+
 def test_idle_peer_is_not_frozen() -> None:
     state = run(receive(), Claimed())[0]
     for i in range(100):

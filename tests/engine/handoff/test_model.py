@@ -1,4 +1,4 @@
-"""The model check of the hand-off: every interleaving in small runs, and eight bugs it must find.
+"""The model check of the hand-off: every interleaving in small runs, and eleven bugs it must find.
 
 `make modelcheck` covers the larger runs. See tests/support/handoff_model.
 """

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
+from eventually import LIMIT_S, wait_until
 from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_transport, record_of
 
 from pdserve.engine.handoff.protocol import messages
@@ -44,7 +45,7 @@ def test_bytes_and_order(ends: Ends) -> None:
     link = ends.dial(Recorder())
     for sequence, payload in sent:
         link.push(frame_job(payload, sequence))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == len(sent))
+    wait_until(lambda: len(ends.decode.payloads) == len(sent))
     assert ends.decode.payloads == sent
     assert link.take_busy_s() > 0
 
@@ -53,21 +54,21 @@ def test_a_frame_sent_twice_arrives_twice(ends: Ends) -> None:
     link = ends.dial(Recorder())
     for _ in range(2):
         link.push(frame_job(b"same", 5))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 2)
+    wait_until(lambda: len(ends.decode.payloads) == 2)
     assert ends.decode.payloads == [(5, b"same")] * 2
 
 
 def test_control_runs_both_ways_and_ahead_of_frames(ends: Ends) -> None:
     prefill = Recorder()
     link = ends.dial(prefill)
-    assert ends.decode.wait(lambda: len(ends.decode.messages) == 1)
+    wait_until(lambda: len(ends.decode.messages) == 1)
     (decode_link,) = ends.decode.links
     for i in range(100):
         link.post(messages.encode(messages.Gone(bytes([i]) * 16)))
         decode_link.post(messages.encode(messages.Gone(bytes([i]) * 16)))
     expected = [messages.Gone(bytes([i]) * 16) for i in range(100)]
-    assert prefill.wait(lambda: len(prefill.messages) == 100)
-    assert ends.decode.wait(lambda: len(ends.decode.messages) == 101)
+    wait_until(lambda: len(prefill.messages) == 100)
+    wait_until(lambda: len(ends.decode.messages) == 101)
     assert prefill.messages == expected
     assert ends.decode.messages[1:] == expected
 
@@ -79,17 +80,15 @@ def test_credit_bounds_the_frames_in_flight(ends: Ends) -> None:
     for i in range(3 * SLOTS):
         link.push(counted(frame_job(bytes([i]) * 1000, i), i, built))
     if link.direct:
-        assert ends.decode.wait(lambda: len(ends.decode.payloads) == SLOTS)
+        wait_until(lambda: len(ends.decode.payloads) == SLOTS)
         link.post(claim_record())  # control still passes while no slot is free
-        assert ends.decode.wait(lambda: len(ends.decode.messages) == 2)
+        wait_until(lambda: len(ends.decode.messages) == 2)
     else:  # one payload is looked at
-        end = time.monotonic() + 10
-        while len(built) < SLOTS and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: len(built) >= SLOTS)
         time.sleep(0.1)  # for one more, if nothing holds it back
     assert built == list(range(SLOTS))
     ends.decode.go_on()
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 3 * SLOTS)
+    wait_until(lambda: len(ends.decode.payloads) == 3 * SLOTS)
     assert [data[0] for _, data in ends.decode.payloads] == list(range(3 * SLOTS))
 
 
@@ -98,7 +97,7 @@ def test_credits_of_waiting_frames_share_writes(
 ) -> None:
     ends.decode.hold()
     link = ends.dial(Recorder())
-    assert ends.decode.wait(lambda: len(ends.decode.links) == 1)
+    wait_until(lambda: len(ends.decode.links) == 1)
     (decode_link,) = ends.decode.links
     given: list[int] = []
     post = decode_link.post
@@ -111,14 +110,9 @@ def test_credits_of_waiting_frames_share_writes(
     monkeypatch.setattr(decode_link, "post", seen)
     for i in range(SLOTS):
         link.push(frame_job(bytes([i]) * 1000, i))
-    end = time.monotonic() + 10
-    while link._slots.num_free or link._writing:  # all are on their way
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not link._slots.num_free and not link._writing, "all on their way")
     ends.decode.go_on()
-    while link._slots.num_free < SLOTS:
-        assert time.monotonic() < end, "a credit was kept"
-        time.sleep(0.01)
+    wait_until(lambda: link._slots.num_free == SLOTS, "every credit")
     credit = len(messages.encode(messages.Credit(0, bytes(MARK_BYTES))))
     assert sum(given) == SLOTS * credit
     if link.direct:  # the engine thread gives them back as they are done with
@@ -145,7 +139,7 @@ def test_frames_that_are_not_wanted_are_skipped_and_credited(ends: Ends) -> None
     link.push(lambda slot, sink: nullcontext())  # its attempt has ended
     done = threading.Event()
     link.push(lambda slot, sink: nullcontext(done.set()))
-    assert done.wait(10)
+    assert done.wait(LIMIT_S)
     assert ends.decode.payloads == []
     assert link.open
 
@@ -154,16 +148,16 @@ def test_a_peer_that_dies_is_noticed_and_the_next_connection_works(ends: Ends) -
     prefill = Recorder()
     link = ends.dial(prefill)
     link.push(frame_job(b"first", 1))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    wait_until(lambda: len(ends.decode.payloads) == 1)
     ends.decode.links[0].close("decode died")
-    assert prefill.wait(lambda: len(prefill.reasons) == 1)
+    wait_until(lambda: len(prefill.reasons) == 1)
     assert not link.open
     link.push(frame_job(b"lost", 2))  # into nothing, without an error
     again = ends.dial(Recorder())
     again.push(frame_job(b"second", 3))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 2)
+    wait_until(lambda: len(ends.decode.payloads) == 2)
     again.close()
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 2)
+    wait_until(lambda: len(ends.decode.reasons) == 2)
     assert ends.decode.payloads == [(1, b"first"), (3, b"second")]
 
 
@@ -173,10 +167,10 @@ def test_a_death_in_the_middle_of_transfers_ends_both_sides(ends: Ends) -> None:
     link = ends.dial(prefill)
     for i in range(4 * SLOTS):
         link.push(frame_job(bytes(SLOT_BYTES), i))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) >= 1)
+    wait_until(lambda: len(ends.decode.payloads) >= 1)
     link.close()
     ends.decode.go_on()
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    wait_until(lambda: len(ends.decode.reasons) == 1)
     assert 1 <= len(ends.decode.payloads) < 4 * SLOTS
     ends.decode.links[0].close()
     assert ends.decode.links[0].ended
@@ -193,8 +187,8 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
     prefill = Recorder()
     link = ends.dial(prefill, claim=False)
     link.post(record_of(b"x", 1))
-    assert prefill.wait(lambda: len(prefill.reasons) == 1)
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    wait_until(lambda: len(prefill.reasons) == 1)
+    wait_until(lambda: len(ends.decode.reasons) == 1)
     assert ends.decode.reasons == ["a frame before a genuine claim"]
     assert ends.decode.payloads == []
 
@@ -207,12 +201,12 @@ def test_garbage_and_silence_cost_nothing(
         seen = len(ends.decode.reasons)  # before: the close may be faster than this thread
         with raw_socket(ends) as sock:
             sock.sendall(data)
-            assert ends.decode.wait(lambda seen=seen: len(ends.decode.reasons) > seen)
+            wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for stranger in ends.decode.links:
         assert not getattr(stranger._wire, "_private", None), "no memory for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    wait_until(lambda: len(ends.decode.payloads) == 1)
 
 
 def raw_socket(ends: Ends) -> socket.socket:
@@ -240,7 +234,7 @@ def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
     for i in range(5):
         link = ends.dial(Recorder())
         link.push(frame_job(b"x" * 1000, i))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 5)
+    wait_until(lambda: len(ends.decode.payloads) == 5)
     assert threading.active_count() > threads
     ends.close()
     assert threading.active_count() == threads
@@ -256,7 +250,7 @@ def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     ends = Ends("shm", folder)
     assert len(os.fsencode(ends.listener.address)) > 107
     ends.dial(Recorder()).push(frame_job(b"far away", 7))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    wait_until(lambda: len(ends.decode.payloads) == 1)
     assert ends.decode.payloads == [(7, b"far away")]
     ends.close()
     assert not list(folder.iterdir())
@@ -270,9 +264,9 @@ def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     ends.decode.hold()
     link = ends.dial(Recorder())
     link.push(frame_job(b"x", 1))
-    assert ends.decode.wait(lambda: len(ends.decode.payloads) == 1)
+    wait_until(lambda: len(ends.decode.payloads) == 1)
     link.post(record_of(b"x", 2))
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    wait_until(lambda: len(ends.decode.reasons) == 1)
     assert ends.decode.reasons == ["slot used without credit"]
     ends.close()
 
@@ -286,7 +280,7 @@ def test_a_window_that_is_not_sealed_is_refused(
         os.ftruncate(fd, SLOTS * SLOT_BYTES)
         socket.send_fds(sock, [b"K"], [fd])
         os.close(fd)
-        assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+        wait_until(lambda: len(ends.decode.reasons) == 1)
     assert ends.decode.reasons == ["the window is not sealed"]
     ends.close()
 

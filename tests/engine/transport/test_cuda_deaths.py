@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_child import SIZE, frame, payload
+from eventually import wait_until
 from fake_device import FakeSignal, pages_of
 from link_ends import COPY_KEY, Ends, Recorder
 
@@ -30,7 +31,7 @@ class Keeper(Recorder):
         self.inlets: list[tuple[DataLink, FrameHeader, Any]] = []
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
-        self._note(lambda: self.inlets.append((link, header, payload)))
+        self.inlets.append((link, header, payload))
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 def first(ends: Ends, count: int = 1) -> Any:
     """The source of the `count`th frame."""
     keeper: Any = ends.decode
-    assert keeper.wait(lambda: len(keeper.inlets) >= count)
+    wait_until(lambda: len(keeper.inlets) >= count)
     return keeper.inlets[count - 1][2]
 
 
@@ -88,7 +89,7 @@ def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> No
     window = window_of(ends, 0)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == 1)
+    wait_until(lambda: len(ends.decode.reasons) == 1)
     assert not source.ready(), "and never will be: decode waits for nobody"
     counts = source.slot.signal.counts
     assert isinstance(source.slot.signal, FakeSignal)
@@ -152,7 +153,7 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child.kill()
         child.wait()
         over = round + 1
-        assert keeper.wait(lambda over=over: len(keeper.reasons) == over)
+        wait_until(lambda over=over: len(keeper.reasons) == over)
         taken = len(keeper.inlets)  # what came after the last one that was taken
     assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
 
@@ -174,7 +175,7 @@ def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
             assert child.stdout.readline() == "frame\n"
         child.kill()
         child.wait()
-        assert prefill.wait(lambda ended=prefill.reasons: len(ended) == 1)
+        wait_until(lambda ended=prefill.reasons: len(ended) == 1)
         link.close()
         assert link.ended
         assert sent

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from eventually import wait_until
 from fake_device import UUID, FakeDevice, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
@@ -56,7 +57,7 @@ def refused(
     with caplog.at_level("INFO"):
         with pytest.raises(TransportRefused, match=f"^cuda_ipc: {reason}: .*{text}"):
             dial.dial(ends.target, HELLO)
-        assert ends.decode.wait(lambda: len(ends.decode.reasons) == len(ends.decode.links))
+        wait_until(lambda: len(ends.decode.reasons) == len(ends.decode.links))
     assert dial.refusals == {"cuda_ipc": 1}
     said = [r for r in caplog.records if reason in r.getMessage()]
     assert any("dial" in r.name for r in said), "prefill's log"
@@ -177,7 +178,7 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     device.most_bytes = int(1.5 * SLOTS * SLOT_BYTES)
     ends = Ends("cuda_ipc", tmp_path, device)
     first = ends.dial(Recorder())
-    assert ends.decode.wait(lambda: len(ends.decode.messages) == 1)
+    wait_until(lambda: len(ends.decode.messages) == 1)
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, FakeDevice, SLOT_BYTES)
     second = Dialer([CudaIpcTransport(options)], Recorder())
     with pytest.raises(TransportRefused, match="window_memory: out of memory"):
@@ -211,7 +212,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
         dial.dial(ends.target, HELLO)
     for sock in strangers:
         sock.close()
-    assert ends.decode.wait(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
+    wait_until(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
     link = dial.dial(ends.target, HELLO)
     link.close()
     for transport in dial._transports:
@@ -280,7 +281,7 @@ def test_a_bad_handshake_ends_the_connection_only(ends: Ends, tmp_path: Path) ->
             seen = len(ends.decode.reasons)
             sock.connect(ends.listener.address)
             sock.sendall(data)
-            assert ends.decode.wait(lambda seen=seen: len(ends.decode.reasons) > seen)
+            wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     assert time.monotonic() - start < 4, "at once, not at the deadline"
     ends.dial(Recorder()).close()
 

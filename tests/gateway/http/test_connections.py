@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 
 from pdserve.gateway.http import protocol
@@ -53,7 +53,7 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
             await writer.wait_closed()
     for server, task in servers:
         server.should_exit = True
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, LIMIT_S)
 
 
 def post(body: dict[str, object]) -> bytes:
@@ -87,7 +87,7 @@ async def test_a_client_that_leaves(connect, stream, play):
         assert b"200 OK" in await reader.readline()
     left_at = asyncio.get_running_loop().time()
     writer.transport.abort()
-    await asyncio.wait_for(router.closed.wait(), 5)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert asyncio.get_running_loop().time() - left_at < 0.5
     assert router.left == [router.starts[0].request]
 
@@ -109,7 +109,7 @@ async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": True}))
     await reader.readline()
-    await asyncio.wait_for(router.closed.wait(), 20)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert len(router.left) == 1
     with suppress(ConnectionError):
         while await reader.read(1 << 16):
@@ -130,7 +130,7 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": True}))
     await reader.readline()
-    await asyncio.wait_for(router.closed.wait(), 20)
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert len(router.left) == 1
 
 
@@ -189,7 +189,7 @@ async def test_a_head_that_is_too_large(connect):
 async def test_what_is_no_http(connect, noise):
     reader, writer = await connect(FakeRouter(saying("x")))
     writer.write(noise)
-    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), LIMIT_S)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert f"content-length: {len(body)}".encode() in head
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
@@ -205,7 +205,7 @@ async def test_a_head_that_comes_too_slowly(connect, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await connect(FakeRouter(saying("x")))
     writer.write(b"GET /health HTTP/1.1\r\nhost")
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
 async def test_one_connection_serves_many_requests(connect, monkeypatch):
@@ -229,7 +229,7 @@ async def test_a_chunked_body_has_no_endless_lines(connect, filler):
     async def fill() -> None:
         for _ in range(100):
             writer.write(b"y" * (1 << 16))
-            await asyncio.wait_for(writer.drain(), 5)
+            await asyncio.wait_for(writer.drain(), LIMIT_S)
 
     with pytest.raises(ConnectionError):
         await fill()

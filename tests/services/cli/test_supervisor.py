@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from eventually import LIMIT_S
 
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share
@@ -40,7 +41,7 @@ def start(supervisor: Supervisor, behaviour: str, *args: Any, share: Share | Non
 
 
 def all_ready(supervisor: Supervisor) -> bool:
-    return supervisor.run_until(lambda: all(c.ready for c in supervisor.children), 20.0)
+    return supervisor.run_until(lambda: all(c.ready for c in supervisor.children), LIMIT_S)
 
 
 def test_a_child_gets_its_share_before_any_import(supervisor: Supervisor, events: Events) -> None:
@@ -53,7 +54,7 @@ def test_a_child_gets_its_share_before_any_import(supervisor: Supervisor, events
     assert (facts["omp"], facts["wait"], facts["torch"]) == ("1", "PASSIVE", False)
     assert facts["args"] == ["'an argument'"]
     assert facts["pgid"] == facts["pid"]
-    assert supervisor.stop([[child]], 10.0)
+    assert supervisor.stop([[child]], LIMIT_S)
     assert not psutil.pid_exists(facts["pid"])
 
 
@@ -62,21 +63,22 @@ def test_a_killed_child_is_restarted_at_once(supervisor: Supervisor, events: Eve
     assert all_ready(supervisor)
     first = child.figures["pid"]
     os.kill(first, signal.SIGKILL)
-    killed = time.monotonic()
-    assert supervisor.run_until(lambda: child.restarts == 1 and child.ready, 20.0)
+    assert supervisor.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert child.figures["pid"] != first
     assert ("good", "restart", {}) in events
     died = next(figures for _, event, figures in events if event == "died")
     assert died["code"] == -signal.SIGKILL
-    assert child.started_at - killed < 0.9  # no delay
+    assert died["restart_s"] == 0
 
 
-def test_one_that_dies_again_is_restarted_with_a_delay(supervisor: Supervisor) -> None:
+def test_one_that_dies_again_is_restarted_with_a_delay(
+    supervisor: Supervisor, events: Events
+) -> None:
     child = start(supervisor, "mortal")
-    assert supervisor.run_until(lambda: child.deaths_in_a_row == 2, 20.0)
+    assert supervisor.run_until(lambda: child.deaths_in_a_row == 2, LIMIT_S)
     assert child.restarts == 1
     assert child.restart_at is not None
-    assert 0.5 < child.restart_at - time.monotonic() <= 1.0
+    assert [figures["restart_s"] for _, event, figures in events if event == "died"] == [0, 1]
 
 
 def test_delays() -> None:
@@ -99,7 +101,7 @@ def test_stages_end_one_after_the_other(supervisor: Supervisor, tmp_path: Path) 
     log = tmp_path / "order"
     children = [start(supervisor, "logged", str(log), name) for name in "abc"]
     assert all_ready(supervisor)
-    assert supervisor.stop([[children[2]], [children[0]], [children[1]]], 10.0)
+    assert supervisor.stop([[children[2]], [children[0]], [children[1]]], LIMIT_S)
     assert log.read_text().split() == ["c", "a", "b"]
 
 
@@ -108,7 +110,7 @@ def test_a_stubborn_child_is_killed_after_the_bound(supervisor: Supervisor) -> N
     assert all_ready(supervisor)
     started = time.monotonic()
     assert not supervisor.stop([children], 0.5)
-    assert 0.5 <= time.monotonic() - started < 5
+    assert time.monotonic() - started >= 0.5
     assert not any(psutil.pid_exists(child.figures["pid"]) for child in children)
 
 
@@ -121,9 +123,7 @@ def test_a_second_signal_kills_at_once(supervisor: Supervisor) -> None:
     assert supervisor.signals == [signal.SIGTERM]
     again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
-    started = time.monotonic()
-    assert not supervisor.stop([[child]], 60.0)
-    assert time.monotonic() - started < 10
+    assert not supervisor.stop([[child]], 10 * LIMIT_S)
     again.join()
     assert not psutil.pid_exists(child.figures["pid"])
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import SECRET, Pair, SessionClient, expected, prompt, start_worker
 
@@ -89,7 +89,9 @@ def slow() -> dict[str, Any]:
 
 
 async def snapshot(worker: Any) -> Any:
-    return (await asyncio.wrap_future(worker.part.thread.post(lambda _: worker.part.snapshot())))[0]
+    return (
+        await asyncio.wrap_future(worker.runtime.thread.post(lambda _: worker.runtime.snapshot()))
+    )[0]
 
 
 def test_it_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:
@@ -189,8 +191,8 @@ def test_a_drained_worker_ends_its_sessions_after_the_last_words(
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(30), remote=False, params={"max_tokens": 30})
         await pair.decode.wait("tokens", attempt)
-        await asyncio.wait_for(pair.decode_worker.drain(), 10)
-        await asyncio.wait_for(pair.decode.reader, 5)
+        await asyncio.wait_for(pair.decode_worker.drain(), LIMIT_S)
+        await asyncio.wait_for(pair.decode.reader, LIMIT_S)
         assert pair.decode.kinds(attempt)[-1] == "finished"
 
     with_pair(test, engine=slow())

@@ -127,7 +127,7 @@ def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[...,
         assert old.kinds() == ["accepted"]
         pair.start_prefill(attempt, ids[:-1], admitted.ticket)
         await eventually(lambda: pair.prefill.kinds() == ["accepted", "done", "done"])
-        part: Any = pair.prefill_worker.part
+        part: Any = pair.prefill_worker.runtime
         assert part.thread.post(lambda e: e.stats().prompt_tokens).result(5) == 89
         forged = wire.Ticket()
         forged.CopyFrom(admitted.ticket)
@@ -253,7 +253,7 @@ def test_the_highest_epoch_has_it_and_the_old_session_no_say(
 @contextmanager
 def busy_engine(pair: Pair) -> Iterator[None]:
     """Its thread is in a step that takes as long as this lasts."""
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     done = threading.Event()
     part.thread.post(lambda _: done.wait(30))
     try:
@@ -275,13 +275,13 @@ def test_who_asks_before_the_engine_has_answered_waits_for_it(
             await pair.decode.close()
             await eventually(lambda: figures(pair).parked == 1)
             ask_again(clients[0], attempt, epoch=EPOCH + 1)
-            await eventually(lambda: served_by(pair, attempt).asked is not None)
+            await eventually(lambda: served_by(pair, attempt).resume is not None)
             ask_again(clients[1], attempt, epoch=EPOCH + 2)
             await clients[0].wait("gone", attempt)
             await clients[1].close()
-            await eventually(lambda: served_by(pair, attempt).asked is None)
+            await eventually(lambda: served_by(pair, attempt).resume is None)
             ask_again(clients[2], attempt, epoch=EPOCH + 3)
-            await eventually(lambda: served_by(pair, attempt).asked is not None)
+            await eventually(lambda: served_by(pair, attempt).resume is not None)
             assert not clients[2].events
         resumed = await clients[2].wait("resumed", attempt)
         assert resumed.epoch == EPOCH + 3
@@ -303,7 +303,7 @@ def test_who_asks_for_what_the_engine_then_refuses_is_told(with_pair: Callable[.
             await pair.decode.close()
             await eventually(lambda: figures(pair).parked == 1)
             ask_again(client, attempt)
-            await eventually(lambda: served_by(pair, attempt).asked is not None)
+            await eventually(lambda: served_by(pair, attempt).resume is not None)
         await client.wait("gone", attempt)
         assert client.kinds() == ["gone"]
         await eventually(lambda: pair.decode_role.core.num_served == 0)

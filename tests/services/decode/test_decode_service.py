@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import (
@@ -21,12 +22,13 @@ from worker_kit import (
     prompt,
 )
 
+from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.worker_pb2_grpc import DecodeStub
+from pdserve.services.decode.attempt import ServedAttempt
 from pdserve.services.decode.runtime import REFUSED
-from pdserve.services.decode.served import Served
 from pdserve.services.host.channel import open_channel
 
 STEP_S = 0.1  # of a slow model
@@ -110,14 +112,14 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
             return super().forward(batch, kv)
 
     short = {"max_tokens": 2}
-    ended: list[Served] = []
-    finished_of = Served.finished
+    ended: list[ServedAttempt] = []
+    finished_of = ServedAttempt.finished
 
-    def finished(served: Served, cached_tokens: int) -> pb.Finished:
+    def finished(served: ServedAttempt, cached_tokens: int) -> pb.Finished:
         ended.append(served)
         return finished_of(served, cached_tokens)
 
-    monkeypatch.setattr(Served, "finished", finished)
+    monkeypatch.setattr(ServedAttempt, "finished", finished)
 
     async def test(pair: Pair) -> None:
         for length in (12, 44):  # one chunk, the first contact of the two workers; and three
@@ -141,7 +143,7 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
 
 
 async def snapshot(pair: Pair) -> Any:
-    part: Any = pair.decode_worker.part
+    part: Any = pair.decode_worker.runtime
     return await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot()))
 
 
@@ -252,7 +254,7 @@ def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
         late = pair.admit(prompt(30), remote=False)
         failed = await pair.decode.wait("failed", late)
         assert failed.failure.code == pb.UNAVAILABLE
-        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(drained, LIMIT_S)
         await pair.decode.wait("finished", attempt)
 
     with_pair(test)
@@ -270,22 +272,25 @@ def test_metrics_when_asked(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(40), remote=False)
         await pair.decode.wait("finished", attempt)
-        text = ""
-        while 'generation_tokens_total{model_name="tiny"} 8.0' not in text:
-            await asyncio.sleep(0.02)
-            text = await asyncio.to_thread(fetch)
+        texts: list[str] = []
+
+        async def counted() -> bool:
+            texts.append(await asyncio.to_thread(fetch))
+            return 'generation_tokens_total{model_name="tiny"} 8.0' in texts[-1]
+
+        await eventually(counted, texts)
         worker = pair.decode_worker.address
-        assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in text
+        assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in texts[-1]
 
     with_pair(test, decode_metrics_port=port)
 
 
 def test_blobs_and_card(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
-        part: Any = pair.decode_worker.part
+        part: Any = pair.decode_worker.runtime
         card = part.hello.card
-        assert card.kv_identity == b"test"
-        assert card.kv_spec.groups[0].block_bytes == 128
+        assert card.kv_identity.digest == b"test"
+        assert decode_spec(card.kv_spec) == fake_spec()
         async with open_channel(pair.decode_worker.address, SECRET) as channel:
             blobs = BlobsStub(channel)
             call = blobs.GetBlob(pb.BlobRequest(digest=card.tokenizer_digest))
@@ -317,8 +322,8 @@ def test_a_frozen_engine_is_not_serving(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("pdserve.services.host.stall_detector.FROZEN_S", 0.4)
-    monkeypatch.setattr("pdserve.services.worker.worker.LOOK_S", 0.02)
-    monkeypatch.setattr("pdserve.services.worker.worker.IDLE_LOAD_S", 0.1)
+    monkeypatch.setattr("pdserve.services.worker.process.LOOK_S", 0.02)
+    monkeypatch.setattr("pdserve.services.worker.process.IDLE_LOAD_S", 0.1)
     gate = Gate()
 
     async def health(pair: Pair) -> int:
@@ -327,11 +332,10 @@ def test_a_frozen_engine_is_not_serving(
             return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
 
     async def until(pair: Pair, status: int) -> None:
-        for _ in range(200):
-            if await health(pair) == status:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"health never became {status}")
+        async def told() -> bool:
+            return await health(pair) == status
+
+        await eventually(told, f"health {status}")
 
     async def test(pair: Pair) -> None:
         serving = health_pb2.HealthCheckResponse

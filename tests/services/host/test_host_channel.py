@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from eventually import LIMIT_S
 from fault_proxy import FaultProxy
 
 from pdserve.services.host.channel import open_channel
@@ -21,7 +22,7 @@ async def test_a_slow_peer_is_connected_to() -> None:
             proxy.delay(SLOW_S)
             began = time.monotonic()
             async with open_channel(proxy.address, "secret") as channel:
-                await asyncio.wait_for(channel.channel_ready(), 20)
+                await asyncio.wait_for(channel.channel_ready(), LIMIT_S)
             assert time.monotonic() - began >= SLOW_S
             assert proxy.num_connections == 1, "the first attempt was not given up"
             assert proxy.hits["delayed"]

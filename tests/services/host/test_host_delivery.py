@@ -1,12 +1,13 @@
-"""Messages for clients that read as they please: all of them, or a bound and a closed source."""
+"""Answers for clients that read as they please: all of it, or a bound and a closed source."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from eventually import LIMIT_S, eventually
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.backpressure import Backpressure, deliver
+from pdserve.services.host.backpressure import Backpressure, SlowReaderError, deliver
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -49,13 +50,11 @@ class Client:
 async def ended(source: Source, client: Client, patience: Backpressure) -> ServiceError:
     """How it ends for a client that reads again after the source was closed."""
     running = asyncio.create_task(deliver(source(), client.write, patience))
-    async with asyncio.timeout(10):
-        while not source.closed:  # noqa: ASYNC110 (another task)
-            await asyncio.sleep(0)
+    await eventually(lambda: source.closed)
     assert not running.done()
     client.open.set()
     with pytest.raises(ServiceError) as caught:
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, LIMIT_S)
     assert caught.value.code == pb.CANCELLED
     return caught.value
 
@@ -64,8 +63,7 @@ async def ended(source: Source, client: Client, patience: Backpressure) -> Servi
 async def test_everything_is_written_before_the_end(error: Exception | None) -> None:
     source, client = Source(50, error), Client()
     running = asyncio.create_task(deliver(source(), client.write, Backpressure()))
-    while not source.closed:  # noqa: ASYNC110 (another task)
-        await asyncio.sleep(0)
+    await eventually(lambda: source.closed)
     assert (client.got, source.given) == (0, 50), "the source never waits for the client"
     client.open.set()
     if error is None:
@@ -102,3 +100,65 @@ async def test_a_source_that_says_nothing_is_waited_for() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert source.closed
+
+
+class Wire:
+    """A writer of bytes whose writes may be cancelled, as an HTTP server's."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.open = asyncio.Event()
+        self.cancelled = False
+
+    async def write(self, data: bytes) -> None:
+        self.writes.append(data)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def lines(count: int, error: Exception | None = None) -> AsyncGenerator[bytes, None]:
+    for number in range(count):
+        yield b"%d," % number
+        await asyncio.sleep(0)
+    if error is not None:
+        raise error
+
+
+async def to_wire(source: AsyncGenerator[bytes, None], wire: Wire, limits: Backpressure) -> None:
+    await deliver(source, wire.write, limits, size=len, join=b"".join, interruptible=True)
+
+
+@pytest.mark.parametrize("error", [None, ServiceError(pb.INTERNAL, "broken")])
+async def test_what_waits_is_joined_in_one_write(error: Exception | None) -> None:
+    wire = Wire()
+    running = asyncio.create_task(to_wire(lines(5, error), wire, Backpressure()))
+    await asyncio.sleep(0.05)
+    assert wire.writes == [b"0,"]
+    wire.open.set()
+    if error is None:
+        await asyncio.wait_for(running, 10)
+    else:
+        with pytest.raises(ServiceError, match="broken"):
+            await asyncio.wait_for(running, 10)
+    assert wire.writes == [b"0,", b"1,2,3,4,"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        (Backpressure(max_buffer_bytes=100, stall_s=60), "bytes of the answer were not read"),
+        (Backpressure(stall_s=0.05), "nothing of the answer was read for 0.05 s"),
+    ],
+)
+async def test_a_write_that_can_be_cut_is_cut_at_once(limits: Backpressure, why: str) -> None:
+    wire = Wire()
+    source = lines(1000)
+    with pytest.raises(SlowReaderError, match=why):
+        await asyncio.wait_for(to_wire(source, wire, limits), 10)
+    assert wire.cancelled
+    assert wire.writes == [b"0,"]
+    with pytest.raises(StopAsyncIteration):
+        await anext(source)  # it is closed

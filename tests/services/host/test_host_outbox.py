@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from eventually import LIMIT_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,5 +138,5 @@ async def test_reader_wakes_and_ends() -> None:
     outbox.put(tokens(2))
     outbox.close()
     outbox.put(tokens(3))  # too late
-    await asyncio.wait_for(reader, 5)
+    await asyncio.wait_for(reader, LIMIT_S)
     assert got == [2, 1]

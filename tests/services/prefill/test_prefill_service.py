@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
@@ -43,7 +43,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
         "id": os.urandom(16),
         "secret": os.urandom(32),
         "decode_boot": pair.decode_worker.boot,
-        "data_address": pair.decode_worker.part.hello.data_address,  # type: ignore[union-attr]
+        "data_address": pair.decode_worker.runtime.hello.data_address,  # type: ignore[union-attr]
     }
     return wire.Ticket(**(fields | change))
 
@@ -82,18 +82,16 @@ def test_what_it_refuses_is_named(
 
 def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
-        part: Any = pair.prefill_worker.part
-        release = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        hold = part.thread.post(
-            lambda _: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
-        )
+        part: Any = pair.prefill_worker.runtime
+        release = threading.Event()
+        part.thread.post(lambda _: release.wait(LIMIT_S))
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
             pair.start_prefill(attempt, prompt(20), ticket(pair))
-        await eventually(lambda: len(part.thread._posted) == 4)  # behind the hold
+        # Commands are handled in order: behind this one all four are in the engine thread's queue.
+        pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
+        await eventually(lambda: pair.prefill_role.core.num_stale == 1)
         release.set()
-        await asyncio.wrap_future(hold)
         for attempt in attempts[2:]:
             await pair.prefill.wait("busy", attempt)
         await pair.at_rest()
@@ -139,7 +137,7 @@ def test_a_lost_session_does_not_end_its_attempts(with_pair: Callable[..., None]
 
 async def prompt_tokens(pair: Pair) -> int:
     """What the prefill worker has computed."""
-    part: Any = pair.prefill_worker.part
+    part: Any = pair.prefill_worker.runtime
     future = part.thread.post(lambda _: part.snapshot()[0].prompt_tokens)
     return int(await asyncio.wrap_future(future))
 
@@ -174,7 +172,7 @@ def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
             told = await pair.prefill.wait(word, attempt)
             assert word == "done" or text in told.failure.message
         assert pair.prefill.kinds(attempt) == [word], "it was not accepted"
-        assert not core._sessions
+        assert not core.num_attempts
         await pair.at_rest()
         assert await prompt_tokens(pair) == computed
         assert end == "cancel" or computed
@@ -192,7 +190,7 @@ def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
         pair.start_prefill(attempt, prompt(49), admitted.ticket)
         failed = await pair.prefill.wait("failed", attempt)
         assert failed.failure.code == pb.UNAVAILABLE
-        part: Any = pair.prefill_worker.part
+        part: Any = pair.prefill_worker.runtime
         load = (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
         assert load.blocks_free + load.blocks_cached == load.blocks_total
         assert load.transports[0].refused > 0
@@ -212,7 +210,7 @@ def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
         pair.start_prefill(late, prompt(20), ticket(pair))
         failed = await pair.prefill.wait("failed", late)
         assert "no new work" in failed.failure.message
-        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(drained, LIMIT_S)
         await pair.prefill.wait("done", attempt)
         await pair.decode.wait("finished", attempt)
 
@@ -238,11 +236,11 @@ def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) 
 
     async def test(pair: Pair) -> None:
         first, second = pair.admit(prompt(200)), pair.admit(prompt(100))
-        for attempt, length in ((first, 199), (second, 99)):
+        for number, (attempt, length) in enumerate(((first, 199), (second, 99)), 1):
             admitted = await pair.decode.wait("admitted", attempt)
             pair.start_prefill(attempt, prompt(length), admitted.ticket)
             core = pair.prefill_role.core
-            await eventually(lambda core=core, attempt=attempt: attempt in core._sessions)
+            await eventually(lambda core=core, number=number: core.num_attempts == number)
             await eventually(Shut.entered.is_set)
         drained = asyncio.create_task(pair.prefill_worker.drain())
         await asyncio.sleep(0)
@@ -251,8 +249,8 @@ def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) 
         assert failed.handed_back
         assert "handed back" in failed.failure.message
         await pair.prefill.wait("done", first)
-        await asyncio.wait_for(drained, 10)
-        await asyncio.wait_for(pair.prefill.reader, 5)  # its session has ended in order
+        await asyncio.wait_for(drained, LIMIT_S)
+        await asyncio.wait_for(pair.prefill.reader, LIMIT_S)  # its session has ended in order
         pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=second)))
         await pair.decode.wait("finished", first)
 

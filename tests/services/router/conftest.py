@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ class Gateway:
         self.channel = open_channel(address, secret)
         self.stub = RouterStub(self.channel)
         self.events: dict[str, list[rpc.RequestEvent]] = {}
-        self.changed = asyncio.Condition()
 
     async def open(self) -> None:
         self.call = self.stub.Session()
@@ -45,12 +43,10 @@ class Gateway:
 
     async def _read(self) -> None:
         async for message in self.call:
-            async with self.changed:
-                for event in message.events:
-                    kind = event.WhichOneof("event")
-                    request = getattr(event, kind).request
-                    self.events.setdefault(request, []).append(event)
-                self.changed.notify_all()
+            for event in message.events:
+                kind = event.WhichOneof("event")
+                request = getattr(event, kind).request
+                self.events.setdefault(request, []).append(event)
 
     async def start(
         self, request: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any
@@ -82,17 +78,16 @@ class Gateway:
                 ids += tokens.ids
         return ids
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
-        async with asyncio.timeout(timeout_s), self.changed:
-            await self.changed.wait_for(condition)
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await eventually(condition, self.events)
 
-    async def end(self, request: str, timeout_s: float = 10) -> pb.Finished | pb.Failed:
+    async def end(self, request: str) -> pb.Finished | pb.Failed:
         """The one terminal event."""
 
         def terminal() -> list[Any]:
             return self.of(request, "finished") + self.of(request, "failed")
 
-        await self.until(lambda: bool(terminal()), timeout_s)
+        await self.until(lambda: bool(terminal()))
         assert len(terminal()) == 1
         assert self.events[request][-1].WhichOneof("event") in ("finished", "failed")
         return terminal()[0]
@@ -132,7 +127,7 @@ class Cluster:
             known = fleet.get(worker.boot)
             return known is not None and known.connected
 
-        await eventually(connected, 10)
+        await eventually(connected)
 
     async def gateway(self, **kwargs: Any) -> Gateway:
         gateway = Gateway(self.router.address, **kwargs)
@@ -190,4 +185,4 @@ def expected() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def wait_for() -> Callable[..., Awaitable[None]]:
-    return partial(eventually, limit_s=10)
+    return eventually

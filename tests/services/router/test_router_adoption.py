@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router import dispatcher
-from pdserve.services.router.requests import adoption, request
-from pdserve.services.router.requests.adoption import MAX_TURNS
+from pdserve.services.router.requests import machine
+from pdserve.services.router.requests.state import MAX_SESSIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -51,14 +51,14 @@ async def test_a_stream_is_adopted_after_a_restart(
         assert ids == expected(SHORT, 12, choice)
     assert {t.epoch for t in again.of("r", "tokens")} == {1}
     (resume,) = decode.of("resume")
-    assert (resume.epoch, list(resume.counts)) == (MAX_TURNS, [5] * n)
+    assert (resume.epoch, list(resume.counts)) == (MAX_SESSIONS, [5] * n)
     assert len(decode.of("admit")) == 1
     (placed,) = again.of("r", "placed")
     assert placed.placement == gateway.of("r", "placed")[0].placement
     dispatch = cluster.router.core.dispatcher
     assert (dispatch.num_adopted, dispatch.num_retries) == (1, 0)
     assert not dispatch.prefills, "the router before counted it"
-    assert not cluster.router.core.dispatcher._by_attempt
+    assert not cluster.router.core.dispatcher.attempts
 
 
 async def test_a_request_that_finished_meanwhile_is_told(make_cluster: Any, expected: Any) -> None:
@@ -194,7 +194,7 @@ async def test_what_cannot_be_adopted_is_placed_anew(
     make_cluster: Any, expected: Any, monkeypatch: Any, why: str
 ) -> None:
     monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
-    monkeypatch.setattr(request, "ANSWER_S", 0.3)
+    monkeypatch.setattr(machine, "ANSWER_S", 0.3)
     cluster = await make_cluster()
     decode = await cluster.decode(hold_at=5)
     gateway = await cluster.gateway()
@@ -224,13 +224,13 @@ async def test_a_worker_of_another_replica_is_not_waited_for(
     make_cluster: Any, expected: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(dispatcher, "YOUNG_S", 0.0)
-    monkeypatch.setattr(adoption, "SEEK_S", 30.0)
+    monkeypatch.setattr(machine, "SEEK_S", 30.0)
     cluster = await make_cluster()
     await cluster.decode()
     gateway = await cluster.gateway()
     placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"b" * 16, decode_address="x:1")
     await gateway.start("r", SHORT, epoch=4, placement=placement)
-    await gateway.end("r", 5)
+    await gateway.end("r")
     assert gateway.ids("r") == expected(SHORT, 8)
 
 
@@ -271,7 +271,7 @@ async def test_choices_that_ended_meanwhile_are_cancelled_at_decode(
     assert {t.choice for t in again.of("r", "tokens")} == {0}
 
 
-async def test_strikes_are_told_and_survive_a_router(make_cluster: Any, expected: Any) -> None:
+async def test_crash_counts_survive_a_router(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     first = await cluster.decode(hold_at=2)
     gateway = await cluster.gateway()

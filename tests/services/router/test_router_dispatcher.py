@@ -13,12 +13,12 @@ def test_nothing_is_begun_past_its_deadline() -> None:
     """Neither a request that waits for a worker nor one that has lost its first."""
     machine = DispatcherMachine()
     machine.begin("never", 0)
-    machine._submit("retried", 1, 40, 1, 0, 1000)
+    machine.issue("retried", 1, 40, 1, 0, 1000)
     assert len(machine.at_decode) == 1
     (first,) = machine.at_decode.values()
     for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
         machine.dispatcher.disconnected(worker, False, machine.now)
-    machine._submit("waiting", 1, 40, 1, 0, 1000)
+    machine.issue("waiting", 1, 40, 1, 0, 1000)
     machine.at_decode.clear()
     machine.now += 1.0
     for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
@@ -71,7 +71,7 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
             machine.cancel(random.choice(names), random.choice([(), (0,), (0, 1)]))
         elif what == "again" and len(names) > 1:
             machine.issue_again(random.choice(names[1:]), random.randrange(2))
-        machine.attempts_belong_to_live_flows()
+        machine.attempts_belong_to_live_requests()
         machine.every_request_is_alive_or_has_ended_once()
     machine.teardown()
 

@@ -243,14 +243,14 @@ async def test_after_a_dead_prefill_the_cheaper_side_goes_on(
     other = await cluster.prefill()
     (attempt,) = dying.ids
     verify(decode, attempt, tokens, 16)
-    (flow,) = cluster.router.core.dispatcher._flows.values()
-    await wait_for(lambda: flow.verified == {decode.boot: tokens})
+    (routed,) = cluster.router.core.dispatcher.requests
+    await wait_for(lambda: routed.verified == {decode.boot: tokens})
     await dying.kill()
     finished = await gateway.end("r")
     assert gateway.ids("r") == expected(LONG, 8)
     assert finished.remote == (where == "remote") == bool(other.ids)
     reason = "remote prefill" if where == "remote" else "decode goes on"
-    assert cluster.router.core.dispatcher.reasons[reason] == 1 + (where == "remote")
+    assert cluster.router.core.dispatcher.placer.reasons[reason] == 1 + (where == "remote")
 
 
 async def test_a_slow_prefill_is_replaced(make_cluster: Any, expected: Any) -> None:
@@ -287,8 +287,8 @@ async def test_blocks_of_an_earlier_try_are_no_cache_hit(make_cluster: Any, wait
     (attempt,) = dying.ids
     verify(decode, attempt, 320, 32)
     verify(decode, attempt, 560, 32)
-    (flow,) = cluster.router.core.dispatcher._flows.values()
-    await wait_for(lambda: flow.verified == {decode.boot: 560})
+    (routed,) = cluster.router.core.dispatcher.requests
+    await wait_for(lambda: routed.verified == {decode.boot: 560})
     await dying.kill()
     assert (await gateway.end("r")).cached_tokens == 32
     await gateway.start("again", LONG)

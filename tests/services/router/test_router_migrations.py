@@ -1,97 +1,342 @@
-"""The resume budget: what a dead decode worker had moves a share at a time; new work goes on."""
+"""Requests of a draining decode worker go on at another one, or where they were."""
 
-from dataclasses import dataclass
-from random import Random
+import asyncio
 from typing import Any
 
 import pytest
+from router_workers import FakeDecode
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.placement.recompute_budget import SHARE, RecomputeBudget
-
-
-@dataclass(eq=False)
-class Asked:
-    ordinal: int
-
-
-def test_at_most_a_share_of_the_running_is_under_way() -> None:
-    waited = 0
-    for seed in range(200):
-        rng = Random(seed)
-        migrations: RecomputeBudget[Asked] = RecomputeBudget()
-        asked = [Asked(n) for n in range(rng.randrange(1, 60))]
-        for request in asked:
-            migrations.runs(request)
-        lost = set(rng.sample(asked, rng.randrange(1, len(asked) + 1)))
-        for request in rng.sample(sorted(lost, key=lambda r: r.ordinal), len(lost)):
-            migrations.wait(request)
-        under_way: list[Asked] = []
-        begun: list[Asked] = []
-        alive = len(asked)
-        while lost:
-            for request in migrations.take_waiting():
-                if migrations.room:
-                    migrations.begun(request)
-                    under_way.append(request)
-                    begun.append(request)
-                else:
-                    migrations.wait(request)
-                    waited += 1
-            assert 0 < migrations.num_under_way == len(under_way) <= max(1, int(SHARE * alive))
-            request = under_way.pop(rng.randrange(len(under_way)))
-            lost.discard(request)
-            if rng.random() < 0.2:
-                migrations.forget(request)
-                alive -= 1
-            else:
-                migrations.runs(request)
-        assert migrations.num_under_way == migrations.num_waiting == 0
-        assert [r.ordinal for r in begun] == sorted(r.ordinal for r in begun), "the oldest first"
-    assert waited > 1000
-
+from pdserve.protos import fleet_pb2
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.router.placement.rebalance import (
+    MIN_LEFT,
+    Pressure,
+    Running,
+    drain_order,
+    relief_order,
+)
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
+from pdserve.services.router.requests.beginning import Beginning, FirstToken
+from pdserve.services.router.requests.state import MAX_FAILED
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
 
 
-async def test_a_dead_worker_s_requests_move_a_share_at_a_time(
-    make_cluster: Any, expected: Any
-) -> None:
-    cluster = await make_cluster()
-    dying = await cluster.decode(hold_at=3)
-    gateway = await cluster.gateway()
-    names = [f"r{n}" for n in range(15)]
-    for name in names:
-        await gateway.start(name, SHORT)
-    await gateway.until(lambda: all(len(gateway.ids(name)) == 3 for name in names))
-    survivor = await cluster.decode(hold_at=3)
-    await dying.kill()
-    await survivor.until(lambda: len(survivor.of("admit")) >= 3)
-    await gateway.start("new", [7, 8, 9])  # is not held up by those that wait
-    await gateway.until(lambda: len(gateway.ids("new")) == 3)
-    dispatcher = cluster.router.core.dispatcher
-    assert dispatcher.migrations.num_under_way == 3
-    assert dispatcher.migrations.num_waiting == dispatcher.num_queued == 12
-    assert len(survivor.of("admit")) == 4
-    survivor.released.set()
-    for name in names:
-        assert isinstance(await gateway.end(name), pb.Finished)
-        assert gateway.ids(name) == expected(SHORT, 8)
-    assert dispatcher.migrations.num_under_way == dispatcher.num_queued == 0
+class Drained:
+    """A request that runs on a worker, which then drains; another one is at hand."""
+
+    def __init__(self, make_cluster: Any, expected: Any, wait_for: Any) -> None:
+        self.make_cluster, self.expected, self.wait_for = make_cluster, expected, wait_for
+
+    async def begin(self, **start: Any) -> None:
+        self.cluster = await self.make_cluster()
+        self.leaving = await self.cluster.decode()
+        self.leaving.hold_at = 5
+        self.leaving.cached_tokens = 7
+        self.gateway = await self.cluster.gateway()
+        await self.gateway.start("r", SHORT, max_tokens=12, **start)
+        await self.gateway.until(lambda: len(self.gateway.ids("r")) == 5)
+        self.target: FakeDecode = await self.cluster.decode()
+        self.leaving.peers.append(self.target)
+        self.target.membership.report(self.load())
+        core = self.cluster.router.core
+        known = core.fleet.get(self.target.boot)
+        await self.wait_for(lambda: known.load.blocks_free > 0)
+        self.migrations = core.dispatcher.migrations
+
+    @staticmethod
+    def load() -> Any:
+        return fleet_pb2.Load(blocks_free=100, blocks_total=100)
+
+    def drain(self) -> None:
+        self.leaving.membership.goodbye()
+
+    async def moving(self) -> wire.Move:
+        """Begin, and drain until the source is told to send; it says nothing of it."""
+        await self.begin()
+        said: list[wire.Move] = []
+        self.leaving.move = said.append  # type: ignore[method-assign]
+        self.drain()
+        await self.leaving.until(lambda: bool(self.leaving.of("move")))
+        return said[0]
+
+    async def answer(self) -> pb.Finished:
+        finished = await self.gateway.end("r")
+        assert isinstance(finished, pb.Finished)
+        assert self.gateway.ids("r") == self.expected(SHORT, 12)
+        assert not self.migrations.num_under_way
+        assert self.cluster.router.core.view().retries == 0
+        return finished
 
 
-async def test_a_request_that_waits_to_move_can_be_cancelled(
-    make_cluster: Any, wait_for: Any
+@pytest.fixture
+def drained(make_cluster: Any, expected: Any, wait_for: Any) -> Drained:
+    return Drained(make_cluster, expected, wait_for)
+
+
+async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
+    await drained.begin()
+    said: list[wire.Move] = []
+
+    def move(command: wire.Move) -> None:
+        said.append(command)
+        moved = wire.Moved(attempt=command.attempt, to=command.to, sent_bytes=1000)
+        drained.leaving.put(wire.DecodeEvent(moved=moved))
+
+    drained.leaving.move = move  # type: ignore[method-assign]
+    drained.drain()
+    await drained.wait_for(lambda: drained.migrations.num_done == 1)
+    drained.target.arrived[said[0].to].set()
+    finished = await drained.answer()
+    assert (finished.cached_tokens, finished.transport) == (7, "first"), "how it began"
+    (admit,) = drained.target.of("admit")
+    assert admit.prefill_boot == drained.leaving.boot
+    assert list(admit.start.choices[0].generated_ids) == drained.expected(SHORT, 5)
+    first, second = drained.gateway.of("r", "placed")
+    assert first.placement.decode_boot == drained.leaving.boot
+    assert second.placement.decode_boot == drained.target.boot
+    assert second.placement.attempt == admit.attempt
+    view = drained.cluster.router.core.view()
+    assert (view.moves, view.moves_failed, view.moved_bytes) == (1, 0, 1000)
+    assert view.moved_tokens == len(SHORT) + 4
+    assert not drained.leaving.cancelled, "it has ended there by itself"
+
+
+@pytest.mark.parametrize("how", ["keep", "busy", "break_moves", "gone"])
+async def test_a_move_that_fails_is_as_if_it_had_not_been(drained: Drained, how: str) -> None:
+    await drained.begin()
+    if how == "busy":
+        drained.target.busy = 1000
+    elif how != "gone":
+        setattr(drained.leaving, how, "test")
+    if how == "gone":  # it dies with the KV on its way
+        drained.leaving.move = lambda move: None  # type: ignore[method-assign]
+    drained.drain()
+    if how == "gone":
+        await drained.target.until(lambda: bool(drained.target.of("admit")))
+        await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+        await drained.target.kill()
+    await drained.wait_for(lambda: drained.migrations.failed.total() > 0)
+    drained.leaving.released.set()
+    drained.leaving.hold_at = None
+    await drained.answer()
+    assert drained.migrations.num_done == 0
+    assert 1 <= drained.migrations.failed.total() <= MAX_FAILED
+    steps = {"keep": "holding", "busy": "admitting", "break_moves": "sending", "gone": "sending"}
+    assert set(drained.migrations.failed) == {steps[how]}
+    (placed,) = drained.gateway.of("r", "placed")
+    assert placed.placement.decode_boot == drained.leaving.boot
+
+
+async def test_a_source_that_does_not_answer_keeps_it(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = await make_cluster()
-    dying = await cluster.decode(hold_at=3)
-    gateway = await cluster.gateway()
-    await gateway.start("r", SHORT)
-    await gateway.until(lambda: len(gateway.ids("r")) == 3)
-    await dying.kill()
-    dispatcher = cluster.router.core.dispatcher
-    await wait_for(lambda: dispatcher.migrations.num_waiting == 1)
-    await gateway.cancel("r")
-    assert (await gateway.end("r")).failure.code == pb.CANCELLED
-    assert dispatcher.migrations.num_waiting == 0
+    monkeypatch.setattr("pdserve.services.router.requests.migration_machine.MIGRATION_S", 0.2)
+    await drained.begin()
+    drained.leaving.silent = True
+    drained.drain()
+    await drained.wait_for(lambda: drained.migrations.failed["holding"] > 0)
+    await drained.leaving.until(lambda: bool(drained.leaving.of("stay")))
+    drained.leaving.released.set()
+    await drained.answer()
+
+
+async def test_a_source_that_dies_with_all_sent_has_moved(drained: Drained) -> None:
+    """The target has every block; only the source's word is missing."""
+    move = await drained.moving()
+    await drained.leaving.kill()
+    await drained.wait_for(lambda: drained.migrations.num_done == 1)
+    drained.target.arrived[move.to].set()
+    finished = await drained.answer()
+    assert finished.cached_tokens == 7
+
+
+async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) -> None:
+    """Source and target live; both sessions break while the KV is on its way."""
+    move = await drained.moving()
+    drained.leaving.said.clear()  # it has moved: Gone
+    for worker in (drained.target, drained.leaving):
+        worker.outboxes[-1].close()
+    drained.target.arrived[move.to].set()
+    await drained.target.until(lambda: bool(drained.target.of("resume")))
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)
+
+
+async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -> None:
+    move = await drained.moving()
+    await drained.leaving.kill()
+    await drained.wait_for(lambda: drained.migrations.num_done == 1)
+    drained.target.tasks.pop(move.to).cancel()
+    lost = wire.HandoffLost(attempt=move.to, reason="connection")
+    drained.target.put(wire.DecodeEvent(handoff_lost=lost))
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    again = drained.target.of("admit")[-1]
+    assert again.prefill_boot == b""
+
+
+async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has reached the target, so it does not miss anything."""
+    monkeypatch.setattr("pdserve.services.router.requests.machine.SENDER_S", 0.2)
+    move = await drained.moving()
+    await drained.leaving.kill()
+    finished = await drained.gateway.end("r")
+    assert isinstance(finished, pb.Finished)
+    assert drained.gateway.ids("r") == drained.expected(SHORT, 12)
+    assert drained.target.cancelled == [(move.to, ())]
+    assert drained.target.of("admit")[-1].prefill_boot == b""
+
+
+async def test_the_target_s_first_words_count_as_the_move(drained: Drained) -> None:
+    """The source's Moved may come later than they do, or never."""
+    await drained.begin()
+    moves: list[wire.Move] = []
+    drained.leaving.move = moves.append  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    source = drained.leaving.of("admit")[0].attempt
+    drained.target.arrived[moves[0].to].set()
+    await drained.answer()
+    await drained.leaving.until(lambda: drained.leaving.cancelled == [(source, ())])
+
+
+async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
+    await drained.begin()
+    drained.leaving.move = lambda move: None  # type: ignore[method-assign]
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("move")))
+    await drained.gateway.cancel("r")
+    failed = await drained.gateway.end("r")
+    assert failed.failure.code == pb.CANCELLED
+    (admit,) = drained.target.of("admit")
+    source = drained.leaving.of("admit")[0].attempt
+    await drained.target.until(lambda: drained.target.cancelled == [(admit.attempt, ())])
+    await drained.leaving.until(lambda: drained.leaving.cancelled == [(source, ())])
+    assert not drained.migrations.num_under_way
+
+
+async def test_several_unfinished_choices_stay(drained: Drained) -> None:
+    await drained.begin(n=2)
+    drained.drain()
+    await asyncio.sleep(0.3)  # several ticks of the router
+    assert drained.migrations.num_begun == 0
+    drained.leaving.released.set()
+    await drained.answer()
+    assert drained.gateway.ids("r", 1) == drained.expected(SHORT, 12, choice=1)
+
+
+async def test_without_room_elsewhere_it_stays(drained: Drained) -> None:
+    await drained.begin()
+    from pdserve.protos import fleet_pb2
+
+    drained.target.membership.report(fleet_pb2.Load(blocks_free=1, blocks_total=100))
+    known = drained.cluster.router.core.fleet.get(drained.target.boot)
+    await drained.wait_for(lambda: known.load.blocks_free == 1)
+    drained.drain()
+    await asyncio.sleep(0.3)
+    assert drained.migrations.num_begun == 0
+    drained.leaving.released.set()
+    await drained.answer()
+
+
+def test_what_may_run_longest_goes_first() -> None:
+    asked = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
+    assert [r.ordinal for r in drain_order(asked)] == [2, 3, 4, 1]
+
+
+def test_only_a_worker_that_goes_on_preempting_is_under_pressure() -> None:
+    pressure = Pressure()
+    a, b = b"a", b"b"
+    counts = [(0, 5), (1, 5), (1, 5), (2, 6), (3, 6), (4, 6), (5, 7), (6, 8), (7, 9)]
+    found = []
+    for second, (of_a, of_b) in enumerate(counts):
+        found += [(second, boot) for boot in pressure.look({a: of_a, b: of_b}, float(second))]
+        assert pressure.look({a: 100, b: 100}, second + 0.5) == [], "within the window"
+    assert found == [(4, a), (6, a), (7, b), (8, a)]
+    assert pressure.calm(a)
+    assert not pressure.calm(b)
+    assert pressure.look({b: 10}, 20.0) == [b]
+    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another life of it"
+
+
+def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
+    asked = [
+        Running(1, 100, MIN_LEFT - 1),
+        Running(2, 100, MIN_LEFT),
+        Running(3, 100, None),
+        Running(4, 64 * 40, 40),
+        Running(5, 64 * 40 + 1, 40),
+    ]
+    assert [r.ordinal for r in relief_order(asked)] == [4, 3, 2]
+
+
+async def test_a_worker_that_preempts_gives_a_request_away(
+    drained: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pdserve.protos import fleet_pb2
+
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_LEFT", 1)
+    await drained.begin()
+    for count in range(1, 200):
+        drained.leaving.membership.report(fleet_pb2.Load(running=1, preemptions=count))
+        if drained.migrations.num_done:
+            break
+        await asyncio.sleep(0.06)  # loads go out at most 20 times a second
+    finished = await drained.answer()
+    assert finished.cached_tokens == 7
+    assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)
+
+
+def test_migrations_count_among_what_changes_its_worker() -> None:
+    asked = [Running(n, 0, 0) for n in range(10)]
+    budget: RecomputeBudget[Running] = RecomputeBudget()
+    for request in asked:
+        budget.runs(request)
+    budget.migration_begun(asked[0])
+    assert budget.room
+    budget.recompute_begun(asked[1])
+    assert not budget.room
+    budget.runs(asked[0])
+    assert not budget.room, "its tokens come from the source"
+    budget.migration_over(asked[0])
+    assert budget.room
+
+
+def test_the_first_attempt_says_how_a_request_began() -> None:
+    """By the clock: asked at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"one", 10.5, 13.5)
+    beginning.token.came(b"two", 14.0, 15.0)
+    first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
+    beginning.moved(first, 1, b"one")
+    again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
+    beginning.moved(again, 1, b"two")
+    last = pb.Finished(cached_tokens=60, remote=True, transport="tcp")
+    beginning.complete(last, 1, b"three")
+    assert (last.cached_tokens, last.remote, last.transport) == (3, False, "")
+    assert (last.phases.queue_s, last.phases.prefill_s) == (1.5, 2.0)
+
+
+def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"one", 10.5, 13.5)
+    last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))
+    beginning.complete(last, 2, b"two")
+    assert last.phases == pb.Phases(queue_s=0.5, prefill_s=3.0)
+
+
+def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None:
+    beginning = Beginning(FirstToken(10.0))
+    beginning.token.came(b"two", 14.0, 15.0)
+    last = pb.Finished(phases=pb.Phases(queue_s=0.25, prefill_s=0.5, first_token_s=0.25))
+    beginning.complete(last, 2, b"two")
+    assert last.phases == pb.Phases(queue_s=4.25, prefill_s=0.5, first_token_s=0.25)

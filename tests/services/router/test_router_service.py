@@ -8,8 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos import worker_pb2 as wire
@@ -149,6 +151,13 @@ async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> Non
             WorkerHello(),
             WorkerHello(role=2, boot=b"short", address="a:1"),
             WorkerHello(role=2, boot=b"b" * 16, address="nowhere"),
+            WorkerHello(role=2, boot=b"b" * 16, address="a:1", card=pb.ModelCard(name="m")),
+            WorkerHello(
+                role=2,
+                boot=b"b" * 16,
+                address="a:1",
+                card=pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, ())) + b"?"),
+            ),
         ):
             call = FleetStub(channel).Join(iter([WorkerReport(hello=hello)]))
             assert (await failure_of(call)).code == pb.INVALID_ARGUMENT
@@ -212,7 +221,7 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
         stays = stub.Generate(generate())
         replies = [await anext(aiter(stays))]
         draining = asyncio.create_task(cluster.router.drain())
-        await asyncio.wait_for(gateway.reader, 5)
+        await asyncio.wait_for(gateway.reader, LIMIT_S)
         assert not gateway.of("moves", "failed")
         again = await cluster.gateway(boot=gateway.boot)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -225,7 +234,7 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
         decode.released.set()
         replies += [reply async for reply in stays]
     assert [i for r in replies for i in r.tokens.ids] == expected(PROMPT, 6)
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, LIMIT_S)
     assert not decode.of("cancel"), "what has moved goes on where it runs"
 
 
@@ -237,13 +246,13 @@ async def test_a_drained_router_begins_nothing_that_its_gateway_took_along(
     decode.busy = 2  # it is asked again after 0.1 s
     gateway = await cluster.gateway()
     await gateway.start("waits", PROMPT)
-    await eventually(lambda: decode.of("admit"), 10)
-    await asyncio.wait_for(cluster.router.drain(), 5)
-    await asyncio.wait_for(gateway.reader, 5)
+    await eventually(lambda: decode.of("admit"))
+    await asyncio.wait_for(cluster.router.drain(), LIMIT_S)
+    await asyncio.wait_for(gateway.reader, LIMIT_S)
     dispatcher = cluster.router.core.dispatcher
-    await eventually(lambda: dispatcher.num_queued == 1, 1)
+    await eventually(lambda: dispatcher.num_queued == 1)
     num_asked = len(decode.of("admit"))
-    await eventually(lambda: not dispatcher.num_running, 10)
+    await eventually(lambda: not dispatcher.num_running)
     assert len(decode.of("admit")) == num_asked
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import grpc
 import psutil
+from eventually import wait_until
 from fault_proxy import FaultProxy
-from fleet import SECRET, wait_for
+from fleet import SECRET
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
@@ -212,7 +213,9 @@ class Cluster:
             before = _listened(worker.pid)
             mine.target = f"127.0.0.1:{before.pop()}"
             if role == "decode":
-                wait_for(lambda: len(_listened(worker.pid)) == 2, START_S, "decode's listeners")
+                wait_until(
+                    lambda: len(_listened(worker.pid)) == 2, "decode's listeners", limit_s=START_S
+                )
                 (port,) = _listened(worker.pid) - {int(mine.target.rpartition(":")[2])}
                 self.proxies["prefill-decode"].target = f"127.0.0.1:{port}"
         return worker
@@ -223,7 +226,7 @@ class Cluster:
             assert process.child.is_alive(), process.log.read_text()
             return figure in process.figures
 
-        wait_for(told, START_S, f"{process.role} to listen")
+        wait_until(told, f"{process.role} to listen", limit_s=START_S)
 
     def refill(self) -> None:
         """Start what is missing; nobody waits for it."""
@@ -261,7 +264,7 @@ class Cluster:
             workers = all(p.boot for p in self.processes if p.role in ROLES)
             return workers and all(p.ready_s for p in self.of("gateway"))
 
-        wait_for(ready, START_S, "a whole system")
+        wait_until(ready, "a whole system", limit_s=START_S)
 
     def kill(self, process: Process) -> int:
         """SIGKILL; the monotonic time in ns just before it."""

@@ -8,10 +8,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from eventually import wait_until
 from fault_proxy import FaultProxy, Way
-from fleet import wait_for
 
 from chaos.cluster import Cluster, Process
 from chaos.evidence import Watch
@@ -63,12 +64,14 @@ class Batch:
 
 def watch_until(condition: Callable[[], object], over: Callable[[], bool]) -> bool:
     """Polls tightly; False once `over`."""
-    deadline = time.monotonic() + MOMENT_S
-    while not condition():
-        if over() or time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
+    seen = ""
+    with suppress(TimeoutError):
+        seen = wait_until(
+            lambda: "moment" if condition() else "over" if over() else "",
+            limit_s=MOMENT_S,
+            pause_s=0.001,
+        )
+    return seen == "moment"
 
 
 class Striker:
@@ -90,7 +93,7 @@ class Striker:
             thread.join()
         found = wrong(streams, self.whole)
         took = time.monotonic() - began
-        wait_for(self.cluster.blocks_back, BACK_S, "blocks back after the batch")
+        wait_until(self.cluster.blocks_back, "blocks back after the batch", BACK_S)
         return Batch(streams, strikes, found, took)
 
     def hit(self, strike: Callable[[Sequence[Stream]], list[Strike]]) -> list[Batch]:

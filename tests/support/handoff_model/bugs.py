@@ -1,4 +1,4 @@
-"""Eight seeded bugs: each is a plausible wrong version of one rule, and a run that must find it."""
+"""Seeded bugs: each is a plausible wrong version of one rule, and a run that must find it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +14,15 @@ from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnde
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Sequence as Tokens
+from pdserve.services.router.requests import machine as request_machine
+from pdserve.services.router.requests.actions import (
+    CancelAtDecode,
+    CancelAtPrefill,
+    LogLoss,
+    RoutingAction,
+)
+from pdserve.services.router.requests.events import AttemptBegun, OfDecode, OfPrefill, RoutingEvent
+from pdserve.services.router.requests.state import Routing
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,36 @@ def keeps_the_promise(
     return after, actions
 
 
+def retries_without_a_cancel(
+    state: Routing, event: RoutingEvent, now: float
+) -> tuple[Routing, tuple[RoutingAction, ...]]:
+    """An attempt that is given up is not cancelled: its workers will notice by themselves."""
+    after, actions = request_machine.step(state, event, now)
+    if any(isinstance(action, LogLoss) for action in actions):
+        cancels = CancelAtDecode | CancelAtPrefill
+        actions = tuple(action for action in actions if not isinstance(action, cancels))
+    return after, actions
+
+
+def hears_every_attempt(
+    state: Routing, event: RoutingEvent, now: float
+) -> tuple[Routing, tuple[RoutingAction, ...]]:
+    """What a worker says is taken for the attempt that counts, whichever it names."""
+    if isinstance(event, OfDecode | OfPrefill) and state.attempt is not None:
+        event = replace(event, attempt=state.attempt.id)
+    return request_machine.step(state, event, now)
+
+
+def counts_no_try(
+    state: Routing, event: RoutingEvent, now: float
+) -> tuple[Routing, tuple[RoutingAction, ...]]:
+    """A try that begins is not counted."""
+    after, actions = request_machine.step(state, event, now)
+    if isinstance(event, AttemptBegun):
+        after = replace(after, num_attempts=state.num_attempts)
+    return after, actions
+
+
 REAL = Rules()
 BUGS = (
     Bug(
@@ -152,5 +191,23 @@ BUGS = (
         replace(REAL, step=keeps_the_promise),
         Config("refused claim", (A,), ("refuse claim",), 1),
         "3 blocks are promised, 0 of live attempts",
+    ),
+    Bug(
+        "a retry does not cancel the lost attempt",
+        replace(REAL, request_step=retries_without_a_cancel),
+        Config("refused dial", (A,), ("refuse dial",), 1),
+        "a promise was never given back",
+    ),
+    Bug(
+        "an attempt that is over still has a say",
+        replace(REAL, request_step=hears_every_attempt),
+        Config("cut connection", (A,), ("cut",), 1),
+        "decode serves an attempt that nobody waits for",
+    ),
+    Bug(
+        "a try is never counted",
+        replace(REAL, request_step=counts_no_try),
+        Config("two lost tries", (A,), ("refuse dial", "slow prefill"), 2),
+        "request 0 is to be tried more than 2 times",
     ),
 )

@@ -59,7 +59,7 @@ def _lease_moves(w: World, a: int, it: Attempt) -> Iterator[Move]:
     found = w.model.leases.all[it.lease]
     if found.phase in (lease.LeasePhase.PARKED, lease.LeasePhase.KEPT):
         yield let_lease_expire, a
-    in_batch = str(a) in w.decode_blocks().roster.waiting
+    in_batch = str(a) in w.decode_blocks().jobs.waiting
     if found.phase is lease.LeasePhase.PARKED and in_batch and w.may_strike("evict"):
         yield evict_parked, a
     if it.evicted:
@@ -95,25 +95,25 @@ def read_late(w: World, a: int, command: Any) -> None:
 def _obey(w: World, a: int, command: Any, present: bool) -> None:
     """`present`: the stream that it came on is up."""
     match command:
-        case "admit":
-            _admit(w, a, present)
+        case ("admit", epoch):
+            _admit(w, a, epoch, present)
         case "cancel":
             _cancel(w, a, present)
         case ("resume", epoch):
             _resume(w, a, epoch, present)
 
 
-def _admit(w: World, a: int, present: bool) -> None:
+def _admit(w: World, a: int, epoch: int, present: bool) -> None:
     """DecodeCore.admit, Receiver.admit."""
     it = w.attempt(a)
-    _belongs(it, 1, present)
+    _belongs(it, epoch, present)
     promises = offer(w, len(w.model.config.prompts[w.model.request_of(a)]))
     if promises is None:
         emit(it, "busy")
         return
     w.decode.promised = promises.blocks
     it.receive = w.model.handoffs.receive
-    it.lease = w.model.leases.owned(1)
+    it.lease = w.model.leases.owned(epoch)
     emit(it, "admitted")
 
 
@@ -141,6 +141,8 @@ def _resume(w: World, a: int, epoch: int, present: bool) -> None:
     for action in _lease(w, a, lease.Resumed(epoch)):
         if action is lease.LeaseAction.HAND_OVER:
             _belongs(it, epoch, present)
+            awaited = w.model.handoffs.live[it.receive]
+            emit(it, ("resumed", epoch, awaited))
             if it.last:
                 emit(it, it.last)
         elif action is lease.LeaseAction.SEND_GONE and present:
@@ -215,7 +217,7 @@ def say_last(w: World, a: int, word: str) -> None:
     emit(it, word)
 
 
-def emit(it: Attempt, word: str) -> None:
+def emit(it: Attempt, word: Any) -> None:
     if it.alive:
         it.from_decode += (word,)
 

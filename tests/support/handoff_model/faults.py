@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from handoff_model.memory import Values
-from handoff_model.router import Move, fail, lose_decode, lose_prefill
-from handoff_model.state import End, Stage, World
+from handoff_model.router import Move, lose_decode, lose_prefill, tell
+from handoff_model.state import End, World
+from pdserve.services.router.requests.events import RequestCancelled
 
 
 def moves(w: World) -> Iterator[Move]:
@@ -12,7 +13,7 @@ def moves(w: World) -> Iterator[Move]:
         return
     for r in range(len(w.model.config.prompts)):
         req = w.request(r)
-        if req.stage not in (Stage.NEW, Stage.ENDED):
+        if req.submitted and not w.ended(r):
             if w.may_strike("cancel"):
                 yield cancel, r
             if not req.expired and w.may_strike("deadline"):
@@ -60,7 +61,7 @@ def _attempt_moves(w: World) -> Iterator[Move]:
 def cancel(w: World, r: int) -> None:
     """The client leaves."""
     w.strike("cancel")
-    fail(w, w.request(r))
+    tell(w, r, RequestCancelled())
 
 
 def pass_deadline(w: World, r: int) -> None:

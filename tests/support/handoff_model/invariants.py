@@ -6,7 +6,7 @@ batch, a second answer, a block or a promise given back twice.
 
 from handoff_model.memory import BLOCK_SIZE
 from handoff_model.rules import Violation
-from handoff_model.state import Stage, World
+from handoff_model.state import World
 from pdserve.engine.handoff.protocol.promises import promise_blocks
 
 
@@ -17,7 +17,7 @@ def check_state(w: World) -> None:
         if decode.values[block - 1] != model.values.of_hash[chain_hash]:
             raise Violation(f"block {block} is cached with {decode.values[block - 1]} in it")
     promised = 0
-    jobs = w.decode_blocks().roster.jobs
+    jobs = w.decode_blocks().jobs.by_key
     for a in w.present:
         it = w.attempt(a)
         served = model.handoffs.live[it.receive] or it.evicted or str(a) in jobs
@@ -48,7 +48,7 @@ def check_end(w: World) -> None:
             req = w.request(r)
             if not req.answer and not any(frozen):
                 raise Violation(f"request {r} is never answered")
-            if req.answer and req.stage != Stage.ENDED:
+            if req.answer and not w.ended(r):
                 raise Violation(f"request {r} was answered and goes on")
     for p in range(w.model.config.prefills):
         if not w.prefill(p).frozen and not w.prefill_blocks(p).idle:

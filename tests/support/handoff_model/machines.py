@@ -1,14 +1,16 @@
-"""The real machine.step and lease.step, as tables that fill up on demand.
+"""The product's state machines of a hand-off, a lease and a request, as tables filled on demand.
 
-Both are pure functions, so a state is a small number and each step is computed once. Time is
+All three are pure functions, so a state is a small number and each step is computed once. Time is
 abstracted: whatever happens happens at 0, and a bound may be found exceeded whenever the world
-allows it, by a step at that bound. Times and reasons, which no later step reads, are forgotten.
+allows it, by a step at that bound. What no later step reads is forgotten (times, reasons, counts of
+failures that only the placement policy looks at).
 """
 
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from handoff_model.rules import HandoffStep, LeaseStep
+from handoff_model.config import Config
+from handoff_model.rules import HandoffStep, LeaseStep, RequestStep
 from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.lease import PARK_S, Lease
 from pdserve.engine.handoff.protocol.machine import (
@@ -29,6 +31,10 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
     Tick,
 )
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.actions import RoutingAction
+from pdserve.services.router.requests.machine import MAX_ATTEMPTS, OVERDUE_S
+from pdserve.services.router.requests.state import Routing, Stage
 
 DEADLINE = 100.0  # after every other bound
 StateT = TypeVar("StateT")
@@ -150,3 +156,92 @@ class Leases(States[Lease]):
                 state = replace(state, until=PARK_S)
             found = self._steps[key] = self.number(state), actions
         return found
+
+
+DECODE = b"decode"  # the one decode worker
+QUEUE_S = 50.0
+FAILED = RuntimeError("decode says so")
+
+
+def prefill_boot(number: int) -> bytes:
+    """Of a prefill worker."""
+    return bytes([number])
+
+
+def events_about(attempt: bytes) -> tuple[on.RoutingEvent, ...]:
+    """All that workers say of an attempt here."""
+    return (
+        on.AdmitAccepted(attempt, True),
+        on.AdmitRefused(attempt),
+        on.AttemptUnknown(attempt),
+        on.KvLost(attempt, ""),
+        on.AttemptFinished(attempt),
+        on.AttemptFailed(attempt, FAILED),
+        on.PrefillSent(attempt),
+        on.PrefillEnded(attempt, ""),
+    )
+
+
+class Routings(States[Routing]):
+    """Every state of a request in the router. Attempts are named by their number in the request,
+    workers by DECODE and `prefill_boot`."""
+
+    def __init__(self, step: RequestStep, config: Config) -> None:
+        super().__init__()
+        self._step = step
+        self._steps: dict[
+            tuple[int, on.RoutingEvent, float], tuple[int, tuple[RoutingAction, ...]]
+        ] = {}
+        self._deaf: dict[tuple[int, int], bool] = {}
+        self.stage: list[Stage] = []
+        self.ended: list[bool] = []
+        self.current: list[int] = []  # number of the attempt that counts, or -1
+        self.first = [self._begin(config.tries(r)) for r in range(len(config.prompts))]
+
+    def _begin(self, tries: int) -> int:
+        """A request that has so many tries left."""
+        tried = MAX_ATTEMPTS - tries
+        times = {"deadline": DEADLINE, "queue_s": QUEUE_S, "queue_deadline": QUEUE_S}
+        return self.number(Routing(num_attempts=tried, **times))
+
+    def _added(self, state: Routing) -> None:
+        self.stage.append(state.stage)
+        self.ended.append(state.stage is Stage.ENDED)
+        self.current.append(-1 if state.attempt is None else state.attempt.id[0])
+
+    def step(
+        self, number: int, event: on.RoutingEvent, now: float = 0.0
+    ) -> tuple[int, tuple[RoutingAction, ...]]:
+        key = number, event, now
+        found = self._steps.get(key)
+        if found is None:
+            state, actions = self._step(self.all[number], event, now)
+            found = self._steps[key] = self.number(_without_history(state)), actions
+        return found
+
+    def deaf(self, number: int, attempt: int) -> bool:
+        """Whether nothing that is said of the attempt changes anything."""
+        key = number, attempt
+        found = self._deaf.get(key)
+        if found is None:
+            events = events_about(bytes([attempt]))
+            found = all(self.step(number, event) == (number, ()) for event in events)
+            self._deaf[key] = found
+        return found
+
+    def passes_deadline(self, number: int) -> tuple[int, tuple[RoutingAction, ...]]:
+        """The workers have let the deadline pass, too."""
+        return self.step(number, on.TimePassed(), DEADLINE + OVERDUE_S)
+
+    def passes_queue_deadline(self, number: int) -> tuple[int, tuple[RoutingAction, ...]]:
+        """No worker has taken it in time."""
+        return self.step(number, on.TimePassed(), QUEUE_S)
+
+
+def _without_history(state: Routing) -> Routing:
+    state = replace(state, num_prefill_failures=0)
+    if state.stage is Stage.ENDED:
+        return Routing(stage=Stage.ENDED)
+    if state.stage is Stage.QUEUED:
+        state = replace(state, placed_attempt=b"", placed_decode=b"")
+    return state

@@ -1,4 +1,4 @@
-"""The blocks of both sides: the real roster, tables and pools, as interned objects.
+"""The blocks of both sides: the real job table, block tables and pools, as interned objects.
 
 A memory is one object per distinct state; an operation copies it, changes the copy with the
 product's own code and looks the result up, once per (state, operation). The world keeps numbers.
@@ -15,7 +15,6 @@ from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling import reservation as reservations
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.reservation import Reservation
@@ -53,40 +52,39 @@ class Granted:
 
 
 class DecodeBlocks:
-    """Decode's roster with the jobs of attempts; key of attempt a: str(a)."""
+    """Decode's job table with the requests of attempts; key of attempt a: str(a)."""
 
     def __init__(self, config: Config, rules: Rules) -> None:
         self.prompts = config.prompts
         self.attempts = config.attempts
-        self.roster = JobTable(rules.tables(SPEC, config.blocks), num_slots=8)
+        self.jobs = JobTable(rules.tables(SPEC, config.blocks), num_slots=8)
         self.open: dict[int, Reservation] = {}
 
     @property
     def pool(self) -> BlockPool:
-        return self.roster.tables.pools[0]
+        return self.jobs.tables.pools[0]
 
     def reserve(self, attempt: int) -> Granted | None:
         """Engine.reserve."""
         prompt = self.prompts[attempt // self.attempts]
         request = Request(str(attempt), prompt, SamplingParams(max_tokens=1), seed=0)
         job = RequestState(request, order=attempt, arrived_s=0.0, max_tokens=1, seed_hash=SEED)
-        made = reservations.reserve(self.roster, job)
+        made = self.jobs.reserve(job)
         if made is None:
             return None
         reservation, copies = made
-        self.roster.jobs[job.key] = job
         self.open[attempt] = reservation
         table = tuple(reservation.blocks[0])
         return Granted(table, reservation.first_block[0], reservation.num_tokens, _pairs(copies))
 
     def verified(self, attempt: int, num_tokens: int) -> None:
         """Engine.verified."""
-        reservations.verified(self.roster, self.open[attempt], num_tokens)
+        self.jobs.verified(self.open[attempt], num_tokens)
 
     def commit(self, attempt: int) -> tuple[int, ...]:
         """Engine.commit; its blocks."""
         reservation = self.open.pop(attempt)
-        reservations.commit(self.roster, reservation)
+        self.jobs.commit(reservation)
         return tuple(reservation.blocks[0])
 
     def release(self, attempt: int) -> None:
@@ -94,33 +92,33 @@ class DecodeBlocks:
         found = self.open.pop(attempt, None)
         if found is None:
             raise Violation("blocks are freed that are not reserved any more")
-        reservations.release(self.roster, found)
+        self.jobs.release(found)
 
     def abort(self, attempt: int) -> bool:
         """Engine.abort of a whole request."""
-        job = self.roster.jobs.get(str(attempt))
+        job = self.jobs.by_key.get(str(attempt))
         if job is None:
             return False
-        self.roster.end(job)
+        self.jobs.end(job)
         if attempt in self.open:
-            self.open.pop(attempt).state = reservations.ReservationState.ABORTED
+            self.open.pop(attempt)
         return True
 
     def finish(self, attempt: int) -> tuple[tuple[int, int], ...] | None:
         """The row of the last prompt token runs and is the last one. None: blocks are short."""
-        job = self.roster.jobs[str(attempt)]
-        self.roster.admit(job)
+        job = self.jobs.by_key[str(attempt)]
+        self.jobs.admit(job)
         sequence = job.sequences[0]
-        copies = self.roster.tables.extend(sequence, len(sequence.ids))
+        copies = self.jobs.extend(sequence, len(sequence.ids))
         if copies is None:
             return None
-        self.roster.tables.advance(sequence, len(sequence.ids))
-        self.roster.end(job)
+        self.jobs.advance(sequence, len(sequence.ids))
+        self.jobs.end(job)
         return _pairs(copies)
 
     def table(self, attempt: int) -> tuple[int, ...]:
         """The blocks of a request in the batch."""
-        (sequence,) = self.roster.jobs[str(attempt)].sequences
+        (sequence,) = self.jobs.by_key[str(attempt)].sequences
         return tuple(sequence.block_tables[0])
 
     def may_write(self, attempt: int, block: int) -> bool:
@@ -135,7 +133,7 @@ class DecodeBlocks:
 
     def owner(self, block: int) -> int | None:
         """An attempt that holds the block."""
-        for name, job in self.roster.jobs.items():
+        for name, job in self.jobs.by_key.items():
             if any(block in s.block_tables[0] for s in job.sequences):
                 return int(name)
         return None
@@ -154,9 +152,9 @@ class DecodeBlocks:
         hashes = tuple(sorted(pool._hash_of.items()))
         counts = tuple(pool._free), tuple(pool._used), tuple(pool._reserved), tuple(pool._idle)
         jobs = []
-        for name, job in sorted(self.roster.jobs.items()):
+        for name, job in sorted(self.jobs.by_key.items()):
             (s,) = job.sequences
-            place = name in self.roster.reserved, name in self.roster.waiting
+            place = name in self.jobs.reserved, name in self.jobs.waiting
             jobs.append((name, place, tuple(s.block_tables[0]), s.num_computed, s.num_published))
         opened = tuple(
             (a, r.state.value, tuple(r.first_block)) for a, r in sorted(self.open.items())
@@ -169,7 +167,7 @@ class DecodeBlocks:
         counts = pool.counts()
         if counts.total != pool.num_blocks:
             raise Violation(f"{counts} of {pool.num_blocks} blocks")
-        tables = [s.block_tables[0] for job in self.roster.jobs.values() for s in job.sequences]
+        tables = [s.block_tables[0] for job in self.jobs.by_key.values() for s in job.sequences]
         for block in range(1, pool.num_blocks + 1):
             named = sum(table.count(block) for table in tables)
             if named != pool._used[block] + pool._reserved[block]:

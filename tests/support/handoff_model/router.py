@@ -1,51 +1,79 @@
-"""The router: services/router/requests/request.py as far as it orders the events of a hand-off.
+"""The router: services/router/requests/machine.py itself, and what carries messages to and from it.
 
-What it is told of attempts that it has closed it ignores. After a lost session it asks for its
-attempt again, or tries anew (another router would do either).
+No rule of the router is here, only its surroundings: which event may reach it when, and where its
+commands go. An attempt whose session is lost may be found again or not (another router would do
+either), so a request that seeks a worker is told both.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+from handoff_model.machines import DECODE, FAILED, prefill_boot
 from handoff_model.rules import Violation
-from handoff_model.state import Attempt, Req, Stage, World
+from handoff_model.state import Attempt, Req, World
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
+LOSSES = ("session lost", "died")
 
 
 def moves(w: World) -> Iterator[Move]:
     for r, prompt in enumerate(w.model.config.prompts):
         req = w.request(r)
-        if req.stage == Stage.NEW and (r == 0 or w.request(r - 1).stage != Stage.NEW):
-            yield submit, r
-        # Nothing is begun at a decode that is frozen: it may as well freeze right after it.
-        may_begin = not req.expired and not w.decode.frozen
-        if req.stage == Stage.QUEUED and may_begin and (not req.busy or has_room(w, len(prompt))):
-            for p in candidates(w, r):
-                yield begin, r, p
-        if req.expired and req.stage not in (Stage.NEW, Stage.ENDED):
-            yield end_at_deadline, r
-        a = req.current
-        if a < 0:
+        if not req.submitted:
+            if r == 0 or w.request(r - 1).submitted:
+                yield submit, r
             continue
-        attempt = w.attempt(a)
-        if w.decode.frozen and "died" not in attempt.from_decode and not attempt.decode_gone:
-            yield declare_decode_dead, a, False
-            if attempt.to_decode:
-                yield declare_decode_dead, a, True
-        frozen = w.prefill(attempt.prefill).frozen and not attempt.prefill_gone
-        if frozen and req.stage == Stage.PREFILLING and "died" not in attempt.from_prefill:
-            yield declare_prefill_dead, a, False
-            if attempt.to_prefill:
-                yield declare_prefill_dead, a, True
-        if attempt.from_decode:
-            if attempt.from_decode[0] == "session lost" and req.stage == Stage.PREFILLING:
-                yield resume, a
-            yield hear_decode, a
-        if attempt.from_prefill:
-            if attempt.from_prefill[0] == "session lost" and req.stage == Stage.PREFILLING:
-                yield start_again, a
-            yield hear_prefill, a
+        stage = w.stage(r)
+        if stage is Stage.QUEUED:
+            # Nothing is begun at a decode that is frozen: it may as well freeze right after it.
+            may_begin = not req.expired and not w.decode.frozen
+            if req.begun == w.model.config.tries(r):
+                yield time_out_in_queue, r
+            elif may_begin and (not req.busy or has_room(w, len(prompt))):
+                for p in candidates(w, r):
+                    yield begin, r, p
+        if req.expired and stage is not Stage.ENDED:
+            yield end_at_deadline, r
+        for k in range(req.begun):
+            a = r * w.model.config.attempts + k
+            it = w.attempt(a)
+            if it.from_decode:
+                yield hear_decode, a
+            if it.from_prefill:
+                yield hear_prefill, a
+            if w.is_current(a):
+                yield from _moves_of_current(w, a, it, stage)
+
+
+def _moves_of_current(w: World, a: int, it: Attempt, stage: Stage) -> Iterator[Move]:
+    if w.decode.frozen and "died" not in it.from_decode and not it.decode_gone:
+        yield declare_decode_dead, a, False
+        if it.to_decode:
+            yield declare_decode_dead, a, True
+    frozen = w.prefill(it.prefill).frozen and not it.prefill_gone
+    if frozen and stage is Stage.PREFILLING and "died" not in it.from_prefill:
+        yield declare_prefill_dead, a, False
+        if it.to_prefill:
+            yield declare_prefill_dead, a, True
+    if stage is Stage.SEEKING:
+        yield seek_decode, a, Reachability.NO
+        if not it.decode_gone:
+            yield seek_decode, a, Reachability.YES
+    attempt = routing(w, a).attempt
+    if stage is Stage.PREFILLING and attempt is not None and attempt.unheard:
+        yield seek_prefill, a, Reachability.NO
+        if not it.prefill_gone:
+            yield seek_prefill, a, Reachability.YES
+
+
+def routing(w: World, a: int) -> Any:
+    """The state of the attempt's request in the router."""
+    return w.model.routings.all[w.request(w.model.request_of(a)).machine]
 
 
 def has_room(w: World, num_tokens: int) -> bool:
@@ -60,32 +88,47 @@ def offer(w: World, num_tokens: int) -> Promises | None:
     promises = Promises(2)
     promises.blocks = w.decode.promised
     blocks = min(promise_blocks(num_tokens, 1, 2), counts.total)
-    running = len(w.decode_blocks().roster.waiting)
+    running = len(w.decode_blocks().jobs.waiting)
     return promises if promises.offer(blocks, counts.free + counts.cached, running) else None
 
 
 def candidates(w: World, r: int) -> list[int]:
-    """Prefill workers to choose from; they are alike, so the very first choice is the first."""
+    """Prefill workers that the policy may choose. They are alike: the very first is the first."""
     req = w.request(r)
     everyone = range(w.model.config.prefills)
     if r == 0 and not req.begun:
         return [0]
-    return [p for p in everyone if not req.failed >> p & 1] or list(everyone)
+    failed = w.model.routings.all[req.machine].failed_prefills
+    return [p for p in everyone if prefill_boot(p) not in failed] or list(everyone)
+
+
+# events
 
 
 def submit(w: World, r: int) -> None:
-    w.request(r).stage = Stage.QUEUED
+    w.request(r).submitted = True
+    tell(w, r, on.Submitted())
 
 
 def begin(w: World, r: int, p: int) -> None:
     req = w.request(r)
     a = r * w.model.config.attempts + req.begun
+    number = bytes([req.begun])
     req.begun += 1
-    req.current, req.stage, req.busy = a, Stage.ADMITTING, False
-    req.prefill_done = req.decode_over = req.prefill_over = False
-    attempt = w.attempt(a)
-    attempt.prefill = p
-    to_decode(attempt, "admit")
+    req.busy = False
+    w.attempt(a).prefill = p
+    tell(w, r, on.AttemptBegun(number, DECODE, prefill_boot(p)))
+
+
+def time_out_in_queue(w: World, r: int) -> None:
+    """It has no name for another attempt left."""
+    req = w.request(r)
+    take(w, r, *w.model.routings.passes_queue_deadline(req.machine))
+
+
+def end_at_deadline(w: World, r: int) -> None:
+    req = w.request(r)
+    take(w, r, *w.model.routings.passes_deadline(req.machine))
 
 
 def declare_decode_dead(w: World, a: int, read_late: bool) -> None:
@@ -118,98 +161,116 @@ def lose_prefill(w: World, a: int, why: str, read_late: bool) -> None:
     attempt.from_prefill, attempt.known = (why,), False
 
 
+def seek_decode(w: World, a: int, found: Reachability) -> None:
+    tell(w, w.model.request_of(a), on.TimePassed(decode=found))
+
+
+def seek_prefill(w: World, a: int, found: Reachability) -> None:
+    tell(w, w.model.request_of(a), on.TimePassed(prefill=found))
+
+
 def hear_decode(w: World, a: int) -> str:
-    """services/router/requests/worker_events.py of_decode, Flow.worker_lost."""
-    attempt, req = w.attempt(a), w.request(w.model.request_of(a))
-    word, attempt.from_decode = attempt.from_decode[0], attempt.from_decode[1:]
+    """What decode says, or that its session is over, reaches the router."""
+    it, r = w.attempt(a), w.model.request_of(a)
+    word, it.from_decode = it.from_decode[0], it.from_decode[1:]
+    number, current = bytes([a % w.model.config.attempts]), w.is_current(a)
     match word:
-        case "admitted" if req.stage == Stage.ADMITTING:
-            req.stage = Stage.PREFILLING
-            to_prefill(attempt, "start")
-        case "busy" if req.stage == Stage.ADMITTING:
-            tries = w.model.config.tries(w.model.request_of(a))
-            close(w, req)
-            if not (attempt.late or attempt.orphaned):
-                req.begun -= 1  # nothing was tried; its id is as good as a new one
-            req.busy = True
-            if req.begun == tries:
-                answer(req, "failed")
-                req.stage = Stage.ENDED
-        case "handoff lost":
-            req.decode_over = True
-            prefill_lost(w, req)
-        case "finished":
-            answer(req, "ok")
-            close(w, req)
-            req.stage = Stage.ENDED
-        case "failed":
-            req.decode_over = True
-            fail(w, req)
-        case "gone":
-            req.decode_over = True
-            retry(w, req)
         case "session lost" | "died":
-            req.decode_over = True  # a Cancel would not arrive
-            retry(w, req)
+            if current:
+                lost = on.WorkerLost(DECODE, word, crashed=word == "died", forgotten=False)
+                tell(w, r, lost, closed=DECODE if word == "died" else b"")
+        case "admitted":
+            tell(w, r, on.AdmitAccepted(number, ticket=True))
+        case "busy":
+            if current:
+                _was_refused(w.request(r), it)
+            tell(w, r, on.AdmitRefused(number))
+        case "handoff lost":
+            tell(w, r, on.KvLost(number, word))
+        case "finished":
+            tell(w, r, on.AttemptFinished(number))
+        case "failed":
+            tell(w, r, on.AttemptFailed(number, FAILED))
+        case "gone":
+            tell(w, r, on.AttemptUnknown(number))
+        case ("resumed", epoch, ticket):
+            prefill = prefill_boot(it.prefill)
+            tell(w, r, on.ResumeAccepted(number, epoch, ticket, prefill, Reachability.YES))
     return str(word)
 
 
-def resume(w: World, a: int) -> None:
-    """The session is lost: ask for the attempt on a new one, under a higher epoch."""
-    attempt, req = w.attempt(a), w.request(w.model.request_of(a))
-    attempt.from_decode = attempt.from_decode[1:]
-    req.epoch += 1
-    to_decode(attempt, ("resume", req.epoch))
-
-
-def start_again(w: World, a: int) -> None:
-    """The session with prefill is lost: say PrefillStart on a new one (adoption.seek_prefill)."""
-    attempt = w.attempt(a)
-    attempt.from_prefill = attempt.from_prefill[1:]
-    to_prefill(attempt, "start")
+def _was_refused(req: Req, it: Attempt) -> None:
+    """Nothing was tried: its name is as good as a new one, unless decode may still hear of it."""
+    req.busy = True
+    if it.late or it.orphaned:
+        req.refused += 1
+    else:
+        req.begun -= 1
 
 
 def hear_prefill(w: World, a: int) -> str:
-    """services/router/requests/worker_events.py of_prefill, Flow.worker_lost."""
-    attempt, req = w.attempt(a), w.request(w.model.request_of(a))
-    word, attempt.from_prefill = attempt.from_prefill[0], attempt.from_prefill[1:]
+    it, r = w.attempt(a), w.model.request_of(a)
+    word, it.from_prefill = it.from_prefill[0], it.from_prefill[1:]
+    number = bytes([a % w.model.config.attempts])
     match word:
-        case "done":
-            req.prefill_done = req.prefill_over = True
-        case "failed":
-            req.prefill_over = True
-            prefill_lost(w, req)
         case "session lost" | "died":
-            req.prefill_over = True  # a Cancel would not arrive
-            prefill_lost(w, req)
+            if w.is_current(a):
+                boot = prefill_boot(it.prefill)
+                lost = on.WorkerLost(boot, word, crashed=word == "died", forgotten=False)
+                tell(w, r, lost, closed=boot if word == "died" else b"")
+        case "done":
+            tell(w, r, on.PrefillSent(number))
+        case "failed":
+            tell(w, r, on.PrefillEnded(number, word))
     return str(word)
 
 
-def end_at_deadline(w: World, r: int) -> None:
-    fail(w, w.request(r))
+# actions
 
 
-def prefill_lost(w: World, req: Req) -> None:
-    if not req.prefill_done:
-        req.failed |= 1 << w.attempt(req.current).prefill
-        retry(w, req)
+def tell(w: World, r: int, event: on.RoutingEvent, closed: bytes = b"") -> None:
+    """An event reaches the machine of request r; `closed`: a worker to which no session is up."""
+    machine, actions = w.model.routings.step(w.request(r).machine, event)
+    take(w, r, machine, actions, closed)
 
 
-def retry(w: World, req: Req) -> None:
-    tries = w.model.config.tries(w.model.request_of(req.current))
-    cancel_attempt(w, req)
-    close(w, req)
-    if req.begun == tries:
-        answer(req, "failed")
-        req.stage = Stage.ENDED
+def take(
+    w: World, r: int, machine: int, actions: tuple[do.RoutingAction, ...], closed: bytes = b""
+) -> None:
+    """Carry out what the machine says."""
+    req = w.request(r)
+    req.machine = machine
+    for action in actions:
+        match action:
+            case do.Place():
+                _queue(w, r)
+            case do.SendFinished():
+                answer(req, "ok")
+            case do.SendFailed():
+                answer(req, "failed")
+            case do.SendAdmit():
+                epoch = w.model.routings.all[machine].session_epoch
+                to_decode(w, r, action.attempt, ("admit", epoch), closed)
+            case do.SendResume():
+                epoch = w.model.routings.all[machine].session_epoch
+                to_decode(w, r, action.attempt, ("resume", epoch), closed)
+            case do.CancelAtDecode():
+                to_decode(w, r, action.attempt, "cancel", closed)
+            case do.SendPrefillStart():
+                to_prefill(w, r, action.attempt, "start", closed)
+            case do.CancelAtPrefill():
+                to_prefill(w, r, action.attempt, "cancel", closed)
+            case do.CloseAttempt():
+                attempt_of(w, r, action.attempt)  # its record forgets what nobody would hear
 
 
-def fail(w: World, req: Req) -> None:
-    """The client is told an error."""
-    cancel_attempt(w, req)
-    answer(req, "failed")
-    close(w, req)
-    req.stage = Stage.ENDED
+def _queue(w: World, r: int) -> None:
+    """It waits; `begin` is the policy's answer."""
+    req, tries = w.request(r), w.model.config.tries(r)
+    if req.begun == tries and not req.refused:
+        raise Violation(f"request {r} is to be tried more than {tries} times")
+    req.machine, actions = w.model.routings.step(req.machine, on.Queued())
+    assert not actions
 
 
 def answer(req: Req, what: str) -> None:
@@ -218,32 +279,19 @@ def answer(req: Req, what: str) -> None:
     req.answer = what
 
 
-def close(w: World, req: Req) -> None:
-    if req.current >= 0:
-        w.attempt(req.current)  # its record forgets what only the router would have heard
-    req.current, req.stage = -1, Stage.QUEUED
-    req.prefill_done = req.decode_over = req.prefill_over = False
+def attempt_of(w: World, r: int, number: bytes) -> Attempt:
+    return w.attempt(r * w.model.config.attempts + number[0])
 
 
-def cancel_attempt(w: World, req: Req) -> None:
-    """Cancel on the sides that may still have it."""
-    if req.current < 0:
-        return
-    attempt = w.attempt(req.current)
-    if not req.decode_over:
-        to_decode(attempt, "cancel")
-    if req.stage != Stage.ADMITTING and not req.prefill_over:
-        to_prefill(attempt, "cancel")
-
-
-def to_decode(attempt: Attempt, message: object) -> None:
+def to_decode(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
     """Dropped if the session is down, or the process is another one now."""
-    down = "session lost" in attempt.from_decode or attempt.decode_gone
-    if not down:
-        attempt.to_decode += (message,)
+    it = attempt_of(w, r, number)
+    if "session lost" not in it.from_decode and not it.decode_gone and closed != DECODE:
+        it.to_decode += (message,)
 
 
-def to_prefill(attempt: Attempt, message: object) -> None:
-    down = "session lost" in attempt.from_prefill or attempt.prefill_gone
-    if not down:
-        attempt.to_prefill += (message,)
+def to_prefill(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
+    it = attempt_of(w, r, number)
+    down = "session lost" in it.from_prefill or it.prefill_gone
+    if not down and closed != prefill_boot(it.prefill):
+        it.to_prefill += (message,)

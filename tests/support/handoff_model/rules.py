@@ -9,8 +9,13 @@ from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.handoff.protocol.machine import Handoff
 from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.services.router.requests import machine as request_machine
+from pdserve.services.router.requests.actions import RoutingAction
+from pdserve.services.router.requests.events import RoutingEvent
+from pdserve.services.router.requests.state import Routing
 
 HandoffStep = Callable[[Handoff, machine.Event, float], tuple[Handoff, machine.Actions]]
+RequestStep = Callable[[Routing, RoutingEvent, float], tuple[Routing, tuple[RoutingAction, ...]]]
 LeaseStep = Callable[[Lease, lease.Event, float], tuple[Lease, lease.Actions]]
 
 
@@ -39,6 +44,7 @@ class Rules:
 
     step: HandoffStep = machine.step
     lease_step: LeaseStep = lease.step
+    request_step: RequestStep = request_machine.step
     tables: type[BlockTables] = BlockTables
     takes_frames: Callable[[Handoff], bool] = takes_frames
     is_complete: Callable[[Bitmap, bool], bool] = is_complete

@@ -11,26 +11,17 @@ from operator import attrgetter
 from typing import Any
 
 from handoff_model.config import FAULTS, Config
-from handoff_model.machines import Handoffs, Leases
+from handoff_model.machines import Handoffs, Leases, Routings
 from handoff_model.memory import SPEC, DecodeBlocks, Memories, PrefillBlocks, Values
 from handoff_model.rules import Rules
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
+from pdserve.services.router.requests.state import Stage
 
 State = tuple[Any, ...]
 Message = Any  # a word, or a word and a number
 
 
 _PLACE = {fault: place for place, fault in enumerate(FAULTS, 1)}
-
-
-class Stage(IntEnum):
-    """Of a request in the router (services/router/requests/request.py)."""
-
-    NEW = 0
-    QUEUED = 1
-    ADMITTING = 2
-    PREFILLING = 3
-    ENDED = 4
 
 
 class End(IntEnum):
@@ -47,15 +38,11 @@ class End(IntEnum):
 class Req:
     """A request at the router."""
 
-    stage: int = Stage.NEW
+    machine: int = 0  # number of its Routing
+    submitted: bool = False
     begun: int = 0  # attempts so far
-    current: int = -1  # its attempt, or -1
+    refused: int = 0  # of them those that decode refused, and whose names are still in use
     busy: bool = False  # decode has said Busy since it was last asked
-    failed: int = 0  # bit mask of prefill workers that failed it
-    prefill_done: bool = False
-    decode_over: bool = False  # of the current attempt: that side has ended it
-    prefill_over: bool = False
-    epoch: int = 1
     expired: bool = False  # its deadline has passed
     answer: str = ""  # "", "ok" or "failed": what the client was told
 
@@ -124,10 +111,9 @@ _close_request, _of_request = _closing(Req)
 _close_attempt, _of_attempt = _closing(Attempt)
 _close_decode, _of_decode = _closing(Decode)
 _close_prefill, _ = _closing(Prefill)
-CURRENT = _of_request.index("current")
+MACHINE = _of_request.index("machine")
 RECEIVE = _of_attempt.index("receive")
 CLAIMS = _of_decode.index("claims")
-NEW_REQUEST = _close_request(Req())
 NO_ATTEMPT = _close_attempt(Attempt())
 
 
@@ -140,10 +126,13 @@ class Model:
         self.values = Values(config)
         self.handoffs = Handoffs(rules.step)
         self.leases = Leases(rules.lease_step)
+        self.routings = Routings(rules.request_step, config)
         self.decode_blocks = Memories(DecodeBlocks(config, rules))
         self.prefill_blocks = Memories(PrefillBlocks(config))
         self._bitmaps: dict[tuple[int, int, int], Bitmap] = {}
         self.hears_computed = rules.is_complete is not Rules().is_complete  # else nobody reads it
+        # The router's machine ignores what is said of an attempt that is over; a wrong one may not.
+        self.hears_all = rules.request_step is not Rules().request_step
         self.num_attempts = len(config.prompts) * config.attempts
         self.attempts = range(self.num_attempts)
 
@@ -153,7 +142,7 @@ class Model:
         prefill = _close_prefill(Prefill(values=(0,) * config.prefill_blocks))
         return (
             (config.at_once, *config.allowance),
-            (NEW_REQUEST,) * len(config.prompts),
+            tuple(_close_request(Req(machine)) for machine in self.routings.first),
             (NO_ATTEMPT,) * self.num_attempts,
             decode,
             (prefill,) * config.prefills,
@@ -226,16 +215,28 @@ class World:
             found = self._prefills[number] = Prefill(*self.state[4][number])
         return found
 
+    def _machine(self, request: int) -> int:
+        """Number of a request's Routing, without opening the request."""
+        found = self._requests.get(request)
+        return self.state[1][request][MACHINE] if found is None else found.machine
+
+    def stage(self, request: int) -> Stage:
+        """Where the request stands in the router."""
+        return self.model.routings.stage[self._machine(request)]
+
+    def ended(self, request: int) -> bool:
+        return self.model.routings.ended[self._machine(request)]
+
     def is_current(self, attempt: int) -> bool:
         """The router waits for it."""
-        return self.request(attempt // self.model.config.attempts).current == attempt
+        request, number = divmod(attempt, self.model.config.attempts)
+        return self.model.routings.current[self._machine(request)] == number
 
-    def _is_current(self, attempt: int) -> bool:
-        """Likewise, without opening the request."""
-        request = attempt // self.model.config.attempts
-        found = self._requests.get(request)
-        current = self.state[1][request][CURRENT] if found is None else found.current
-        return bool(current == attempt)
+    def _is_unheard(self, attempt: int) -> bool:
+        """The router ignores whatever it hears of it."""
+        request, number = divmod(attempt, self.model.config.attempts)
+        deaf = self.model.routings.deaf(self._machine(request), number)
+        return deaf and not self.model.hears_all
 
     # faults
 
@@ -299,8 +300,8 @@ class World:
         """Closes the record, without what cannot change anything any more."""
         model = self.model
         handoffs, leases = model.handoffs, model.leases
-        current = self._is_current(number)
-        if not current:  # the router ignores whatever it hears of it
+        current = self.is_current(number)
+        if not current and self._is_unheard(number):
             a.from_decode = a.from_prefill = ()
         if handoffs.over[a.receive]:
             if not a.receive or not model.rules.takes_frames(handoffs.all[a.receive]):
@@ -324,6 +325,7 @@ class World:
             a.alive, a.orphaned = a.alive and asked, ()
         busy = (
             asked
+            or a.from_decode or a.from_prefill
             or a.to_decode or a.late or a.to_prefill or a.claims or a.frames
             or a.lease or not handoffs.over[a.receive] or not handoffs.over[a.send]
             or a.prefill_end == End.DIALLING

@@ -1,0 +1,100 @@
+"""One attempt as decode serves it, and the seconds it spent in each phase."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from pdserve.engine.api.request import Request
+from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.lease import Lease
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
+from pdserve.services.decode.transcript import Transcript
+from pdserve.services.worker.core import RouterSession
+
+DecodeSession = RouterSession[DecodeEvent]
+
+
+@dataclass(eq=False, slots=True)
+class ServedAttempt:
+    """One attempt at a request. Times are readings of time.monotonic; 0: not reached."""
+
+    attempt: bytes
+    name: str  # the request's public id
+    epoch: int
+    request: Request
+    session: DecodeSession
+    remote: bool
+    arrived: float
+    lease: Lease
+    transcript: Transcript
+    prefill_boot: bytes = b""  # the worker that sends its KV
+    ticket: Ticket | None = None  # of that worker
+    admitted: bool = False  # the router has its Admitted
+    resume: tuple[DecodeSession, Resume] | None = None  # asked for before it was admitted
+    follows: bool = False  # it waits for the KV of another attempt
+    last: DecodeEvent | None = None  # Finished or Failed
+    scheduled: float = 0.0
+    computed: float = 0.0
+    first_token: float = 0.0
+    received: Received | None = None
+    num_generated: int = 0
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        """Its deadlines no longer apply."""
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
+
+    def phases(self) -> pb.Phases:
+        """The seconds of each phase; their sum is the time from Admit to the first token."""
+        end = self.first_token or self.computed or self.arrived
+        if self.received is not None:
+            times = self.received.times
+            # Waiting for blocks after the prompt was computed is queueing, not transfer.
+            computed = max(times.computed or times.claimed, times.claimed)
+            wait = max(0.0, times.granted - computed)
+            queue_s = times.claimed - self.arrived + wait
+            prefill_s = computed - times.claimed
+            transfer_s = times.committed - computed - wait
+            return pb.Phases(
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                transfer_s=transfer_s,
+                first_token_s=end - times.committed,
+            )
+        scheduled = self.scheduled or end
+        computed = self.computed or end
+        return pb.Phases(
+            queue_s=scheduled - self.arrived,
+            prefill_s=computed - scheduled,
+            first_token_s=end - computed,
+        )
+
+    def finished(self, cached_tokens: int) -> pb.Finished:
+        """The event that ends it; `cached_tokens` counts only if no KV was received for it."""
+        if self.received is not None:
+            cached_tokens = self.received.cached_tokens
+        return pb.Finished(
+            request=self.name,
+            attempt=self.attempt,
+            epoch=self.epoch,
+            cached_tokens=cached_tokens,
+            remote=self.received is not None,
+            transport=self.received.transport if self.received else "",
+            phases=self.phases(),
+            inexact=self.received is not None and self.received.inexact,
+        )
+
+    def log_line(self, finished: pb.Finished) -> str:
+        """Sizes and phases in words."""
+        phases = finished.phases
+        where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
+        if finished.inexact:
+            where += " of another KV identity"
+        return (
+            f"{len(self.request.prompt_ids)} + {self.num_generated} tokens, "
+            f"{finished.cached_tokens} cached, {where}: queue {phases.queue_s:.3f} s, "
+            f"prefill {phases.prefill_s:.3f} s, transfer {phases.transfer_s:.3f} s, "
+            f"first token {phases.first_token_s:.3f} s"
+        )

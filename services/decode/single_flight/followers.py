@@ -1,0 +1,225 @@
+"""Lets requests wait for KV that is on its way for others (promised_prefixes.py); runs on the
+engine thread.
+
+The engine does not know a follower while it waits. When the KV is there, the follower is submitted
+like any other request and finds the blocks by prefix matching. When the KV is lost, or when the
+rest of its prompt is worth a hand-off of its own, the router is asked to place it again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.engine.api.errors import QueueFull
+from pdserve.engine.api.request import (
+    Evicted,
+    Finished,
+    PrefillComputed,
+    Request,
+    RequestFailed,
+    Scheduled,
+    Step,
+    prefix_ids,
+)
+from pdserve.engine.engine import Engine
+from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes, SharedBlocks
+
+LOST = "the KV that it waited for is lost"
+TAIL = "the rest of its prompt is worth a hand-off"
+
+
+@dataclass(slots=True)
+class SingleFlightStats:
+    """Counters since the start."""
+
+    attached: int = 0
+    placed_again: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharingPolicy:
+    """Whether an attempt may share KV that is on its way, as its Admit says."""
+
+    min_tokens: int = 0  # missing tokens worth waiting for, or worth a hand-off; 0: do not wait
+    local: bool = True  # decode computes the prompt itself if it does not wait
+    leads: bool = True  # others may wait for its KV: it will be of decode's own identity
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: Request
+    chain: Sequence[bytes]
+    sharing: SharingPolicy
+    parked: bool = False
+    cancelled: set[int] = field(default_factory=set)  # choices that are to be aborted
+
+
+class SingleFlight:
+    """The waiting requests of one decode worker.
+
+    `poll` calls `attached(attempt)` when the engine has a follower, and
+    `place_again(attempt, cached tokens, reason)` when it cannot go on here.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        attached: Callable[[bytes], None],
+        place_again: Callable[[bytes, int, str], None],
+        event_log: EventLog,
+    ) -> None:
+        self.figures = SingleFlightStats()
+        self._engine = engine
+        self._size = engine.kv.spec.block_size
+        self._attached = attached
+        self._place_again = place_again
+        self._event_log = event_log
+        self._prefixes = PromisedPrefixes()
+        self._waiting: dict[str, _Waiting] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_leaders(self) -> int:
+        return self._prefixes.num_leaders
+
+    def follows(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> bool:
+        """Whether the request waits for another's KV from now on. Raises what Engine.submit
+        raises."""
+        shared = self._worth(request, chain, sharing)
+        if shared is None:
+            return False
+        self._engine.limits.check(request)
+        if len(self._waiting) >= self._engine.limits.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests follow others")
+        self._waiting[request.key] = _Waiting(request, chain, sharing)
+        self._prefixes.follow(request.key, chain, shared)
+        attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)
+        self._event_log.follow(attempt, shared.blocks, leader)
+        return True
+
+    def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
+        """The request's KV is on its way: others may wait for it."""
+        if chain and sharing.leads:
+            self._prefixes.lead(request.key, chain, sharing.local)
+
+    def arrived(self, attempt: bytes, num_tokens: int, in_engine: bool = False) -> None:
+        """KV of its first tokens is in the prefix cache; `in_engine`: its hand-off is complete."""
+        self._prefixes.arrived(attempt.hex(), num_tokens // self._size, in_engine)
+
+    def over(self, attempt: bytes) -> None:
+        """The attempt's hand-off is lost."""
+        self._prefixes.over(attempt.hex())
+
+    def cancel(self, attempt: bytes, choices: Sequence[int]) -> bool:
+        """End a follower, or some of its choices once it is attached; False: no follower."""
+        waiting = self._waiting.get(attempt.hex())
+        if waiting is None:
+            return False
+        waiting.cancelled.update(choices)
+        if not choices:
+            self._prefixes.over(attempt.hex())
+            self._leave(attempt.hex(), "cancelled")
+        return True
+
+    def park(self, attempt: bytes, parked: bool) -> bool:
+        """The attempt's steps stop, or go on again; False: no follower."""
+        waiting = self._waiting.get(attempt.hex())
+        if waiting is not None:
+            waiting.parked = parked
+        self._prefixes.park(attempt.hex(), parked)
+        return waiting is not None
+
+    def first(self, attempt: bytes) -> bytes:
+        """The attempt at the head of a chain of followers; of any other attempt: itself."""
+        key = attempt.hex()
+        while (leader := self._prefixes.leader_of(key)) is not None:
+            key = leader
+        return bytes.fromhex(key)
+
+    def is_queued(self, attempt: bytes) -> bool:
+        """Whether this is a leader in the engine's queue."""
+        return self._prefixes.is_queued(attempt.hex())
+
+    def on_step(self, step: Step) -> bool:
+        """Note what the engine has done for leaders; True: `poll` has something to do."""
+        prefixes = self._prefixes
+        for event in step.events:
+            match event:
+                case Scheduled(key, _):
+                    prefixes.begun(key)
+                case PrefillComputed(key, num_tokens, done):
+                    prefixes.arrived(key, num_tokens // self._size)
+                    if done:
+                        prefixes.over(key)
+                case Finished(key, _) | RequestFailed(key, _) | Evicted(key):
+                    prefixes.over(key)
+                case _:
+                    pass
+        return prefixes.changed
+
+    def poll(self) -> None:
+        """Between steps: submit the followers whose KV is there, and give lost ones back."""
+        while self._prefixes.changed:
+            ended = self._prefixes.take()
+            for key in ended.ready:
+                self._attach(key)
+            for key in ended.lost:
+                self._give_back(key, LOST)
+
+    def _worth(
+        self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy
+    ) -> SharedBlocks | None:
+        """The blocks to wait for: waiting must save as many tokens as a hand-off must, and at
+        least half of those that are missing."""
+        if not sharing.min_tokens or request.params.prompt_logprobs is not None:
+            return None
+        found = self._engine.num_found(chain)
+        shared = self._prefixes.find(chain, found)
+        if shared is None:
+            return None
+        needed = len(prefix_ids(request)) - 1
+        there = min(needed, found * self._size)
+        saved = min(needed, shared.blocks * self._size) - there
+        enough = saved >= self._least(sharing) and 2 * saved >= needed - there
+        return shared if enough else None
+
+    def _least(self, sharing: SharingPolicy) -> int:
+        """Tokens that are worth a wait or a hand-off: at least a block."""
+        return max(sharing.min_tokens, self._size)
+
+    def _attach(self, key: str) -> None:
+        """Submit a follower, like any request whose prefix is cached."""
+        waiting = self._waiting[key]
+        left = len(prefix_ids(waiting.request)) - 1 - self._num_found(waiting)
+        if left >= self._least(waiting.sharing) and not waiting.sharing.local:
+            self._give_back(key, TAIL)
+            return
+        try:
+            self._engine.submit(waiting.request)
+        except QueueFull as full:
+            self._give_back(key, str(full))
+            return
+        self._leave(key, "attached")
+        if waiting.cancelled:
+            self._engine.abort(key, sorted(waiting.cancelled))
+        if waiting.parked:
+            self._engine.park(key)
+        self.figures.attached += 1
+        self._attached(bytes.fromhex(key))
+
+    def _give_back(self, key: str, reason: str) -> None:
+        tokens = self._num_found(self._waiting[key])
+        self._prefixes.over(key)
+        self._leave(key, reason)
+        self.figures.placed_again += 1
+        self._place_again(bytes.fromhex(key), tokens, reason)
+
+    def _num_found(self, waiting: _Waiting) -> int:
+        return self._engine.num_found(waiting.chain) * self._size
+
+    def _leave(self, key: str, reason: str) -> None:
+        del self._waiting[key]
+        self._event_log.unfollow(bytes.fromhex(key), reason)

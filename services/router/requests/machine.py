@@ -1,0 +1,555 @@
+"""The one state machine of a request in the router; pure: time is an argument.
+
+    QUEUED --AttemptBegun--> ADMITTING --AdmitAccepted, ticket--> PREFILLING --output--> RUNNING
+      ^  ^                      |  |                                  |                      |
+      |  +---- AdmitRefused ----+  +--AdmitAccepted, no ticket--------|----------------> RUNNING
+      |                                                               |                      |
+      +-- a lost attempt: PrefillEnded, KvLost, AttemptUnknown, a dead worker, WaitFailed ---+
+      |
+      |   SEEKING --its worker can be reached--> RESUMING --ResumeAccepted--> RUNNING
+      |      |                                      |            +--ticket--> PREFILLING
+      +------+-- not in time -----------------------+-- AttemptUnknown, no answer, a dead worker
+
+    PREFILLING, RUNNING, RESUMING --the session with decode is lost, decode lives--> SEEKING
+    any --AttemptFinished | AttemptFailed | a cancel | a deadline | Reissued--> ENDED
+
+A Start that names an attempt (its gateway lost a router, or its session with this one) begins as
+SEEKING: decode keeps an attempt for a while after its session is lost. Once its worker is there it
+is asked (RESUMING), so that nothing is computed twice. With a ticket its KV is still awaited, and
+PrefillStart is said again, to a worker that knows it already or never heard of it.
+
+A migration to another decode worker with the KV is a sub-state, of RUNNING or, when the session
+with the source is lost meanwhile, of SEEKING and RESUMING: migration_machine.py.
+
+Invariants: one terminal action (SendFinished or SendFailed; none after Reissued) on the way into
+ENDED, which no event leaves. At most one attempt counts, the source's until the one switch to the
+target's; every other is closed, and was cancelled on each worker that may still run it. Each try
+counts towards MAX_ATTEMPTS, unless decode refused it. The stage is written in this module only.
+
+Over 400 lines: one object whose rules all write the same attempt.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests import migration_machine
+from pdserve.services.router.requests.actions import FailureReason
+from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.migration_machine import OUTPUT, MigrationOutcome
+from pdserve.services.router.requests.state import (
+    AGAIN_S,
+    MAX_SESSIONS,
+    Attempt,
+    Migration,
+    Routing,
+    Stage,
+)
+
+MAX_ATTEMPTS = 12  # a request that ends sessions must not do so for ever
+MAX_CRASHES = 2  # decode workers that may have died of it
+ANSWER_S = 10.0  # for the answer to an Admit, a Resume or a PrefillStart
+ORPHAN_S = 5.0  # a lost gateway may come back and issue the request again
+OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
+SEEK_S = 5.0  # for its worker to join a router that has just started, or to be reached again
+SENDER_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
+
+
+def step(
+    state: Routing, event: on.RoutingEvent, now: float
+) -> tuple[Routing, tuple[do.RoutingAction, ...]]:
+    """The next state and what to do; total: any event is allowed in any state."""
+    if state.stage is Stage.ENDED:
+        return state, ()
+    it = _Step(state, now)
+    match event:
+        case on.Submitted():
+            it.submitted(event)
+        case on.AttemptBegun():
+            it.begin(event)
+        case on.Queued():
+            it.set(refused=frozenset())
+        case on.Reissued():
+            it.reissued(event.same_progress)
+        case on.RequestCancelled():
+            it.fail(FailureReason.CANCELLED)
+        case on.ChoicesCancelled():
+            it.cancel_choices(event)
+        case on.ClientLeft():
+            it.set(orphan_since=now if state.orphan_since is None else state.orphan_since)
+        case on.RequestRefused():
+            it.fail(event.error)
+        case on.TimePassed():
+            it.tick(event)
+        case on.WorkerLost():
+            it.step_migration(event)
+            it.worker_lost(event)
+        case on.MigrationBegun():
+            it.migrate(event.target)
+        case on.PrefillStarted() | on.PrefillSent() | on.PrefillEnded():
+            if state.attempt is not None and state.attempt.id == event.attempt:
+                it.of_prefill(event)
+        case _:
+            if not it.take_for_migration(event):
+                it.of_decode(event)
+    return it.state, tuple(it.actions)
+
+
+class _Step:
+    """One step under way: the state so far, and the actions so far."""
+
+    def __init__(self, state: Routing, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[do.RoutingAction] = []
+
+    def set(self, **changes: Any) -> None:
+        if any(getattr(self.state, name) != value for name, value in changes.items()):
+            self.state = replace(self.state, **changes)
+
+    def set_attempt(self, **changes: Any) -> None:
+        attempt = self.state.attempt
+        if attempt and any(getattr(attempt, name) != value for name, value in changes.items()):
+            self.state = replace(self.state, attempt=replace(attempt, **changes))
+
+    def act(self, *actions: do.RoutingAction) -> None:
+        self.actions += actions
+
+    # --- tries
+
+    def submitted(self, event: on.Submitted) -> None:
+        if event.decode is None:
+            self.act(do.Place())
+        else:
+            self.seek(event.decode)
+
+    def begin(self, event: on.AttemptBegun) -> None:
+        """Send Admit to the decode worker that was chosen."""
+        if self.state.stage is not Stage.QUEUED:
+            return
+        attempt = Attempt(
+            event.attempt, event.decode, event.prefill, self.now, follows=event.follows
+        )
+        self.set(stage=Stage.ADMITTING, attempt=attempt, num_attempts=self.state.num_attempts + 1)
+        self.act(
+            do.OpenAttempt(attempt.id, attempt.decode, attempt.prefill, follows=attempt.follows)
+        )
+        self.place_at(attempt)  # first: whatever a worker computes from here on can be found again
+        self.act(do.SendAdmit(attempt.id, attempt.prefill, event.min_shared_tokens))
+
+    def place_at(self, attempt: Attempt) -> None:
+        self.set(placed_attempt=attempt.id, placed_decode=attempt.decode)
+        self.act(do.AnnouncePlacement(attempt.id))
+
+    def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
+        """Decode has promised blocks, and has said who computes the prompt."""
+        if self.state.stage is not Stage.ADMITTING:
+            return
+        self.act(do.CountIdentity(attempt.id))
+        self.set(refused=frozenset())
+        self.set_attempt(follows=event.follows)
+        if attempt.prefill and event.ticket:
+            if attempt.follows:
+                self.act(do.CountPrefill(attempt.id))
+            self.set(stage=Stage.PREFILLING)
+            self.set_attempt(ticket=True)
+            self.start_prefill(attempt.prefill)
+            return
+        if attempt.prefill:
+            self.act(do.SparePrefill(attempt.id))
+            self.set_attempt(prefill=b"")
+        self.set(stage=Stage.RUNNING)
+
+    def start_prefill(self, prefill: bytes) -> None:
+        self.set_attempt(prefill=prefill, asked=self.now, unheard=False)
+        assert self.state.attempt is not None
+        self.act(do.SendPrefillStart(self.state.attempt.id, prefill))
+
+    def busy(self) -> None:
+        """Decode has no room, or does not answer: the next candidate, or the queue."""
+        attempt = self.state.attempt
+        if attempt is not None and self.state.stage is Stage.ADMITTING:
+            self.set(refused=self.state.refused | {attempt.decode})
+            self.not_tried("busy")
+
+    def not_tried(self, reason: str) -> None:
+        """The attempt is over on every worker before anything was tried."""
+        # One that was adopted was not counted.
+        self.set(num_attempts=max(0, self.state.num_attempts - 1))
+        self.close(reason)
+        if self.state.complete:  # its choices were cancelled meanwhile
+            self.finish_here()
+        else:
+            self.act(do.Place())
+
+    def retry(self, reason: str) -> None:
+        """The attempt is lost: cancel what is left of it and try again from what is known."""
+        self.act(do.LogLoss(reason))
+        if self.state.queue_deadline is not None:  # it had its turn; it waits anew
+            self.set(queue_deadline=self.now + self.state.queue_s)
+        self.cancel_attempt()
+        self.close(reason)
+        if self.state.complete:  # only the worker's Finished was missing
+            self.finish_here()
+        elif self.state.crash_count >= MAX_CRASHES:
+            self.fail(FailureReason.POISON)
+        elif self.state.num_attempts >= MAX_ATTEMPTS:
+            self.fail(FailureReason.NO_TRY_LEFT)
+        else:
+            self.act(do.Place())
+
+    def cancel_attempt(self) -> None:
+        """Cancel on the sides that may still have it."""
+        attempt = self.state.attempt
+        if attempt is None:
+            return
+        if not attempt.decode_over:
+            self.act(do.CancelAtDecode(attempt.id))
+        started = self.state.stage is not Stage.ADMITTING
+        if attempt.prefill and started and not attempt.prefill_over:
+            self.act(do.CancelAtPrefill(attempt.id))
+
+    def close(self, lost: str = "") -> None:
+        attempt = self.state.attempt
+        self.set(stage=Stage.QUEUED, attempt=None)
+        if attempt is not None:
+            self.closed(attempt, lost)
+            self.drop_migration("its source is over")
+
+    def closed(self, attempt: Attempt, lost: str) -> None:
+        if not attempt.answered:
+            self.act(do.CountAnswer(attempt.id))
+        self.act(do.CloseAttempt(attempt.id, lost))
+
+    def prefill_lost(self, reason: str, at_fault: bool = True) -> None:
+        """The prefill side failed; without effect once the KV is known to be complete."""
+        attempt = self.state.attempt
+        if attempt is None or not attempt.prefill or attempt.filled:
+            return
+        self.set(
+            failed_prefills=self.state.failed_prefills | {attempt.prefill},
+            num_prefill_failures=self.state.num_prefill_failures + at_fault,
+        )
+        self.retry(f"prefill: {reason}")
+
+    # --- ends
+
+    def finish_here(self) -> None:
+        """Every choice has ended, and no worker is left to say so."""
+        self.act(do.SendFinished())
+        self.set(stage=Stage.ENDED)
+
+    def fail(self, error: FailureReason | Exception) -> None:
+        self.cancel_attempt()
+        attempt = self.state.attempt
+        self.act(do.SendFailed(error, attempt.id if attempt is not None else b""))
+        self.close()
+        self.set(stage=Stage.ENDED)
+
+    def reissued(self, same_progress: bool) -> None:
+        """End without an event. An attempt that decode has admitted goes on under the successor,
+        which will find it. One that it has yet to answer, and that began with what the successor
+        has, is handed over, and the answer with it."""
+        attempt = self.state.attempt
+        asking = self.state.stage is Stage.ADMITTING
+        if attempt is not None and asking and same_progress:
+            self.set(attempt=None)
+            self.act(do.HandOver(attempt.id))
+        elif attempt is not None and not asking:
+            self.act(do.LeaveToSuccessor())
+        else:
+            self.cancel_attempt()
+        self.close()
+        self.set(stage=Stage.ENDED)
+
+    def cancel_choices(self, event: on.ChoicesCancelled) -> None:
+        self.set(complete=event.complete)
+        if self.state.attempt is not None:  # decode ends them, and says so after the last one
+            self.act(do.CancelAtDecode(self.state.attempt.id, event.choices))
+        elif event.complete:
+            self.finish_here()
+
+    def tick(self, event: on.TimePassed) -> None:
+        state, attempt, now = self.state, self.state.attempt, self.now
+        overdue = OVERDUE_S if attempt is not None else 0.0
+        if state.orphan_since is not None and now - state.orphan_since >= ORPHAN_S:
+            self.fail(FailureReason.CLIENT_GONE)
+        elif state.deadline is not None and now >= state.deadline + overdue:
+            self.fail(FailureReason.DEADLINE)
+        elif state.stage is Stage.SEEKING:
+            self.seek(event.decode)
+        elif attempt is None:
+            waited = state.queue_deadline is not None and now >= state.queue_deadline
+            if waited and not state.begun:
+                self.fail(FailureReason.QUEUE_TIMEOUT)
+        elif state.stage is Stage.PREFILLING and attempt.prefill_unaware and attempt.ticket:
+            self.seek_prefill(event.prefill)
+        elif now - attempt.asked >= ANSWER_S:
+            self.no_answer(attempt)
+        self.step_migration(event)
+        self.sender_tick()
+
+    def no_answer(self, attempt: Attempt) -> None:
+        if self.state.stage is Stage.ADMITTING:
+            self.cancel_attempt()
+            self.busy()
+        elif self.state.stage is Stage.RESUMING:
+            self.retry("no answer")
+        elif self.state.stage is Stage.PREFILLING and not attempt.prefill_started:
+            self.prefill_lost("no answer")
+
+    # --- sessions that are lost, attempts that are found again
+
+    def worker_lost(self, event: on.WorkerLost) -> None:
+        attempt = self.state.attempt
+        if attempt is None or (not event.crashed and self.outlives(attempt, event.worker)):
+            return
+        if attempt.decode == event.worker:
+            asking = self.state.stage in (Stage.ADMITTING, Stage.RESUMING)
+            unknown = asking and (attempt.adopted or not attempt.answered)
+            if event.crashed and attempt.computing and not unknown:
+                self.set(crash_count=self.state.crash_count + 1)
+            self.retry(f"decode {event.how}")
+        elif attempt.prefill == event.worker:
+            self.prefill_lost(event.how)
+
+    def outlives(self, attempt: Attempt, worker: bytes) -> bool:
+        """The session with a worker that lives is lost: whether the attempt goes on all the same.
+        Decode keeps what it has admitted, and prefill does not mind."""
+        if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
+            self.set(stage=Stage.SEEKING, sought=self.now)
+            return self.state.num_sessions + 1 < MAX_SESSIONS
+        if attempt.prefill == worker and attempt.ticket:
+            self.set_attempt(unheard=True)
+            return True
+        return False
+
+    def seek(self, decode: Reachability) -> None:
+        """Ask the decode worker of the placement if it is there; try anew if it will not be."""
+        state = self.state
+        self.set(stage=Stage.SEEKING)
+        if decode is Reachability.YES:
+            if state.attempt is None:
+                attempt = Attempt(
+                    state.placed_attempt,
+                    state.placed_decode,
+                    asked=self.now,
+                    answered=True,
+                    adopted=True,
+                )
+                self.set(attempt=attempt)
+                self.act(do.OpenAttempt(attempt.id, attempt.decode, adopted=True))
+            else:
+                self.set(num_sessions=state.num_sessions + 1)
+                self.set_attempt(asked=self.now)
+            self.set(stage=Stage.RESUMING)
+            self.act(do.SendResume(state.placed_attempt))
+        elif self.now >= state.sought + SEEK_S or decode is Reachability.NO:
+            self.retry("its decode worker is not there")
+
+    def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
+        """The attempt is this session's: what the client lacks follows."""
+        if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
+            return
+        self.act(
+            do.CountIdentity(attempt.id),
+            do.CountResume(attempt.id),
+            do.AnnouncePlacement(attempt.id, anew=False),
+            do.RepeatAborts(attempt.id),
+        )
+        self.set_attempt(follows=event.follows)
+        if not event.ticket:
+            self.set(stage=Stage.RUNNING)
+            return
+        self.set(stage=Stage.PREFILLING)
+        if attempt.adopted:
+            self.set_attempt(ticket=True, awaited_prefill=event.prefill)
+        if attempt.prefill_unaware:
+            self.seek_prefill(event.reachable)
+
+    def seek_prefill(self, prefill: Reachability) -> None:
+        """Say PrefillStart again if the prefill worker is there; try anew if it will not be."""
+        assert self.state.attempt is not None
+        sender = self.state.attempt.sending_prefill  # a migration's target knows none
+        if prefill is Reachability.YES and sender:
+            self.start_prefill(sender)
+        elif prefill is not Reachability.NOT_YET:
+            self.set(num_prefill_failures=self.state.num_prefill_failures + 1)
+            self.retry("its prefill worker is not there")
+
+    # --- what workers say of the attempt
+
+    def of_decode(self, event: on.OfDecode) -> None:
+        attempt = self.state.attempt
+        if attempt is None or attempt.id != event.attempt:
+            return  # of an attempt that is over
+        answers = (
+            on.AdmitAccepted
+            | on.AdmitRefused
+            | on.AttemptFailed
+            | on.AttemptUnknown
+            | on.ResumeAccepted
+        )
+        if isinstance(event, answers) and not attempt.answered:
+            self.set_attempt(answered=True)
+            self.act(do.CountAnswer(attempt.id))
+        match event:
+            case _ if isinstance(event, OUTPUT):
+                if self.state.takes_output(attempt.id):
+                    self.output(event)
+            case on.AdmitAccepted():
+                self.admitted(attempt, event)
+            case on.AdmitRefused():
+                self.busy()
+            case on.AttemptUnknown():
+                self.set_attempt(decode_over=True)
+                self.retry("decode does not know the attempt")
+            case on.ResumeAccepted():
+                self.resumed(attempt, event)
+            case on.AttemptFailed():
+                self.failed(event)
+            case on.KvLost():
+                self.set_attempt(decode_over=True)
+                if attempt.migrates:
+                    self.retry(f"decode lost its KV: {event.reason}")
+                else:
+                    self.prefill_lost(event.reason)
+            case on.WaitEnded():
+                self.set_attempt(follows=False)
+            case on.WaitFailed():
+                self.not_tried(event.reason)
+
+    def output(self, event: on.OfDecode) -> None:
+        match event:
+            case on.TokensReceived():
+                self.set(stage=Stage.RUNNING, begun=event.begun, complete=event.complete)
+                self.set_attempt(produced=True)
+                self.act(do.PassOn(event.attempt))
+            case on.ScoresReceived():
+                self.set_attempt(produced=True)
+                self.act(do.PassOn(event.attempt))
+            case on.OutputMissing():
+                if event.tokens:
+                    self.set(stage=Stage.RUNNING)
+                self.set_attempt(produced=True)
+                self.retry(event.reason)
+            case on.AttemptFinished():
+                self.act(do.SendFinished(event.attempt))
+                self.close()
+                self.set(stage=Stage.ENDED)
+
+    def failed(self, event: on.AttemptFailed) -> None:
+        """Terminal, unless another worker may still take it."""
+        if self.state.stage is Stage.RESUMING:
+            return
+        self.set_attempt(decode_over=True)
+        if event.elsewhere and self.state.stage is Stage.ADMITTING:
+            self.busy()
+        else:
+            self.fail(event.error)
+
+    def of_prefill(self, event: on.OfPrefill) -> None:
+        match event:
+            case on.PrefillStarted():
+                self.set_attempt(prefill_started=True)
+            case on.PrefillSent():
+                self.set_attempt(prefill_sent=True, prefill_over=True)
+            case on.PrefillEnded():
+                self.set_attempt(prefill_over=True)
+                self.prefill_lost(event.reason, event.at_fault)
+
+    # --- a migration
+
+    def migrate(self, target: bytes) -> None:
+        source = self.state.attempt
+        if source is not None and self.state.may_migrate(self.now):
+            self.set(migration=Migration(target, self.now))
+            self.act(do.CountMigrationBegun(), do.SendHold(source.id))
+
+    def take_for_migration(self, event: on.OfDecode) -> bool:
+        """Whether what decode said was about a migration alone."""
+        migration, source = self.state.migration, self.state.attempt
+        if migration is not None and source is not None and migration.is_target(event.attempt):
+            self.advance(migration_machine.of_target(migration, source, event))
+            return not isinstance(event, OUTPUT)
+        if source is None or source.id != event.attempt:
+            return True  # it is about an attempt that is over
+        self.step_migration(event)
+        if self.state.attempt is None or self.state.attempt.id != source.id:
+            return True
+        if isinstance(event, on.SourceMoved):
+            self.set_attempt(decode_over=True)
+            self.retry("it has moved to where it has ended")
+            return True
+        return isinstance(event, on.SourceHeld | on.SourceStayed)
+
+    def step_migration(self, event: on.RoutingEvent) -> None:
+        migration, source = self.state.migration, self.state.attempt
+        if migration is not None and source is not None:
+            self.advance(migration_machine.step(migration, source, event, self.now))
+
+    def advance(self, result: migration_machine.MigrationResult) -> None:
+        self.set(migration=result.migration)
+        self.act(*result.actions)
+        if result.source_over:
+            self.set_attempt(decode_over=True)
+        if result.outcome is MigrationOutcome.MOVES:
+            self.switch(result.migration)
+            if result.sender_died:
+                self.set_attempt(sender_died=self.now)
+        elif result.outcome is MigrationOutcome.STAYS:
+            self.stay(result)
+
+    def switch(self, migration: Migration) -> None:
+        """From here on the target's output counts."""
+        source, attempt = self.state.attempt, migration.attempt
+        assert source is not None
+        assert attempt is not None
+        self.set(migration=None, num_failed_migrations=0)
+        self.act(do.CountMigrationDone(attempt.id, source.id))
+        if not source.decode_over:
+            self.act(do.CancelAtDecode(source.id))
+        self.closed(source, "moved")
+        self.act(do.CountIdentity(attempt.id))
+        stage = Stage.SEEKING if migration.target_lost else Stage.RUNNING
+        self.set(attempt=attempt, stage=stage, sought=self.now)
+        self.place_at(attempt)
+        self.act(do.RepeatAborts(attempt.id))
+
+    def stay(self, result: migration_machine.MigrationResult) -> None:
+        """The request goes on at the source."""
+        self.set(
+            num_failed_migrations=self.state.num_failed_migrations + 1,
+            stays_until=self.now + AGAIN_S,
+        )
+        self.drop_migration(result.reason, result.migration.step.value)
+        if not result.source_knows and self.state.attempt is not None:
+            self.act(do.SendStay(self.state.attempt.id))
+
+    def drop_migration(self, reason: str, step: str = "") -> None:
+        """Forget it, and end its attempt at the target."""
+        migration = self.state.migration
+        if migration is None:
+            return
+        self.set(migration=None)
+        self.act(do.CountMigrationFailed(step))
+        if migration.attempt is not None:
+            if not migration.attempt.decode_over:
+                self.act(do.CancelAtDecode(migration.attempt.id))
+            self.closed(migration.attempt, reason)
+
+    def sender_tick(self) -> None:
+        """The source of a migration died, and the target may never have heard of it."""
+        attempt = self.state.attempt
+        if attempt is None or attempt.sender_died is None:
+            return
+        if attempt.produced:
+            self.set_attempt(sender_died=None)
+        elif self.now - attempt.sender_died >= SENDER_S:
+            self.retry("nothing was sent before the source died")
+
+
+def taken_over(state: Routing, attempt: Attempt) -> Routing:
+    """The state of a successor that waits for the answer to what its predecessor has asked."""
+    return replace(state, attempt=attempt, num_attempts=1, stage=Stage.ADMITTING)

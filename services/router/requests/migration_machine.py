@@ -1,0 +1,148 @@
+"""A migration: a running request on its way to another decode worker with its KV; pure.
+
+    HOLDING ---SourceHeld---> ADMITTING ---AdmitAccepted---> SENDING ---SourceMoved---> MOVES
+       |                          |                             |  (or the target's first output,
+       |                          |                             |  or the source is lost: then the
+       |                          |                             |  target has all, or says KvLost)
+       +--------------------------+-----------------------------+
+                                  |  SourceStayed, the target refuses, fails or is lost,
+                                  v  nothing heard within MIGRATION_S
+                                STAYS
+
+The source stops and says its last ids; the target admits the request with all of them, as it would
+after a lost worker, but the source sends the KV. So nothing is computed again, and no step of the
+source falls between its last id and the KV that it sends.
+
+It is a sub-state of a request (machine.py), which does what the outcome says. Either side ends by
+itself when the other is lost, and what it says after the outcome no longer counts.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.state import Attempt, Migration, MigrationStep
+
+MIGRATION_S = 3.0  # from Hold to the outcome; a source gives the hand-off itself up after 2 s
+OUTPUT = on.TokensReceived | on.ScoresReceived | on.OutputMissing | on.AttemptFinished
+
+
+class MigrationOutcome(Enum):
+    """Where the request goes on."""
+
+    UNDER_WAY = "under way"
+    STAYS = "stays"  # at the source
+    MOVES = "moves"  # to the target
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationResult:
+    """What one event makes of a migration."""
+
+    migration: Migration
+    outcome: MigrationOutcome = MigrationOutcome.UNDER_WAY
+    reason: str = ""
+    source_over: bool = False  # nothing is left to cancel there
+    source_knows: bool = False  # that the request stays
+    sender_died: bool = False  # the target may never have heard of the source
+    actions: tuple[do.RoutingAction, ...] = ()
+
+
+def step(
+    migration: Migration, source: Attempt, event: on.RoutingEvent, now: float
+) -> MigrationResult:
+    """What an event makes of it; most say nothing of it. `source`: the attempt of the request."""
+    target = migration.attempt
+    sending = migration.step is MigrationStep.SENDING
+    match event:
+        case on.TimePassed() if now - migration.began >= MIGRATION_S:
+            return _stays(migration, "no answer")
+        case on.WorkerLost():
+            return _worker_lost(migration, source, event)
+        case on.SourceHeld() if event.attempt == source.id:
+            return _held(migration, source, event, now)
+        case on.SourceStayed() if event.attempt == source.id:
+            return _stays(migration, event.reason, source_knows=True)
+        case on.ResumeAccepted() if event.attempt == source.id:  # over a new session, it runs there
+            return _stays(migration, "resumed", source_knows=True)
+        case on.AttemptUnknown() if event.attempt == source.id and sending:
+            return _moves(migration, source_over=True)
+        case on.SourceMoved() if target is not None and event.to == target.id:
+            return _moves(migration, source_over=True)
+    return MigrationResult(migration)
+
+
+def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> MigrationResult:
+    """What the target says of its attempt; its first output moves the request there."""
+    attempt = migration.attempt
+    assert attempt is not None
+    answered: tuple[do.RoutingAction, ...] = ()
+    if not attempt.answered:
+        answered = (do.CountAnswer(attempt.id),)
+        attempt = replace(attempt, answered=True)
+        migration = replace(migration, attempt=attempt)
+    refused = ""
+    match event:
+        case on.AdmitAccepted() if event.ticket and migration.step is MigrationStep.ADMITTING:
+            migration = replace(migration, step=MigrationStep.SENDING)
+            send = do.SendMove(source.id, attempt.id)
+            return MigrationResult(migration, actions=(*answered, send))
+        case on.AdmitAccepted() if not event.ticket:
+            return replace(_stays(migration, "target: no ticket"), actions=answered)
+        case on.AdmitRefused():
+            refused = "busy"
+        case on.AttemptFailed():
+            refused = "failed"
+        case on.AttemptUnknown():
+            refused = "gone"
+        case on.KvLost():
+            refused = "handoff lost"
+        case _ if isinstance(event, OUTPUT):
+            return replace(_moves(migration), actions=answered)
+    if refused:
+        migration = replace(migration, attempt=replace(attempt, decode_over=True))
+        return replace(_stays(migration, f"target: {refused}"), actions=answered)
+    return MigrationResult(migration, actions=answered)
+
+
+def _held(
+    migration: Migration, source: Attempt, held: on.SourceHeld, now: float
+) -> MigrationResult:
+    if migration.step is not MigrationStep.HOLDING:
+        return MigrationResult(migration)
+    if not held.complete:
+        return _stays(migration, "ids are missing")
+    attempt = Attempt(held.target_attempt, migration.target, asked=now, migrates=True)
+    open_it = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
+    admit = do.SendAdmit(attempt.id, source.decode, 0)
+    migration = replace(migration, step=MigrationStep.ADMITTING, attempt=attempt)
+    return MigrationResult(migration, actions=(open_it, admit))
+
+
+def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) -> MigrationResult:
+    """While the KV is on its way the other side still says what has become of it."""
+    dead = event.crashed or event.forgotten
+    sending = migration.step is MigrationStep.SENDING
+    if event.worker == migration.target:
+        if sending and not dead:
+            return MigrationResult(replace(migration, target_lost=True))
+        if migration.attempt is not None:
+            over = replace(migration.attempt, decode_over=True)
+            migration = replace(migration, attempt=over)
+        return _stays(migration, "target lost")
+    if event.worker == source.decode:
+        if not sending:
+            return _stays(migration, "source lost", source_knows=True)
+        if dead:  # the target has the KV, or will say that it is lost, if anything has reached it
+            return replace(_moves(migration, source_over=True), sender_died=True)
+    return MigrationResult(migration)
+
+
+def _stays(migration: Migration, reason: str, source_knows: bool = False) -> MigrationResult:
+    stays = MigrationOutcome.STAYS
+    return MigrationResult(migration, stays, reason, source_knows=source_knows)
+
+
+def _moves(migration: Migration, source_over: bool = False) -> MigrationResult:
+    return MigrationResult(migration, MigrationOutcome.MOVES, source_over=source_over)

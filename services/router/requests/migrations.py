@@ -1,0 +1,113 @@
+"""Which running requests go to another decode worker with their KV; time is an argument.
+
+A worker that drains gives all of them away, as far as others have room; one that lacks blocks gives
+one away at a time (placement/rebalance.py). How a migration goes is the request's own business
+(migration_machine.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.placement.rebalance import Pressure, Running, drain_order, relief_order
+from pdserve.services.router.requests.placer import Placer
+from pdserve.services.router.requests.request import RoutedRequest
+
+
+class Migrations:
+    """Begins the migrations of a router, and counts them."""
+
+    def __init__(self, fleet: Fleet, placer: Placer) -> None:
+        self.num_begun = 0
+        self.num_done = 0
+        self.failed: Counter[str] = Counter()  # by how far they were
+        self.num_bytes = 0
+        self.num_tokens = 0  # whose KV has moved
+        self.num_under_way = 0
+        self._fleet = fleet
+        self._placer = placer
+        self._pressure = Pressure()
+
+    def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
+        """Begin what is due among these requests: drains, then reliefs."""
+        workers = [w for w in self._fleet.workers.values() if w.hello.role == DECODE]
+        draining = [w for w in workers if w.state is State.DRAINING and w.connected]
+        if draining:
+            self._empty(draining, requests, now)
+        preemptions = {w.boot: w.load.preemptions for w in workers}
+        for boot in self._pressure.look(preemptions, now):
+            self._relieve(boot, requests, now)
+
+    def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
+        """A worker that preempts gives one request to one that has room for all of it."""
+        found = {
+            running(request): request
+            for request in requests
+            if request.state.attempt is not None
+            and request.state.attempt.decode == boot
+            and not request.state.num_failed_migrations
+            and may_migrate(request, now)
+        }
+        for one in relief_order(found):
+            target = self._placer.target_for(found[one], now)
+            if target is None or not self._placer.budget.room:
+                return
+            roomy = target.free_tokens >= one.num_tokens + (one.left or one.num_tokens)
+            if roomy and self._pressure.calm(target.boot):
+                found[one].migrate(target, now)
+                return
+
+    def _empty(self, draining: list[Worker], requests: Iterable[RoutedRequest], now: float) -> None:
+        """What runs on workers that drain goes elsewhere, as far as there is room."""
+        candidates: dict[Running, RoutedRequest] = {}
+        for request in requests:
+            assignment = request.assignment
+            leaves = assignment is not None and assignment.decode in draining
+            if leaves and may_migrate(request, now):
+                candidates[running(request)] = request
+        for one in drain_order(candidates):
+            if not self._placer.budget.room:
+                return
+            request = candidates[one]
+            target = self._placer.target_for(request, now)
+            if target is not None:
+                request.migrate(target, now)
+
+    def begun(self, request: RoutedRequest) -> None:
+        """A migration is under way."""
+        self.num_begun += 1
+        self.num_under_way += 1
+        self._placer.budget.migration_begun(request)
+
+    def done(self, request: RoutedRequest, num_tokens: int) -> None:
+        """It went on at the target, with the KV of so many tokens."""
+        self.num_done += 1
+        self.num_tokens += num_tokens
+        self._over(request)
+
+    def stayed(self, request: RoutedRequest, step: str) -> None:
+        """It did not; `step`: how far it was, empty if it is no failure of the migration."""
+        if step:
+            self.failed[step] += 1
+        self._over(request)
+
+    def _over(self, request: RoutedRequest) -> None:
+        self.num_under_way -= 1
+        self._placer.budget.migration_over(request)
+
+
+def may_migrate(request: RoutedRequest, now: float) -> bool:
+    """Whether it generates, and its KV is one chain: with several unfinished choices it stays."""
+    progress = request.progress
+    one_chain = progress.num_unfinished == 1 and progress.may_go_remote
+    return one_chain and request.state.may_migrate(now)
+
+
+def running(request: RoutedRequest) -> Running:
+    """What the choice of what migrates needs of it."""
+    progress = request.progress
+    generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
+    most = progress.start.params.max_tokens
+    left = max(0, most - generated) if most else None
+    return Running(request.ordinal, len(progress.prompt_ids) + generated, left)

@@ -1,0 +1,203 @@
+"""Where requests run: asks the placement policy, begins attempts, and keeps those that must wait.
+
+A request waits for its turn, for the recompute budget, or for a worker that is compatible with what
+it has generated (placement/waiting.py). One that no worker may go on with holds up nobody behind
+it; it waits for STRANDED_S at most.
+"""
+
+import logging
+from collections import Counter
+from random import Random
+
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.services.router.fleet.compatibility import KvCompatibility
+from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.placement.facts import FactsOfWorkers, destination
+from pdserve.services.router.placement.policy import Rules, decide
+from pdserve.services.router.placement.promised_chains import PromisedChains
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.requests import actions as do
+from pdserve.services.router.requests import events as on
+from pdserve.services.router.requests.request import Assignment, RoutedRequest
+
+log = logging.getLogger(__name__)
+
+MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+STRANDED_S = 30.0  # a worker with the same weights may be starting again
+
+
+class Placer:
+    """The placement of all requests of one router."""
+
+    def __init__(self, fleet: Fleet, rules: Rules, rng: Random) -> None:
+        self._fleet = fleet
+        self._rules = rules
+        self._rng = rng
+        self.draining = False
+        self.waiting: WaitingQueue[RoutedRequest] = WaitingQueue()
+        self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
+        self.compatibility = KvCompatibility(rules.mixing)
+        self.promised = PromisedChains()
+        self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
+        self.reasons: Counter[str] = Counter()  # of decisions
+
+    # --- placing
+
+    def place(self, request: RoutedRequest, now: float) -> None:
+        """Begin an attempt now, or have the request wait."""
+        if request.state.begun:
+            self._compute_again(request, now)
+        elif not self.can_begin(request, now) or not self._begin(request, now):
+            self._wait(request, WaitReason.TURN, now)
+
+    def _wait(self, request: RoutedRequest, reason: WaitReason, now: float) -> None:
+        self.waiting.add(request, reason, now)
+        request.step(on.Queued(), now)
+
+    def _compute_again(self, request: RoutedRequest, now: float) -> None:
+        """Begin to compute a running request again, or have it wait for the budget."""
+        free = self.budget.room and bool(self._candidates(request, now))
+        if free and self._begin(request, now):
+            self.budget.recompute_begun(request)
+        else:
+            self._wait(request, WaitReason.BUDGET, now)
+
+    def can_begin(self, request: RoutedRequest, now: float) -> bool:
+        """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
+        deadline = request.state.deadline
+        if deadline is not None and now >= deadline:
+            return False
+        head = self.waiting.head(request.model)
+        first = head is None or head.ordinal >= request.ordinal
+        return first and bool(self._candidates(request, now))
+
+    def _candidates(self, request: RoutedRequest, now: float) -> list[Worker]:
+        if self.draining and request.state.orphan_since is not None:
+            return []  # its gateway has taken it to another router
+        return [
+            w
+            for w in self._fleet.of(DECODE, request.model)
+            if w.takes_work(now)
+            and request.state.may_ask(w.boot)
+            and self._may_continue(request, w)
+            and self.admitting[w.boot] < MAX_ADMITTING
+        ]
+
+    def _may_continue(self, request: RoutedRequest, worker: Worker) -> bool:
+        return self.compatibility.may_continue(request.origin, worker.identity)
+
+    def _begin(self, request: RoutedRequest, now: float) -> bool:
+        """Ask the policy; False: it knows no worker."""
+        facts = self._facts(request, self.promised, now)
+        decodes = [facts.of(w) for w in self._candidates(request, now)]
+        prefills = self._fleet.of(PREFILL, request.model)
+        senders = [facts.of(w) for w in prefills if w.takes_work(now)]
+        decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
+        if decision is None:
+            return False
+        self.reasons[decision.reason] += 1
+        why, cached = decision.reason, decision.cached_tokens
+        log.debug("%s, %d tokens cached at decode", why, cached, extra={"request": request.id})
+        if request.beginning.expected is None:
+            request.beginning.expected = cached
+        decode = self._fleet.workers[decision.decode]
+        prefill = None if decision.prefill is None else self._fleet.workers[decision.prefill]
+        self.compatibility.count_left_out(decode.boot, decision.refused)
+        min_shared = self._rules.min_shared_tokens
+        attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
+        self.promised.add(attempt, decode.boot, facts.chain(decode))
+        return True
+
+    @staticmethod
+    def _facts(request: RoutedRequest, promised: PromisedChains, now: float) -> FactsOfWorkers:
+        ids, salt = request.progress.prefix_ids(), request.progress.start.cache_salt
+        return FactsOfWorkers(ids, salt, request.verified, promised, now)
+
+    def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
+        """Another decode worker that can take a running request with its KV."""
+        if request.assignment is None:
+            return None
+        facts = self._facts(request, PromisedChains(), now)
+        here = facts.of(request.assignment.decode)
+        others = map(facts.of, self._candidates(request, now))
+        ids = request.progress.prefix_ids()
+        boot = destination(ids, here, others, self._rules.mixing, self._rng)
+        return None if boot is None else self._fleet.workers[boot]
+
+    # --- those that wait
+
+    def pump(self, now: float) -> None:
+        """Begin what waits, in order of arrival, as far as workers take it."""
+        if self.budget.room:
+            for request in self.waiting.of(WaitReason.BUDGET):
+                self.waiting.remove(request)
+                workers = self._fleet.of(DECODE, request.model)
+                if not self._strand(request, workers, now):
+                    self._compute_again(request, now)
+        for model in self.waiting.models:
+            workers = self._fleet.of(DECODE, model)
+            while (head := self.waiting.head(model)) is not None:
+                stranded = self._strand(head, workers, now)
+                if not stranded and not self.can_begin(head, now):
+                    break
+                if not stranded:
+                    self.waiting.remove(head)
+                    if not self._begin(head, now):
+                        self.waiting.add(head, WaitReason.TURN, now)
+                        break
+
+    def _strand(self, request: RoutedRequest, workers: list[Worker], now: float) -> bool:
+        """Whether none of its model's workers may go on with it: then it waits for another one."""
+        if not workers or any(self._may_continue(request, w) for w in workers):
+            return False
+        self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
+        log.warning("no worker has its weights any more", extra={"request": request.id})
+        return True
+
+    def worker_connected(self, worker: Worker, now: float) -> None:
+        """A decode worker can be reached: place the requests that have waited for its like."""
+        for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
+            if request.model == worker.model and self._may_continue(request, worker):
+                self.waiting.remove(request)
+                self.place(request, now)
+
+    def overdue(self, now: float) -> list[RoutedRequest]:
+        """Requests that have waited long enough for a compatible worker."""
+        stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
+        return [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+
+    def forget(self, request: RoutedRequest) -> None:
+        """It has ended."""
+        self.waiting.remove(request)
+        self.budget.forget(request)
+
+    # --- attempts
+
+    def opened(self, attempt: Assignment, how: do.OpenAttempt, now: float) -> None:
+        """An attempt began: count what its workers will report later."""
+        self.admitting[attempt.decode.boot] += 1
+        tokens = 0 if how.follows or how.migrates else len(attempt.ids)
+        attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
+        if attempt.prefill is not None:
+            attempt.prefill.commanded(attempt.id, tokens, now)
+
+    def answered(self, attempt: Assignment) -> None:
+        """Its Admit was."""
+        self.admitting[attempt.decode.boot] -= 1
+        if not self.admitting[attempt.decode.boot]:
+            del self.admitting[attempt.decode.boot]
+
+    def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
+        """It is over for the router."""
+        self.promised.drop(attempt.id)
+        self.budget.recompute_over(request)
+        attempt.decode.unreported.pop(attempt.id, None)
+        if attempt.prefill is not None:
+            attempt.prefill.unreported.pop(attempt.id, None)
+
+    def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
+        """A decode worker has taken it: the request may go on inexactly from there."""
+        identity = attempt.decode.identity
+        if self.compatibility.count_resume(request.id, request.origin, identity):
+            request.inexact = True

@@ -1,0 +1,113 @@
+"""The loop's side of a worker: the routers' sessions to it, and whether it takes new work.
+
+Everything here runs on the event loop. The engine thread is reached through the runtime, and its
+answers come back with `when_done`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.outbox import Outbox
+from pdserve.services.worker.runtime import WorkerRuntime
+
+END_S = 1.0  # how long a drained worker waits for routers to read its last events
+
+EventT = TypeVar("EventT", bound=Message)
+RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
+
+
+@dataclass(eq=False, slots=True)
+class RouterSession(Generic[EventT]):
+    """One router's stream of events. The attempts that it started outlive it."""
+
+    outbox: Outbox[EventT] = field(default_factory=Outbox[EventT])
+    lost: bool = False  # the stream is over
+
+
+class WorkerCore(Generic[RuntimeT, EventT]):
+    """The attempts of one worker process; prefill and decode derive from it.
+
+    Subclasses clear `_empty` when they take an attempt and set it when they have none.
+    """
+
+    def __init__(self) -> None:
+        self.num_stale = 0  # messages about unknown attempts
+        self._runtime: RuntimeT | None = None
+        self._sessions: set[RouterSession[EventT]] = set()
+        self._session_closed = asyncio.Event()
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def attach(self, runtime: RuntimeT) -> None:
+        """Take work from now on: the model is loaded."""
+        self._runtime = runtime
+
+    async def drain(self) -> None:
+        """Refuse new work; returns when nothing is left and the routers have read the last events.
+
+        The sessions end before the worker leaves its routers, so that no router takes it for lost
+        before it has read those events.
+        """
+        self._draining = True
+        await self._empty.wait()
+        await self._end_sessions()
+
+    async def serve(
+        self,
+        read: Callable[[RouterSession[EventT]], Coroutine[Any, Any, None]],
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> AsyncGenerator[list[EventT], None]:
+        """One Session call: `read` carries out the router's commands; yields batches of events."""
+        if self._runtime is None:
+            await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
+        session = RouterSession[EventT]()
+        self._sessions.add(session)
+        reader = asyncio.create_task(read(session))
+        reader.add_done_callback(lambda _: session.outbox.close())
+        try:
+            async for events in session.outbox:
+                yield events
+            if reader.done():
+                await reader  # an error of the reader ends the stream
+        finally:
+            reader.cancel()
+            session.lost = True
+            session.outbox.close()
+            self._sessions.discard(session)
+            self._session_closed.set()
+            self._session_lost(session)
+
+    def _session_lost(self, session: RouterSession[EventT]) -> None:
+        """The stream is over. Attempts go on without it unless a subclass says otherwise."""
+
+    async def _end_sessions(self) -> None:
+        """End the open streams after all that was put; wait at most END_S until they are over."""
+        ending = set(self._sessions)
+        for session in ending:
+            session.outbox.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while ending & self._sessions:
+                    self._session_closed.clear()
+                    await self._session_closed.wait()
+
+
+def when_done(future: "Future[Any]", then: Callable[["Future[Any]"], None]) -> None:
+    """Call then(future) on the loop, in the order in which the engine thread answers."""
+    loop = asyncio.get_running_loop()
+
+    def done(future: "Future[Any]") -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(then, future)
+
+    future.add_done_callback(done)

@@ -1,0 +1,231 @@
+"""The life of a worker process: listen, load, join the routers, report, drain, stop.
+
+gRPC health answers NOT_SERVING until the model is loaded, and again while the engine is frozen
+(host/stall_detector.py). The engine has work at least once a second, because its load is asked for
+that often.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pdserve.engine.thread import EngineThread
+from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2 import Load, WorkerHello
+from pdserve.services.host.blobs import BlobCache, BlobService
+from pdserve.services.host.channel import advertised
+from pdserve.services.host.lifecycle import Report, run_until_signal
+from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.server import GrpcHost, MetricsHttp
+from pdserve.services.host.stall_detector import StallDetector
+from pdserve.services.worker.membership import Membership
+from pdserve.services.worker.metrics import WorkerMetrics
+from pdserve.services.worker.role import WorkerRole
+from pdserve.services.worker.runtime import WorkerRuntime
+from pdserve.services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 0.05  # between two loads, while something changes
+IDLE_LOAD_S = 1.0  # otherwise
+CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
+LOOK_S = 0.5  # between two looks at the engine's counter
+AnyRole = WorkerRole[Any, Any, Any]
+
+
+class WorkerProcess:
+    """A running worker, without the signals that end it."""
+
+    def __init__(self, settings: WorkerSettings, role: AnyRole, report: Report) -> None:
+        self.boot = os.urandom(16)
+        self.address = ""
+        self.runtime: WorkerRuntime | None = None
+        self.host = GrpcHost(
+            settings.bind, settings.cluster_secret, services=(role.service, "pdserve.v1.Blobs")
+        )
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settings = settings
+        self._role = role
+        self._report = report
+        self._blobs = BlobCache()
+        self._membership: Membership | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._metrics: WorkerMetrics | None = None
+        self._metrics_http: MetricsHttp | None = None
+        self._draining = self._stopped = False
+        self.hung = False  # the engine's thread did not end when it was stopped
+
+    async def start(self) -> None:
+        """Listen, and begin to load. Raises OSError if the address is taken."""
+        add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
+        self._role.register(self.host.server)
+        port = await self.host.start()
+        bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
+        self.address = advertised(bound, self._settings.advertise)
+        self._report("listening", {"address": self.address})
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._build, args=(loop,), name="load", daemon=True).start()
+
+    async def drain(self) -> None:
+        """Refuse new work and tell the routers; returns when nothing is left."""
+        self._draining = True
+        if self._membership is not None:
+            self._membership.goodbye()
+        if self.runtime is not None:
+            await self._role.core.drain()
+
+    async def stop(self, grace_s: float) -> None:
+        """Leave the routers, close the servers, end the engine; calls get `grace_s` to end."""
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+        if self._membership is not None:
+            await asyncio.to_thread(self._membership.close)
+        await self.host.stop(grace_s)
+        if self._metrics_http is not None:
+            await asyncio.to_thread(self._metrics_http.close)
+        if self.runtime is not None:
+            await self._close(self.runtime)
+        if not self.loaded.done():
+            self.loaded.cancel()
+
+    async def _close(self, runtime: WorkerRuntime) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.to_thread(runtime.close)
+        except TimeoutError:
+            self.hung = True
+            log.critical("the engine's thread does not end; it is at\n%s", runtime.thread.stack())
+
+    def _build(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The loading thread."""
+
+        def progress(what: str, fraction: float) -> None:
+            self._report("loading", {"what": what, "fraction": fraction})
+
+        try:
+            runtime = self._role.build(self.boot, progress)
+            loop.call_soon_threadsafe(self._ready, runtime)
+        except Exception as error:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._failed, error)
+
+    def _failed(self, error: Exception) -> None:
+        if not self.loaded.done():
+            self.loaded.set_exception(error)
+
+    def _ready(self, runtime: WorkerRuntime) -> None:
+        if self._stopped:
+            runtime.close()
+            return
+        self.runtime = runtime
+        try:
+            self._begin(runtime)
+        except Exception as error:
+            self._failed(error)
+        else:
+            self.loaded.set_result(None)
+
+    def _begin(self, runtime: WorkerRuntime) -> None:
+        """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
+        for blob in runtime.blobs:
+            self._blobs.add(blob)
+        runtime.thread.start()
+        hello = WorkerHello()
+        hello.CopyFrom(runtime.hello)
+        hello.boot, hello.address = self.boot, self.address
+        self._membership = Membership(
+            hello,
+            self._settings.routers,
+            self._settings.cluster_secret,
+            lambda: (runtime.thread.steps, runtime.thread.busy),
+        )
+        if self._settings.metrics_port:
+            self._metrics = WorkerMetrics(self.address, hello.card.name)
+            registry = CollectorRegistry()
+            registry.register(self._metrics)
+            host = self._settings.bind.rpartition(":")[0].strip("[]")
+            self._metrics_http = MetricsHttp(registry, self._settings.metrics_port, host)
+        self._role.attach()
+        self.host.set_serving(True)
+        self._membership.start()
+        self._tasks = [
+            asyncio.create_task(self._report_loads(runtime, self._membership)),
+            asyncio.create_task(self._watch(runtime.thread)),
+        ]
+        self._report("ready", dict(runtime.figures))
+
+    async def _report_loads(self, runtime: WorkerRuntime, membership: Membership) -> None:
+        last = Load()
+        waited = IDLE_LOAD_S
+        while True:
+            if runtime.take_changed() or waited >= IDLE_LOAD_S:
+                waited = 0.0
+                future = runtime.thread.post(lambda _: runtime.snapshot())
+                load, added, removed = await asyncio.wrap_future(future)
+                membership.prefixes(added, removed)
+                if self._metrics is not None:
+                    self._metrics.load = load
+                if load != last:
+                    membership.report(load)
+                    last = load
+            await asyncio.sleep(LOAD_S)
+            waited += LOAD_S
+
+    async def _watch(self, thread: EngineThread) -> None:
+        """Watch the engine's counter; a call into a frozen engine would not return."""
+        loop = asyncio.get_running_loop()
+        seen, serving = StallDetector(), True
+        while True:
+            await asyncio.sleep(LOOK_S)
+            frozen = seen.look(thread.steps, thread.busy, loop.time())
+            if frozen == serving:
+                serving = not frozen
+                if frozen:
+                    log.error("engine frozen; its thread is at\n%s", thread.stack())
+                else:
+                    log.error("engine moves again")
+                self.host.set_serving(serving and not self._draining)
+
+
+def run_worker(
+    settings: WorkerSettings, make_role: Callable[[], AnyRole], name: str, report: Report
+) -> int:
+    """Serve until a signal; returns the exit code. `make_role` is called in the loop. Raises
+    OSError if an address is taken, and what loading the model raises."""
+
+    async def serve() -> int:
+        return await serve_worker(settings, make_role(), report)
+
+    configure_logging(name, settings.log_level)
+    return asyncio.run(serve())
+
+
+async def serve_worker(settings: WorkerSettings, role: AnyRole, report: Report) -> int:
+    """Serve until a signal; returns the exit code. Raises what loading raised."""
+    worker = WorkerProcess(settings, role, report)
+    await worker.start()
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def loaded(future: "asyncio.Future[None]") -> None:
+        if not future.cancelled() and future.exception() is not None and not failed.done():
+            failed.set_result(None)
+
+    worker.loaded.add_done_callback(loaded)
+    code = await run_until_signal(
+        set_serving=worker.host.set_serving,
+        drain=worker.drain,
+        stop=worker.stop,
+        drain_s=settings.drain_s,
+        failed=failed,
+    )
+    if worker.hung:  # Python would wait for its thread for ever
+        os._exit(1)
+    if worker.loaded.done() and not worker.loaded.cancelled():
+        worker.loaded.result()
+    return code

@@ -1,0 +1,269 @@
+"""A worker's engine thread, its transports and its Sender, and what the worker tells routers.
+
+The engine thread owns the engine and the hand-offs; other threads post to it. Prefill and decode
+derive from WorkerRuntime and add what only they do.
+"""
+
+import logging
+import os
+import stat
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdserve.engine.api.request import Step
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.engine import Engine
+from pdserve.engine.handoff.connection.dial import usable
+from pdserve.engine.handoff.endpoint import TransportFigures
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.protocol.frames import WIRE_VERSION
+from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.engine.handoff.recorder.ring import open_ring
+from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.thread import EngineThread
+from pdserve.engine.transport.base import KvTransport, TransportOptions
+from pdserve.engine.transport.cuda_ipc.device_cupy import opener
+from pdserve.engine.transport.registry import make_transports
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.worker.card import model_card
+from pdserve.services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+Snapshot = tuple[pb.Load, list[bytes], list[bytes]]  # load, prefix hashes added and removed
+DATA_BIND = "127.0.0.1:0"  # where a process that only sends would listen
+SAME_HOST = {"shm", "cuda_ipc"}  # transports that work only between processes of one host
+
+
+class BlockAudit:
+    """Counts the looks at which a worker's blocks do not add up; used on one thread."""
+
+    def __init__(self) -> None:
+        self.errors = 0
+        self._last = ""
+
+    def look(self, discrepancy: str) -> int:
+        """Take what does not add up (empty: nothing). Logs each new discrepancy once; returns the
+        number of errors so far."""
+        if discrepancy:
+            self.errors += 1
+            if discrepancy != self._last:
+                log.error("KV blocks do not add up: %s", discrepancy)
+        self._last = discrepancy
+        return self.errors
+
+
+class WorkerRuntime(ABC):
+    """An engine and its hand-offs. Constructed on the loading thread.
+
+    A subclass's constructor makes its endpoints, then calls `_begin` and `_describe`.
+    """
+
+    role: pb.Role
+    hello: pb.WorkerHello  # without boot and address
+    blobs: list[bytes]  # those that the model card names
+    figures: dict[str, Any]  # of the report "ready"
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, boot: bytes) -> None:
+        self.boot = boot
+        self.engine = engine
+        self.mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
+        self.thread = EngineThread(engine, self._on_step)
+        self._settings = settings
+        # A transport that an option names must work, or the worker does not start.
+        self._transport_is_chosen = settings.kv_transport != "auto"
+        self._changed = True
+        self._last_command = b""
+        self._audit = BlockAudit()
+        self._shm_folder = shm_folder(settings.shm_dir)
+        role = pb.Role.Name(self.role).lower()
+        self._ring = open_ring(settings.trace_dir, role, boot, settings.trace_mb)
+
+    # what a subclass's constructor calls
+
+    def _make_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
+        """Those that the options allow, best first."""
+        options = TransportOptions(
+            data_bind,
+            self._shm_folder,
+            slot_bytes(self.engine.kv.spec),
+            device=opener(self.engine.kv, encrypted=self._settings.encrypt_kv),
+        )
+        return make_transports(self._settings.kv_transport, options)
+
+    def _usable_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
+        """Those by which this process can send."""
+        return usable(self._make_transports(data_bind), self._transport_is_chosen)
+
+    def _make_sender(
+        self, transports: Sequence[KvTransport], on_ended: Callable[[Sent], None]
+    ) -> Sender:
+        return Sender(
+            self.engine,
+            self.engine.kv,
+            transports,
+            boot=self.boot,
+            identity=self.engine.kv_identity,
+            on_ended=on_ended,
+            wake=self.thread.wake,
+            progress=self._progress,
+            encrypted=self._settings.encrypt_kv,
+            event_log=EventLog(self._ring),
+        )
+
+    def _progress(self) -> tuple[int, bool]:
+        """The engine's counter, for the peers of hand-offs. It always counts as busy: the ticker
+        wakes the thread while hand-offs live, so a thread that does not turn is frozen."""
+        return self.thread.steps, True
+
+    def _begin(self, poll: Callable[[], bool]) -> None:
+        """The engine thread calls `poll` each turn; True: there is more to do at once."""
+        self.thread.add_poll(poll)
+        for endpoint in self._endpoints:
+            endpoint.start()
+
+    def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
+        """Sets what the process tells of itself: hello, blobs and figures."""
+        engine = self.engine
+        message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
+        self.hello = pb.WorkerHello(
+            role=self.role,
+            data_address=data_address,
+            card=message,
+            transports=transports,
+            wire_version=WIRE_VERSION,
+            host_id=host_id(self._shm_folder) if SAME_HOST & {*transports} else "",
+            encrypt_kv=self._settings.encrypt_kv,
+        )
+        self.figures = {
+            "model": card.name,
+            "kv_tokens": engine.kv.num_blocks * engine.kv.spec.block_size,
+            "chunk_size": engine.limits.chunk_size,
+            "transports": list(transports),
+        }
+
+    # any thread
+
+    def take_changed(self) -> bool:
+        """Whether the load may have changed since the last call."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def close(self) -> None:
+        """End every hand-off and the engine thread."""
+        self.thread.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    # the engine thread
+
+    def snapshot(self) -> Snapshot:
+        """The load now, and the changes of the prefix cache since the last snapshot."""
+        load = self._load(self.engine.stats())
+        load.accounting_errors = self._audit.look(self.engine.discrepancy())
+        load.last_command = self._last_command
+        added, removed = self.engine.take_prefix_events()
+        return load, added, removed
+
+    def _note_command(self, attempt: bytes) -> None:
+        """The loads from here on include what this command started."""
+        self._last_command = attempt
+        self._changed = True
+
+    @property
+    @abstractmethod
+    def _endpoints(self) -> Sequence[Sender | Receiver]:
+        """Its ends of hand-offs, in the order in which they start and close."""
+
+    @abstractmethod
+    def _load(self, stats: EngineStats) -> pb.Load:
+        """The load without accounting errors and last command."""
+
+    @abstractmethod
+    def _on_step(self, step: Step) -> None:
+        """The engine has planned or computed a step."""
+
+
+def load_of(
+    stats: EngineStats,
+    figures: Mapping[str, TransportFigures],
+    refusals: Mapping[str, int],
+    stale: int,
+) -> pb.Load:
+    """An engine's figures as they travel to routers. `figures` and `refusals` are by transport; a
+    refusal is a connection that was refused, `stale` counts messages of ended attempts."""
+    blocks = stats.blocks
+    none = TransportFigures()
+    transports = []
+    for name in sorted({*figures, *refusals}):
+        figure = figures.get(name, none)
+        transports.append(
+            pb.TransportCounters(
+                transport=name,
+                bytes=figure.num_bytes,
+                frames=figure.frames,
+                seconds=figure.seconds,
+                refused=figure.refused + refusals.get(name, 0),
+            )
+        )
+    return pb.Load(
+        running=stats.running,
+        waiting=stats.waiting,
+        waiting_tokens=stats.waiting_tokens,
+        blocks_total=blocks.total,
+        blocks_free=blocks.free,
+        blocks_used=blocks.used,
+        blocks_cached=blocks.cached,
+        blocks_reserved=blocks.reserved,
+        blocks_held=stats.held_blocks,
+        blocks_parked=stats.parked_blocks,
+        oldest_s=stats.oldest_s,
+        step=stats.step,
+        prefill_tokens_s=stats.prefill_tokens_s,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        recomputed_tokens=stats.recomputed_tokens,
+        preemptions=stats.preemptions,
+        prefix_queries=stats.prefix_queries,
+        prefix_hits=stats.prefix_hits,
+        transports=transports,
+        stale_messages=stale,
+    )
+
+
+def shm_folder(configured: str) -> str:
+    """The folder of the unix sockets by which processes of one host share memory: the configured
+    one, or this user's own under the temporary folder.
+
+    Empty if that one belongs to somebody else or is open to others: shm is off then.
+    """
+    if configured:
+        return configured
+    folder = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return ""
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return str(folder) if mine and not found.st_mode & 0o077 else ""
+
+
+def host_id(folder: str) -> str:
+    """Equal on processes that see the same folder of the same running kernel."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        where = os.stat(folder)
+    except OSError:
+        return ""
+    return f"{kernel}/{where.st_dev:x}.{where.st_ino:x}" if folder else ""

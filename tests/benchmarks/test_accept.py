@@ -1,0 +1,155 @@
+"""Acceptance lines: what was skipped is not held, and an earlier run is printed as one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import accept
+import pytest
+from line9_promises import stands
+
+SCRIPT = """import json, sys
+open({ran!r}, "a").write("x")
+print(json.dumps({figures}))
+sys.exit({code})
+"""
+
+
+class Topic:
+    """A topic of its own, with scripts that say what they are told to."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.revision, self.tree = "aaaaaaaaaaaa", "tree"
+        self._capsys = capsys
+        (folder / "made").mkdir()
+
+    def line(self, number: int, figures: dict[str, Any], code: int = 0) -> None:
+        text = SCRIPT.format(ran=str(self.folder / f"ran{number}"), figures=figures, code=code)
+        (self.folder / f"made/line{number}_x.py").write_text(text)
+
+    def run(self, *lines: str) -> tuple[int, dict[str, Any]]:
+        code = accept.run_topic("made", list(lines), 60)
+        out = self._capsys.readouterr().out.strip().splitlines()
+        return code, json.loads(out[-1])
+
+    def verdicts(self, found: dict[str, Any]) -> dict[str, str]:
+        return {name.split("_")[0]: line["verdict"] for name, line in found["lines"].items()}
+
+    def runs(self, number: int) -> int:
+        return len((self.folder / f"ran{number}").read_text())
+
+
+@pytest.fixture
+def topic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Topic:
+    made = Topic(tmp_path, capsys)
+    monkeypatch.setattr(accept, "HERE", tmp_path)
+    monkeypatch.setattr(accept, "commit", lambda: made.revision)
+    monkeypatch.setattr(accept, "source_tree", lambda: made.tree)
+    return made
+
+
+def test_a_line_that_holds(topic: Topic) -> None:
+    topic.line(1, {"ok": True, "tests": {"ok": True, "skipped": 0}})
+    code, found = topic.run()
+    assert (code, found["ok"]) == (0, True)
+    assert topic.verdicts(found) == {"line1": "held"}
+
+
+@pytest.mark.parametrize(
+    ("figures", "line_code"),
+    [
+        ({"ok": True, "networks": {"ok": True, "skipped": "no network namespaces"}}, 0),
+        ({"ok": True, "rows": [{"deep": {"skipped": "no network namespaces"}}]}, 0),
+        ({"ok": False, "verdict": "skipped", "networks": {"skipped": "no network namespaces"}}, 2),
+    ],
+)
+def test_a_skipped_part_is_not_held(
+    topic: Topic, figures: dict[str, Any], line_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topic.line(1, figures, line_code)
+    topic.line(2, {"ok": True})
+    for run in (1, 2):
+        code, found = topic.run()
+        assert (code, found["ok"]) == (2, False)
+        assert topic.verdicts(found)["line1"] == "skipped"
+        assert not found["lines"]["line1_x"]["ok"]
+        assert topic.runs(1) == run, "it is run again"
+    accept.run_topic("made", ["1"], 60)
+    assert "no network namespaces" in capsys.readouterr().err
+
+
+def test_a_failed_part_outweighs_a_skipped_one(topic: Topic) -> None:
+    topic.line(1, {"ok": False, "networks": {"skipped": "no namespaces"}})
+    topic.line(2, {"ok": True, "networks": {"skipped": "no namespaces"}}, code=1)
+    code, found = topic.run()
+    assert (code, topic.verdicts(found)) == (1, {"line1": "failed", "line2": "failed"})
+
+
+def test_an_earlier_run_is_printed_as_one(topic: Topic, capsys: pytest.CaptureFixture[str]) -> None:
+    topic.line(1, {"ok": True, "figure": 7})
+    topic.run()
+    topic.revision = "bbbbbbbbbbbb"  # which changes only prose
+    code, found = topic.run()
+    assert (code, found["ok"], found["commit"]) == (0, True, "bbbbbbbbbbbb")
+    line = found["lines"]["line1_x"]
+    assert (line["verdict"], line["commit"], line["figure"]) == ("held earlier", "aaaaaaaaaaaa", 7)
+    assert topic.runs(1) == 1
+    accept.run_topic("made", [], 60)
+    assert "line1_x: held earlier, at aaaaaaaaaaaa" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["tree", "dirty", "failed"])
+def test_what_is_not_known_is_run(topic: Topic, change: str) -> None:
+    topic.line(1, {"ok": change != "failed"})
+    topic.run()
+    if change == "tree":
+        topic.tree = "another"
+    elif change == "dirty":
+        topic.revision += "-dirty"
+    topic.line(1, {"ok": True})
+    _, found = topic.run()
+    assert topic.verdicts(found) == {"line1": "held"}
+    assert topic.runs(1) == 2
+
+
+def test_records_of_before_the_verdicts_are_judged_too(topic: Topic) -> None:
+    """A line that was written as ok with a skipped part is no result to stand on."""
+    topic.line(1, {"ok": True})
+    old = {"line": "line1_x", "commit": "old", "tree": "tree", "ok": True}
+    results = topic.folder / "results/accept-made.jsonl"
+    results.parent.mkdir()
+    results.write_text(json.dumps(old | {"networks": {"ok": True, "skipped": "no"}}) + "\n")
+    _, found = topic.run()
+    assert topic.verdicts(found) == {"line1": "held"}
+    assert topic.runs(1) == 1
+
+
+def test_lines_are_run_in_the_order_of_their_numbers(topic: Topic) -> None:
+    for number in (10, 2, 1):
+        topic.line(number, {"ok": True})
+    assert list(topic.run()[1]["lines"]) == ["line1_x", "line2_x", "line10_x"]
+    assert list(topic.run("10")[1]["lines"]) == ["line10_x"]
+
+
+def test_a_line_without_a_result_fails(topic: Topic) -> None:
+    (topic.folder / "made/line1_x.py").write_text("raise SystemExit(0)")
+    assert topic.run()[0] == 1
+    assert topic.run("7") == (
+        1,
+        {"topic": "made", "commit": topic.revision, "ok": False, "lines": {}},
+    )
+
+
+def test_a_promise_stands_on_this_tree_alone() -> None:
+    held = {"verdict": "held", "commit": "aaaaaaaaaaaa", "tree": "tree"}
+    assert stands(held, "tree") == {"ok": True, "commit": "aaaaaaaaaaaa"}
+    earlier = stands(held, "another")
+    assert accept.judged({"ok": True, "line": earlier})["verdict"] == "skipped"
+    assert "aaaaaaaaaaaa" in earlier["skipped"]
+    part = held | {"verdict": "skipped", "networks": {"skipped": "no namespaces"}}
+    assert "no namespaces" in stands(part, "tree")["skipped"]
+    assert not stands(held | {"verdict": "failed"}, "tree")["ok"]
+    assert not stands(None, "tree")["ok"]

@@ -1,0 +1,110 @@
+"""Which differences of KV identity are named, and exactly which of them each option admits."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.kv.identity import KvIdentity, Mixing, differences, refusal
+from pdserve.engine.models.config import LayerConfig, ModelConfig
+from pdserve.engine.models.identity import configuration_digest, kv_identity
+from pdserve.engine.models.layer import PRE_NORMS
+from pdserve.engine.models.rope import RopeConfig
+
+CARD = CardData(
+    name="m",
+    architecture="Llama",
+    context_len=100,
+    vocab_size=64,
+    eos_ids=(),
+    bos_id=None,
+    adds_bos=False,
+    tokenizer_json=b"{}",
+    chat_template="",
+    weights_digest="aa" * 32,
+    quantization="Q4_1",
+    created=0,
+    weights_bytes=1,
+    config_digest="cc" * 32,
+)
+OURS = kv_identity(CARD, "bf16", "native-1/cpu/avx512")
+OTHERS = {
+    "weights": kv_identity(replace(CARD, weights_digest="bb" * 32), "bf16", OURS.numerics),
+    "configuration": kv_identity(replace(CARD, config_digest="dd" * 32), "bf16", OURS.numerics),
+    "tokenizer": kv_identity(replace(CARD, tokenizer_json=b"[]"), "bf16", OURS.numerics),
+    "kv_dtype": kv_identity(CARD, "float32", OURS.numerics),
+    "numerics": kv_identity(CARD, "bf16", "native-1/cpu/avx2"),
+}
+ADMITS = {"weights": Mixing(weights=True), "numerics": Mixing(numerics=True)}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_each_part_is_named_and_changes_the_digest(what: str) -> None:
+    (found,) = differences(OURS, OTHERS[what])
+    assert found.what == what
+    assert " here, " in found.text
+    assert found.text.endswith(" there")
+    # No key depends on the tokenizer; it is compared besides.
+    assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
+
+
+def test_a_difference_of_weights_names_both_formats() -> None:
+    other = kv_identity(
+        replace(CARD, weights_digest="bb" * 32, quantization="Q8_0"), "bf16", OURS.numerics
+    )
+    (found,) = differences(OURS, other)
+    assert found.text == "weights aaaaaaaaaaaa (Q4_1) here, bbbbbbbbbbbb (Q8_0) there"
+
+
+@pytest.mark.parametrize(("what", "weights", "numerics"), [*product(OTHERS, *[(False, True)] * 2)])
+def test_an_option_admits_what_it_says_and_nothing_else(
+    what: str, weights: bool, numerics: bool
+) -> None:
+    admitted = (what == "weights" and weights) or (what == "numerics" and numerics)
+    found = refusal(OURS, OTHERS[what], Mixing(weights, numerics))
+    assert (found is None) == admitted
+    assert refusal(OURS, OURS, Mixing(weights, numerics)) is None
+
+
+def test_two_differences_need_both_options() -> None:
+    both = replace(OTHERS["weights"], numerics="other", digest=b"x" * 16)
+    for mixing, named in (
+        (Mixing(), "weights"),
+        (Mixing(weights=True), "numerics"),
+        (Mixing(numerics=True), "weights"),
+    ):
+        found = refusal(OURS, both, mixing)
+        assert found is not None
+        assert found.what == named
+    assert refusal(OURS, both, Mixing(True, True)) is None
+
+
+def test_what_a_peer_keeps_to_itself_is_never_admitted() -> None:
+    """Without the parts nobody knows what else differs."""
+    for silent in (
+        KvIdentity(b"x" * 16),
+        replace(OTHERS["weights"], configuration=""),
+        replace(OTHERS["numerics"], weights=""),
+    ):
+        found = refusal(OURS, silent, Mixing(True, True))
+        assert found is not None
+        assert found.what == "identity"
+        assert found.text.startswith("KV identity ")
+    assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "the digest says all"
+
+
+def test_rope_counts_and_the_context_length_does_not() -> None:
+    rope = RopeConfig(theta=10000.0, rotary_dim=8)
+    config = ModelConfig(
+        architecture="Llama", vocab_size=64, hidden_size=8, ffn_size=8, num_heads=1,
+        num_kv_heads=1, head_dim=8, context_len=100, layers=(LayerConfig(rope),), norms=PRE_NORMS,
+        norm_eps=1e-5,
+    )  # fmt: skip
+    ours = configuration_digest(config)
+    assert configuration_digest(replace(config, context_len=200)) == ours
+    as_gguf = replace(config, norm_eps=9.999999747378752e-06)  # 1e-5 as float32
+    assert configuration_digest(as_gguf) == ours
+    theta = LayerConfig(replace(rope, theta=500000.0))
+    assert configuration_digest(replace(config, layers=(theta,))) != ours
+    assert configuration_digest(replace(config, norm_eps=1e-6)) != ours

@@ -1,0 +1,49 @@
+"""The one queue of waiting requests."""
+
+from dataclasses import dataclass
+from random import Random
+
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+
+
+@dataclass(eq=False)
+class Asker:
+    ordinal: int
+    model: str
+
+
+def test_each_line_is_in_order_of_arrival_whoever_leaves_or_comes_back() -> None:
+    left = back = changed = 0
+    for seed in range(20):
+        rng = Random(seed)
+        queue: WaitingQueue[Asker] = WaitingQueue()
+        waiting: dict[Asker, tuple[WaitReason, float]] = {}
+        for ordinal in range(300):
+            asker = Asker(ordinal, rng.choice("ab"))
+            if waiting and rng.random() < 0.5:
+                gone = rng.choice(list(waiting))
+                queue.remove(gone)
+                queue.remove(gone)
+                del waiting[gone]
+                left += 1
+                if rng.random() < 0.5:
+                    asker = gone
+                    back += 1
+            elif waiting and rng.random() < 0.3:  # it waits for something else from now on
+                asker = rng.choice(list(waiting))
+                changed += 1
+            waiting[asker] = rng.choice(list(WaitReason)), float(ordinal)
+            queue.add(asker, *waiting[asker])
+            assert len(queue) == len(waiting)
+            assert set(queue) == set(waiting)
+            for reason in WaitReason:
+                line = [w for w, (why, _) in waiting.items() if why is reason]
+                assert queue.num(reason) == len(line)
+                assert queue.of(reason) == sorted(line, key=lambda w: w.ordinal)
+                assert all(queue.since(w) == waiting[w][1] for w in line)
+            turn = [w for w, (why, _) in waiting.items() if why is WaitReason.TURN]
+            for model in "ab":
+                line = [w for w in turn if w.model == model]
+                assert queue.head(model) is min(line, key=lambda w: w.ordinal, default=None)
+            assert sorted(queue.models) == sorted({w.model for w in turn})
+    assert min(left, back, changed) > 500

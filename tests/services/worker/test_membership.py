@@ -1,0 +1,214 @@
+"""A worker joins every router, stays joined, and its prefix state arrives whole."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from eventually import eventually
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.worker import membership
+from pdserve.services.worker.membership import HEARTBEAT_S, LOAD_INTERVAL_S, Membership, resolve
+
+pytestmark = pytest.mark.anyio
+
+
+class Lease:
+    def __init__(self) -> None:
+        self.reports: list[tuple[float, pb.WorkerReport]] = []
+        self.cut = asyncio.Event()
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(r, kind) for _, r in self.reports if r.WhichOneof("report") == kind]
+
+    def hashes(self) -> set[bytes]:
+        """What the events add up to; asserts that their sequence has no gap."""
+        known: set[bytes] = set()
+        following = None
+        for event in self.of("prefixes"):
+            assert event.reset or event.sequence == following
+            if event.reset:
+                known.clear()
+            known |= set(event.added)
+            known -= set(event.removed)
+            following = event.sequence + len(event.added) + len(event.removed)
+        return known
+
+
+class Router(FleetServicer):
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self.echoes = True
+
+    async def start(self, port: int = 0) -> str:
+        self.host = GrpcHost(f"127.0.0.1:{port}", "secret")
+        add_FleetServicer_to_server(self, self.host.server)
+        self.address = f"127.0.0.1:{await self.host.start()}"
+        return self.address
+
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.JoinReply]:
+        lease = Lease()
+        self.leases.append(lease)
+        yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r"))
+        async for report in request_iterator:
+            lease.reports.append((time.monotonic(), report))
+            if report.HasField("heartbeat") and self.echoes:
+                yield pb.JoinReply(echo=pb.HeartbeatEcho(step=report.heartbeat.step))
+            if lease.cut.is_set():
+                return
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    routers: list[Router] = []
+    members: list[Membership] = []
+
+    async def build(num_routers: int = 1) -> tuple[list[Router], Membership]:
+        addresses = []
+        for _ in range(num_routers):
+            routers.append(Router())
+            addresses.append(await routers[-1].start())
+        hello = pb.WorkerHello(role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9")
+        steps = iter(range(1_000_000))
+        members.append(Membership(hello, addresses, "secret", liveness=lambda: (next(steps), True)))
+        return routers, members[-1]
+
+    yield build
+    for member in members:
+        await asyncio.to_thread(member.close)
+    for router in routers:
+        await router.host.stop(0)
+
+
+async def test_hello_state_load_heartbeats(make: Any) -> None:
+    (router,), member = await make()
+    member.prefixes([b"1" * 16, b"2" * 16], [])
+    member.prefixes([], [b"1" * 16])
+    member.report(pb.Load(running=1))
+    member.start()
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].of("heartbeat")) >= 5)
+    (lease,) = router.leases
+    kinds = [r.WhichOneof("report") for _, r in lease.reports]
+    assert kinds[0] == "hello"
+    assert lease.of("prefixes")[0].reset
+    assert lease.hashes() == {b"2" * 16}
+    assert lease.of("load") == [pb.Load(running=1)]
+    times = [at for at, r in lease.reports if r.HasField("heartbeat")]
+    assert (times[-1] - times[0]) / (len(times) - 1) > HEARTBEAT_S / 2
+    steps = [beat.step for beat in lease.of("heartbeat")]
+    assert steps == sorted(set(steps))
+
+
+async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> None:
+    (router,), member = await make()
+    member.start()
+    await eventually(lambda: bool(router.leases))
+    began = time.monotonic()
+    for running in range(1, 301):
+        member.report(pb.Load(running=running))
+        await asyncio.sleep(0.001)
+    await eventually(lambda: bool(router.leases[0].of("load")[-1:]) and
+                router.leases[0].of("load")[-1].running == 300)  # fmt: skip
+    loads = router.leases[0].of("load")
+    assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
+    assert [x.running for x in loads] == sorted({x.running for x in loads})
+
+
+async def test_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:
+    (router,), member = await make()
+    member.prefixes([bytes([i]) * 16 for i in range(5)], [])
+    member.start()
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 5)
+    router.leases[0].cut.set()
+    member.prefixes([b"x" * 16], [bytes(16)])
+    await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("prefixes")))
+    member.prefixes([b"y" * 16], [])
+    expected = {*(bytes([i]) * 16 for i in range(1, 5)), b"x" * 16, b"y" * 16}
+    await eventually(lambda: router.leases[1].hashes() == expected)
+    assert router.leases[1].of("hello")[0].boot == b"b" * 16
+
+
+async def test_large_state_is_split(make: Any) -> None:
+    (router,), member = await make()
+    hashes = [i.to_bytes(16) for i in range(20_000)]
+    member.prefixes(hashes, [])
+    member.start()
+    await eventually(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 20_000)
+    sizes = [event.ByteSize() for event in router.leases[0].of("prefixes")]
+    assert len(sizes) == 3
+    assert max(sizes) < 256 << 10
+    member.prefixes(hashes[:1], [])
+    await eventually(lambda: len(router.leases[0].of("prefixes")) == 4)
+    assert router.leases[0].hashes() == set(hashes)
+
+
+async def test_joins_every_router_and_one_that_comes_back(make: Any) -> None:
+    routers, member = await make(2)
+    address = routers[0].address
+    member.start()
+    await eventually(lambda: all(r.leases for r in routers))
+    second = Router()
+    await routers[0].host.stop(0)
+    await eventually(lambda: len(routers[1].leases[0].of("heartbeat")) >= 2)
+    await second.start(int(address.rpartition(":")[2]))
+    routers.append(second)
+    await eventually(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
+    assert len(routers[1].leases) == 1
+
+
+async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
+    (router,), member = await make()
+    member.start()
+    await eventually(lambda: bool(router.leases))
+    member.goodbye("upgrade")
+    await eventually(lambda: [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"])
+    router.leases[0].cut.set()
+    await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
+
+
+async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 0.3)
+    (router,), member = await make()
+    router.echoes = False
+    member.start()
+    await eventually(lambda: len(router.leases) >= 2)
+    router.echoes = True
+    await eventually(lambda: len(router.leases[-1].of("heartbeat")) >= 8)
+    num_leases = len(router.leases)
+    await asyncio.sleep(0.5)
+    assert len(router.leases) == num_leases
+
+
+def test_resolve() -> None:
+    assert resolve("127.0.0.1:50") == ["127.0.0.1:50"]
+    assert resolve("[::1]:50") == ["[::1]:50"]
+    assert resolve("no port") == []
+    assert resolve("host.invalid:1") == []
+
+
+async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(membership, "REJOIN_S", 0.01)
+    caplog.set_level(logging.INFO, logger=membership.__name__)
+    tries: list[str] = []
+    tell = Membership.note
+    monkeypatch.setattr(
+        Membership, "note", lambda self, at, why: (tries.append(why), tell(self, at, why))
+    )
+    (router,), member = await make()
+    member.start()
+    await eventually(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
+    await router.host.stop(0)
+    await eventually(lambda: len(tries) > 4)
+    second = Router()
+    await second.start(int(router.address.rpartition(":")[2]))
+    await eventually(lambda: bool(second.leases) and bool(second.leases[0].of("heartbeat")))
+    await eventually(lambda: tries[-1] == "")
+    said = [record.levelname for record in caplog.records if router.address in record.message]
+    assert said == ["INFO", "WARNING", "INFO"]
+    await asyncio.to_thread(member.close)
+    await second.host.stop(0)

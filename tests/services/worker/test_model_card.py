@@ -1,0 +1,32 @@
+"""The model card as it travels: each fact of the loaded model in its own field."""
+
+from dataclasses import fields, replace
+
+import pytest
+from fake_decoder import fake_spec
+from worker_kit import CARD
+
+from pdserve.engine.kv.codec import decode_spec
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.worker.card import model_card
+
+IDENTITY = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
+
+
+@pytest.mark.parametrize(
+    ("bos_id", "adds_bos"), [(None, False), (0, False), (0, True), (7, False), (7, True)]
+)
+def test_having_a_bos_token_and_adding_it_are_two_facts(bos_id: int | None, adds_bos: bool) -> None:
+    card = replace(CARD, bos_id=bos_id, adds_bos=adds_bos, eos_ids=(9, 2))
+    message, _ = model_card(card, IDENTITY, fake_spec())
+    assert (message.has_bos, message.adds_bos) == (bos_id is not None, adds_bos)
+    assert message.bos_id == (bos_id or 0)
+    assert list(message.eos_ids) == [9, 2]  # the first one is the template's
+
+
+def test_the_card_carries_the_whole_identity_and_layout() -> None:
+    message, _ = model_card(CARD, IDENTITY, fake_spec())
+    assert KvIdentity.of(message.kv_identity) == IDENTITY
+    assert decode_spec(message.kv_spec) == fake_spec()
+    assert {f.name for f in pb.KvIdentity.DESCRIPTOR.fields} == {f.name for f in fields(KvIdentity)}

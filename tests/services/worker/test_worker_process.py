@@ -1,0 +1,141 @@
+"""The shell of a worker process: loading, failures, signals, addresses."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import wait_until
+from worker_kit import SECRET, build_with, engine_maker
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.transport.base import TransportRefused
+from pdserve.services.decode.main import run as run_decode
+from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.host.channel import advertised
+from pdserve.services.prefill.main import run as run_prefill
+from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.worker.runtime import host_id, shm_folder
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def settings(cls: Any, folder: Path, **change: Any) -> Any:
+    fields = {"cluster_secret": SECRET, "shm_dir": str(folder), "log_level": "warning"}
+    return cls(**(fields | change))
+
+
+@pytest.mark.parametrize(
+    ("run", "cls"), [(run_decode, DecodeSettings), (run_prefill, PrefillSettings)]
+)
+def test_a_process_reports_and_ends_in_order(
+    run: Any, cls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_with(monkeypatch, engine_maker())
+    events: Events = []
+
+    def report(event: str, figures: dict[str, Any]) -> None:
+        events.append((event, figures))
+        if event == "ready":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run(settings(cls, tmp_path), EngineConfig(), report) == 0
+    assert [event for event, _ in events] == ["listening", "loading", "ready"]
+    assert events[0][1]["address"].startswith("127.0.0.1:")
+    assert events[1][1]["fraction"] == 0.5
+    assert events[2][1]["model"] == "tiny"
+    assert events[2][1]["kv_tokens"] == 1024
+    assert not list(tmp_path.iterdir())
+    assert not [t for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
+
+
+def test_what_loading_raises_comes_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> Any:
+        raise CheckpointError("no such model")
+
+    build_with(monkeypatch, fail)
+    with pytest.raises(CheckpointError, match="no such model"):
+        run_decode(settings(DecodeSettings, tmp_path), EngineConfig())
+
+
+def test_a_signal_while_loading_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loading = threading.Event()
+
+    def slow() -> Any:
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        loading.wait(20)
+        return engine_maker()()
+
+    build_with(monkeypatch, slow)
+    assert run_decode(settings(DecodeSettings, tmp_path), EngineConfig()) == 0
+    loading.set()
+
+
+def test_taken_addresses_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build_with(monkeypatch, engine_maker())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=address):
+            run_decode(settings(DecodeSettings, tmp_path, bind=address), EngineConfig())
+        with pytest.raises(OSError, match=address):
+            run_decode(settings(DecodeSettings, tmp_path, data_bind=address), EngineConfig())
+
+
+def test_a_transport_asked_for_by_name_must_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_with(monkeypatch, engine_maker())
+    folder = tmp_path / "file"
+    folder.write_text("no folder can be made here")
+    with pytest.raises(Exception, match="File exists"):
+        run_decode(settings(DecodeSettings, folder, kv_transport="shm"), EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("run", "cls"), [(run_decode, DecodeSettings), (run_prefill, PrefillSettings)]
+)
+def test_cuda_ipc_asked_for_by_name_is_not_replaced(
+    run: Any, cls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_with(monkeypatch, engine_maker())
+    with pytest.raises(TransportRefused, match="no_device: the KV pool is not on a CUDA device"):
+        run(settings(cls, tmp_path, kv_transport="cuda_ipc"), EngineConfig())
+
+
+def test_advertised_addresses() -> None:
+    assert advertised("127.0.0.1:50") == "127.0.0.1:50"
+    assert advertised("[::1]:50") == "[::1]:50"
+    assert advertised("0.0.0.0:50", "decode-1") == "decode-1:50"
+    assert advertised("0.0.0.0:50", "decode-1:0") == "decode-1:50"
+    assert advertised("0.0.0.0:50", "decode-1:7") == "decode-1:7"
+    assert advertised("0.0.0.0:50", "[fe80::1]") == "[fe80::1]:50"
+    own = advertised("0.0.0.0:50")
+    assert own.endswith(":50")
+    assert not own.startswith("0.0.0.0")
+
+
+def test_the_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert shm_folder("/given") == "/given"
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    own = shm_folder("")
+    assert Path(own).stat().st_mode & 0o777 == 0o700
+    assert host_id(own) == host_id(own) != host_id(str(tmp_path))
+    Path(own).chmod(0o777)
+    assert shm_folder("") == "", "open to others"
+
+
+def test_a_lost_router_costs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build_with(monkeypatch, engine_maker())
+
+    def report(event: str, figures: dict[str, Any]) -> None:
+        if event == "ready":
+            asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+
+    made = settings(DecodeSettings, tmp_path, routers=("127.0.0.1:9",), log_level="error")
+    assert run_decode(made, EngineConfig(), report) == 0
