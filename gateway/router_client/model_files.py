@@ -1,4 +1,4 @@
-"""What the fleet offers: models, their blobs and its view of itself, asked of a live router.
+"""Asks a live router for the models of the fleet, for their files (blobs) and for its fleet view.
 
 Invariant: a blob is kept only when its bytes have the digest that names it.
 """
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class ModelFiles:
-    """Answers of routers and what is kept of them; see gateway/router_client/upstream.py.
+    """Asks the router and caches its answers; see gateway/router_client/upstream.py.
 
-    `channel` is the live one, or None: then calls raise ServiceError UNAVAILABLE.
+    `channel` leads to the live router. Without one (None) calls raise ServiceError UNAVAILABLE.
     """
 
     def __init__(self) -> None:
