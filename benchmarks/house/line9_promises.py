@@ -1,15 +1,27 @@
 """Line 9: the acceptance lines of before, from their results; nothing is run here.
 
 Each line's last record must have held, whole, on this source tree. One that held on another tree is
-named with its commit and the folders that have changed since, and counts as skipped: whether it may
-stand depends on what it runs, which a person decides.
+named with its commit and counts as skipped; beside each such commit stand the folders that have
+changed since. Whether the line may stand depends on what it runs, which a person decides.
 """
 
 import json
 from collections import Counter
 from typing import Any
 
-from accept import HELD, HERE, UNMEASURED, exit_code, git, judged, number, source_tree
+from accept import (
+    FAILED,
+    HELD,
+    HERE,
+    SKIPPED,
+    UNMEASURED,
+    exit_code,
+    git,
+    judged,
+    number,
+    skipped_parts,
+    source_tree,
+)
 
 TOPICS = ("main", "cpu", "handoff")
 
@@ -30,12 +42,11 @@ def changed_since(commit: str) -> dict[str, int]:
 def stands(record: dict[str, Any] | None, tree: str) -> dict[str, Any]:
     if record is None:
         return {"ok": False, "error": "never run"}
-    found = {"ok": record["verdict"] == HELD, "commit": record["commit"]}
-    if record["verdict"] != HELD:
-        return found | {"verdict": record["verdict"]}
-    if record["tree"] != tree:
+    found = {"ok": record["verdict"] != FAILED, "commit": record["commit"]}
+    if record["verdict"] == SKIPPED:
+        found["skipped"] = "; ".join(skipped_parts(record))
+    elif record["verdict"] == HELD and record["tree"] != tree:
         found["skipped"] = f"held at {record['commit']}, before other changes"
-        found["changed"] = changed_since(record["commit"])
     return found
 
 
@@ -47,7 +58,10 @@ def main() -> int:
         modules = sorted((HERE / topic).glob("line*_*.py"), key=number)
         topics[topic] = {m.stem: stands(records.get(m.stem), tree) for m in modules}
     lines = [line for found in topics.values() for line in found.values()]
-    figures = judged({"ok": all(line["ok"] for line in lines), **topics})
+    earlier = sorted({line["commit"] for line in lines if "skipped" in line})
+    changed = {commit: changed_since(commit) for commit in earlier}
+    ok = all(line["ok"] for line in lines)
+    figures = judged({"ok": ok, **topics, "changed_files_since": changed})
     print(json.dumps(figures))
     return exit_code([figures["verdict"]])
 

@@ -97,8 +97,8 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """In how many shares the threads took the rows of the last step through all layers; 0:
-        they shared every operation."""
+        """How many threads took rows of their own through all layers in the last step; 0: the
+        threads shared every operation."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:

@@ -221,8 +221,8 @@ void bind_stack(nb::module_& m) {
            "Writes the tokens' KV; the last hidden states float32 [outputs, hidden], normed.\n"
            "ValueError for any index that is out of range.")
       .def_prop_ro("shares", [](const Model& model) { return model.stack.shares(); },
-                   "In how many shares the threads took the rows of the last step through all\n"
-                   "layers; 0: they shared every operation.")
+                   "How many threads took rows of their own through all layers in the last step;\n"
+                   "0: the threads shared every operation.")
       .def("logits", &logits, nb::arg("hidden"), nb::arg("out"),
            "Writes the logits of hidden states float32 [n, hidden] to out [n, vocabulary].");
 }

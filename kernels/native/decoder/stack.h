@@ -39,8 +39,8 @@ class Stack {
 
   // Writes the tokens' keys and values and hidden [num_outputs, hidden], after the last norm.
   void forward(const StepBatch& batch, float* hidden);
-  // In how many shares the threads took the rows of the last step through all layers; 0: they shared
-  // every operation.
+  // How many threads took rows of their own through all layers in the last step; 0: the threads
+  // shared every operation.
   int64_t shares() const { return shares_; }
   // logits [rows, vocabulary] of such hidden states.
   void logits(const float* hidden, int64_t rows, float* logits);
