@@ -127,9 +127,9 @@ class NativeDecoder:
     def _add_layer(self, n: int, weights: Weights) -> None:
         group = self._group_of[n]
         parts = layer_parts(self.config, n)
-        self._stack.add_layer([one for p in parts for one in self._native(p, weights, group)])
+        self._stack.add_layer([one for p in parts for one in self._fields(p, weights, group)])
 
-    def _native(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
+    def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
         """A part as the stack takes it. Raises UnsupportedModel for a kind that it lacks."""
         match part:
             case Norm():
