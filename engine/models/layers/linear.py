@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pdserve.engine.models.layers.computed import LayerStep, Setup, computes
+from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
 from pdserve.engine.models.layers.stored import expand, stack
 from pdserve.engine.models.parts import Linear
 

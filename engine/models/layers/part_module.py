@@ -63,15 +63,15 @@ class LayerStep:
     kv_only: bool = False  # nothing but keys and values is wanted of this layer
 
 
-class Computed(Protocol):
+class PartModule(Protocol):
     """A part, ready to run."""
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """x [tokens, ...] to what the part makes of it; it may change x."""
 
 
-_kinds: dict[type[Part], Callable[[Any, Setup], Computed]] = {}
-Maker = TypeVar("Maker", bound=Callable[[Any, Setup], Computed])
+_kinds: dict[type[Part], Callable[[Any, Setup], PartModule]] = {}
+Maker = TypeVar("Maker", bound=Callable[[Any, Setup], PartModule])
 
 
 def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
@@ -91,7 +91,7 @@ def _discover() -> None:
         import_module(module.name)
 
 
-def made(part: Part, setup: Setup) -> Computed:
+def made(part: Part, setup: Setup) -> PartModule:
     """What computes a part."""
     _discover()
     return _kinds[type(part)](part, setup)
