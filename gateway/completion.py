@@ -1,4 +1,4 @@
-"""Runs a prepared job at the router and turns its tokens into text: the core of every API.
+"""Runs a prepared job at the router and turns its tokens into an answer: the core of every API.
 
 Ownership: a stream owns its requests at the router; closing it early cancels them at once.
 Each job ends with exactly one Usage, or raises one ServiceError.
@@ -11,8 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
-from pdserve.gateway.limits import Admission
+from pdserve.gateway.choice import Choice, Delta, Part, ScoredToken, TextPart, score_prompt
+from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.router_client.upstream import Upstream
@@ -28,7 +28,7 @@ from pdserve.protos.common_pb2 import (
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
 
-LAST_WORDS_S = 2.0  # for the router to end a request whose choices all ended here
+END_EVENTS_S = 2.0  # for the router to end a request whose choices have all ended here
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class CompletionJob:
     id: str
     model: ServedModel
     prompts: Sequence[Prompt]
-    wishes: RequestedSampling
-    place: Admission
+    sampling: RequestedSampling
+    admitted: AdmittedRequest
     meter: Meter
     timeout_s: float
     queue_timeout_s: float
@@ -77,13 +77,15 @@ class CompletionResult:
     """One whole choice."""
 
     index: int
-    text: str
+    content: list[Part]
     tokens: list[ScoredToken]
     num_tokens: int
     finish: str
 
 
 class Completions:
+    """Runs jobs, as a stream of deltas or whole."""
+
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
         self._clock = clock
@@ -96,29 +98,27 @@ class Completions:
                 yield delta
         yield sum((run.usage() for run in runs), Usage(0, 0, 0))
 
-    def _runs(self, job: CompletionJob) -> list["_Run"]:
+    def _runs(self, job: CompletionJob) -> list["_PromptRun"]:
         now = self._clock()
-        return [_Run(self._upstream, job, index, now) for index in range(len(job.prompts))]
+        return [_PromptRun(self._upstream, job, index, now) for index in range(len(job.prompts))]
 
     async def collect(self, job: CompletionJob) -> tuple[list[CompletionResult], Usage]:
         """Whole answers; of best_of candidates the n with the best mean log-probability."""
         runs = self._runs(job)
-        texts: dict[int, list[str]] = {}
         answers: dict[int, CompletionResult] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 answer = answers.setdefault(
-                    delta.choice, CompletionResult(delta.choice, "", [], 0, "")
+                    delta.choice, CompletionResult(delta.choice, [], [], 0, "")
                 )
-                texts.setdefault(delta.choice, []).append(delta.text)
+                answer.content += delta.content
                 answer.tokens += delta.tokens
                 answer.num_tokens = delta.num_tokens
                 answer.finish = delta.finish or answer.finish
         kept: list[CompletionResult] = []
         for run in runs:
-            for choice in run.best(job.wishes.n):
+            for choice in run.best(job.sampling.n):
                 answer = answers[choice.index]
-                answer.text = "".join(texts[choice.index])
                 answer.index = len(kept)
                 kept.append(answer)
         completion_tokens = sum(answer.num_tokens for answer in kept)
@@ -126,7 +126,7 @@ class Completions:
         return kept, replace(total, completion_tokens=completion_tokens)
 
 
-class _Run:
+class _PromptRun:
     """One prompt of a job at the router."""
 
     def __init__(self, upstream: Upstream, job: CompletionJob, index: int, now: float) -> None:
@@ -139,8 +139,8 @@ class _Run:
         self._choices = [
             Choice(
                 index * width + c,
-                job.model.texts.tokenizer,
-                job.wishes,
+                job.model.text.tokenizer,
+                job.sampling,
                 continues=job.continues,
                 offset=len(self._prompt.text) if job.echo else 0,
             )
@@ -190,7 +190,8 @@ class _Run:
         self._job.meter.finished(self._finished, [c.num_tokens for c in self._choices])
 
     async def _until_done(self, events: AsyncIterator[RequestEvent]) -> AsyncIterator[RequestEvent]:
-        """The events; when every choice was ended here, the last ones only if they come soon."""
+        """The events. Once a stop string has ended every choice, the router's last events count
+        only if they come within END_EVENTS_S."""
         async for event in events:
             yield event
             if self._all_closed():
@@ -198,7 +199,7 @@ class _Run:
         else:
             return
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(END_EVENTS_S):
                 rest = [event async for event in events]
         except TimeoutError:
             return
@@ -220,7 +221,7 @@ class _Run:
             remaining_ms=max(1, int((job.timeout_s - elapsed) * 1000)),
             queue_remaining_ms=max(1, int((job.queue_timeout_s - elapsed) * 1000)),
         )
-        seed = job.wishes.seed
+        seed = job.sampling.seed
         start.seed = secrets.randbits(63) if seed is None else seed % 2**64
         return start
 
@@ -230,31 +231,32 @@ class _Run:
         if choice.closed:
             return None
         delta = choice.push(tokens)
-        self._job.place.answering()
+        self._job.admitted.first_token()
         self._job.meter.tokens(choice.index, len(tokens.ids))
         if delta.finish is not None:
             self._job.meter.ended(delta.finish)
-            if not tokens.finish:  # a stop string: decode does not know yet
+            if not tokens.finish:  # a stop string has ended it, and decode does not know yet
                 self._upstream.cancel(self._request, [tokens.choice])
         if tokens.choice in self._to_echo:
             self._to_echo.remove(tokens.choice)
             delta = self._echo(delta)
-        if not (delta.text or delta.tokens or delta.finish):
+        if not (delta.content or delta.tokens or delta.finish):
             return None
         return delta
 
     def _echo(self, delta: Delta) -> Delta:
         """The first delta of a choice, with the prompt before it."""
+        prompt = TextPart(self._prompt.text)
         scores: tuple[ScoredToken, ...] = ()
-        if self._job.wishes.logprobs is not None:
+        if self._job.sampling.logprobs is not None:
             scores = score_prompt(
-                self._job.model.texts.tokenizer, self._prompt.ids, self._prompt_scores
+                self._job.model.text.tokenizer, self._prompt.ids, self._prompt_scores
             )
         if self._job.echo_only:
-            return Delta(delta.choice, self._prompt.text, scores, 0, "length")
+            return Delta(delta.choice, (prompt,), scores, 0, "length")
         return Delta(
             delta.choice,
-            self._prompt.text + delta.text,
+            (prompt, *delta.content),
             scores + delta.tokens,
             delta.num_tokens,
             delta.finish,

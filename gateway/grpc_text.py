@@ -7,10 +7,11 @@ from uuid import uuid4
 
 import grpc
 
+from pdserve.gateway.choice import text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.sampling import RequestedSampling, refuse
-from pdserve.gateway.service import ChatAsk, CompleteAsk, Service
+from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
@@ -24,25 +25,26 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TextServicer(TextBase):
-    def __init__(self, service: Service, keys: ApiKeys, patience: Backpressure) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, backpressure: Backpressure) -> None:
         self._service = service
         self._keys = keys
-        self._patience = patience
+        self._backpressure = backpressure
 
     async def Chat(self, request: ChatRequest, context: Context) -> None:
         try:
             self._check_key(context)
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
-            ask = ChatAsk(request.model, messages, _sampling(request.options))
-            await deliver(self._run(ask), context.write, self._patience)
+            asked = ChatCompletionRequest(request.model, messages, _sampling(request.options))
+            await deliver(self._run(asked), context.write, self._backpressure)
         except ServiceError as error:
             await abort(context, error)
 
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
         try:
             self._check_key(context)
-            ask = CompleteAsk(request.model, [request.prompt], _sampling(request.options))
-            await deliver(self._run(ask), context.write, self._patience)
+            sampling = _sampling(request.options)
+            asked = TextCompletionRequest(request.model, [request.prompt], sampling)
+            await deliver(self._run(asked), context.write, self._backpressure)
         except ServiceError as error:
             await abort(context, error)
 
@@ -52,9 +54,11 @@ class TextServicer(TextBase):
         if not self._keys.admits(given if isinstance(given, str) else ""):
             raise ServiceError(UNAUTHENTICATED, "missing or wrong API key in 'authorization'")
 
-    async def _run(self, ask: ChatAsk | CompleteAsk) -> AsyncGenerator[TextChunk, None]:
+    async def _run(
+        self, asked: ChatCompletionRequest | TextCompletionRequest
+    ) -> AsyncGenerator[TextChunk, None]:
         async with (
-            self._service.job(ask, f"text-{uuid4().hex}") as job,
+            self._service.job(asked, f"text-{uuid4().hex}") as job,
             aclosing(self._service.completions.stream(job)) as items,
         ):
             async for item in items:
@@ -68,7 +72,9 @@ class TextServicer(TextBase):
                     yield TextChunk(usage=usage)
                 else:
                     yield TextChunk(
-                        choice=item.choice, text=item.text, finish_reason=item.finish or ""
+                        choice=item.choice,
+                        text=text_of(item.content),
+                        finish_reason=item.finish or "",
                     )
 
 

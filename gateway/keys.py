@@ -1,7 +1,6 @@
 """API keys of clients: hashed once at start, compared in constant time.
 
-Invariant: with keys set, nothing but a key from the set is let in; the keys themselves are not
-kept.
+Invariant: with keys set, no other key is accepted; the keys themselves are not kept.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ _BEARER = "bearer "
 
 
 class ApiKeys:
-    """A set of keys; empty means that everybody may enter."""
+    """A set of keys; without any, every request is accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         """Raises ValueError for an empty key."""
@@ -40,7 +39,7 @@ class ApiKeys:
 def read_key_file(path: str) -> tuple[str, ...]:
     """Keys of a file, one a line; blank lines and lines that begin with # are skipped.
 
-    Raises OSError; ValueError if it has none, since that would open the door.
+    Raises OSError; ValueError if it has none, since everybody would be accepted then.
     """
     lines = (line.strip() for line in Path(path).read_text("utf-8").splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))

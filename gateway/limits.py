@@ -1,6 +1,6 @@
 """How much work the gateway takes at once: bounds on open requests and on unanswered ones.
 
-Invariant: a Admission is given back exactly once, when its `with` block ends.
+Invariant: an admitted request is counted until its `with` block ends, and given back once.
 """
 
 import asyncio
@@ -10,21 +10,21 @@ from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 
 
-class Admission:
-    """One request's place: waiting until its first token, then answering, then gone."""
+class AdmittedRequest:
+    """One request within the limits: it waits for its first token, then is answered."""
 
     def __init__(self, limits: "AdmissionLimits") -> None:
         self._limits = limits
         self._waiting = True
 
-    def __enter__(self) -> "Admission":
+    def __enter__(self) -> "AdmittedRequest":
         self._limits.idle.clear()
         self._limits.open += 1
         self._limits.waiting += 1
         return self
 
-    def answering(self) -> None:
-        """It has its first token; may be called again."""
+    def first_token(self) -> None:
+        """It is no longer without a token; may be called again."""
         if self._waiting:
             self._waiting = False
             self._limits.waiting -= 1
@@ -35,7 +35,7 @@ class Admission:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.answering()
+        self.first_token()
         self._limits.open -= 1
         if not self._limits.open:
             self._limits.idle.set()
@@ -55,15 +55,18 @@ class AdmissionLimits:
         self.idle.set()
 
     def close(self) -> None:
-        """Let no more in; `idle` is set when the last one has left."""
+        """Admit no more; `idle` is set when the last request has ended."""
         self._closed = True
 
-    def place(self) -> Admission:
-        """To be entered at once. Raises ServiceError OVERLOADED, UNAVAILABLE when closed."""
+    def admit(self) -> AdmittedRequest:
+        """One more request; enter its block at once.
+
+        Raises ServiceError OVERLOADED at a limit, UNAVAILABLE when closed.
+        """
         if self._closed:
             raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
         if self.open >= self._max_requests:
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
         if self.waiting >= self._max_unanswered:
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
-        return Admission(self)
+        return AdmittedRequest(self)

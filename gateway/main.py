@@ -1,6 +1,7 @@
 """The gateway process: builds its parts, hands them down, and ends in order.
 
-Start-up waits for nobody: /health answers at once, /ready when a router has a decode worker.
+Start-up waits for no other process: /health answers at once, /ready once a router has a decode
+worker.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 import uvloop
 
-from pdserve.gateway.catalog import TextPool
+from pdserve.gateway.catalog import TextExecutor
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
@@ -61,7 +62,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     service = Service(
         client,
-        TextPool(executor, settings.text_timeout_s),
+        TextExecutor(executor, settings.text_timeout_s),
         limits,
         GatewayMetrics(),
         time.monotonic,
@@ -85,8 +86,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
     )
-    patience = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
-    add_TextServicer_to_server(TextServicer(service, keys, patience), grpc_host.server)
+    backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
+    add_TextServicer_to_server(TextServicer(service, keys, backpressure), grpc_host.server)
     grpc_port = await grpc_host.start()
     await client.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")
@@ -106,7 +107,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
-        # Whoever spreads requests over several gateways learns from /ready that this one ends.
+        # A load balancer over several gateways learns from /ready that this one ends.
         await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
         limits.close()
         await limits.idle.wait()
@@ -138,7 +139,7 @@ async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the process's own does it.
+    """uvicorn without its signal handling, which is the process's own.
 
     `dialect` gives shape to the errors of what is no request.
     """

@@ -5,7 +5,8 @@ words. The bounds are those of engine/api/sampling_bounds.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS, Range
 from pdserve.gateway.text.generation import GenerationDefaults
@@ -94,8 +95,8 @@ def resolve(
     prompt_len: int,
     param: str,
 ) -> SamplingParams:
-    """The engine's parameters for a prompt of `prompt_len` tokens. All defaults are filled in but
-    max_tokens: how much room n choices have is known to the engine alone, and 0 asks for it.
+    """The engine's parameters for a prompt of `prompt_len` tokens. Without a max_tokens it is 0,
+    which asks for the room that is left: the engine alone knows how much n choices have.
 
     `param` names the prompt's field. Raises ServiceError CONTEXT_LENGTH_EXCEEDED when prompt
     and answer can never fit, INVALID_ARGUMENT.
@@ -115,13 +116,8 @@ def resolve(
     max_tokens = r.max_tokens or left
     if r.min_tokens > max_tokens:
         raise refuse("min_tokens", f"min_tokens must be at most max_tokens ({max_tokens})")
-    top_k = _pick(r.top_k, defaults.top_k, 0)
     params = SamplingParams(
-        temperature=_pick(r.temperature, defaults.temperature, 1.0),
-        top_k=0 if top_k < 1 else min(int(top_k), card.vocab_size),
-        top_p=_pick(r.top_p, defaults.top_p, 1.0),
-        min_p=_pick(r.min_p, defaults.min_p, 0.0),
-        repetition_penalty=_pick(r.repetition_penalty, defaults.repetition_penalty, 1.0),
+        **_recommended(requested, card, defaults),
         presence_penalty=r.presence_penalty,
         frequency_penalty=r.frequency_penalty,
         logit_bias=r.logit_bias,
@@ -140,7 +136,17 @@ def resolve(
     return params
 
 
-def _pick(requested: float | None, default: float | None, otherwise: float) -> float:
-    if requested is not None:
-        return requested
-    return otherwise if default is None else default
+def _recommended(
+    requested: RequestedSampling, card: ModelCard, defaults: GenerationDefaults
+) -> dict[str, Any]:
+    """The parameters that a model may recommend: what the client asks for, else the model's.
+
+    What neither names is absent, and takes the engine's default.
+    """
+    found = {}
+    for name in (own.name for own in fields(defaults)):
+        value = getattr(requested, name)
+        found[name] = getattr(defaults, name) if value is None else value
+    if found["top_k"] is not None:
+        found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
+    return found

@@ -1,7 +1,7 @@
 """From a client's request to a job that can run: limits, model, template, tokens, parameters.
 
-REST and gRPC both enter here. Invariant: whatever leaves the `job` block, the request's place is
-given back and its line is in the log.
+REST and gRPC both enter here. Invariant: however the `job` block ends, the request no longer
+counts in the limits and its line is in the log.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.gateway.catalog import Catalog, ServedModel, TextPool
+from pdserve.gateway.catalog import Catalog, ServedModel, TextExecutor
 from pdserve.gateway.completion import CompletionJob, Completions, Prompt
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
@@ -27,22 +27,22 @@ MAX_TOTAL_CHOICES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAsk:
-    """A chat completion as asked; messages have the shape that templates expect."""
+class ChatCompletionRequest:
+    """A chat completion as a client asks for it; messages have the shape that templates expect."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
-    wishes: RequestedSampling
+    sampling: RequestedSampling
     cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteAsk:
-    """A plain completion of texts or token ids."""
+class TextCompletionRequest:
+    """A plain completion of texts or token ids, as a client asks for it."""
 
     model: str
     prompts: Sequence[str | Sequence[int]]
-    wishes: RequestedSampling
+    sampling: RequestedSampling
     echo: bool = False
     echo_only: bool = False
     add_special_tokens: bool = True
@@ -55,7 +55,7 @@ class Service:
     def __init__(
         self,
         upstream: Upstream,
-        pool: TextPool,
+        executor: TextExecutor,
         limits: AdmissionLimits,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
@@ -63,47 +63,51 @@ class Service:
         queue_timeout_s: float,
     ) -> None:
         self.upstream = upstream
-        self.catalog = Catalog(upstream, pool)
+        self.catalog = Catalog(upstream, executor)
         self.completions = Completions(upstream, clock)
         self.limits = limits
         self.metrics = metrics
-        self._pool = pool
+        self._executor = executor
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
 
     @asynccontextmanager
     async def job(
-        self, ask: ChatAsk | CompleteAsk, request: str, client_id: str = ""
+        self,
+        asked: ChatCompletionRequest | TextCompletionRequest,
+        request_id: str,
+        client_id: str = "",
     ) -> AsyncIterator[CompletionJob]:
         """The job to run inside the block. Raises ServiceError.
 
-        `request` names it everywhere, `client_id` is what its client calls it.
+        `request_id` names it everywhere, `client_id` is what its client calls it.
         """
-        meter = Meter(self.metrics, request, client_id, self._clock)
+        meter = Meter(self.metrics, request_id, client_id, self._clock)
+        text = asked if isinstance(asked, TextCompletionRequest) else None
         error: BaseException | None = None
         try:
-            with self.limits.place() as place:
-                model = await self.catalog.get(ask.model)
-                check(ask.wishes, model.card)
-                if isinstance(ask, ChatAsk):
-                    prompts = [await self._chat_prompt(ask, model)]
+            with self.limits.admit() as admitted:
+                model = await self.catalog.get(asked.model)
+                check(asked.sampling, model.card)
+                if isinstance(asked, ChatCompletionRequest):
+                    prompts = [await self._chat_prompt(asked, model)]
                 else:
-                    prompts = await self._prompts(ask, model)
+                    prompts = await self._prompts(asked, model)
                 meter.begin(model.card.name, sum(len(prompt.ids) for prompt in prompts))
                 yield CompletionJob(
-                    id=request,
+                    id=request_id,
                     model=model,
                     prompts=prompts,
-                    wishes=ask.wishes,
-                    place=place,
+                    sampling=asked.sampling,
+                    admitted=admitted,
                     meter=meter,
                     timeout_s=self._timeout_s,
                     queue_timeout_s=self._queue_timeout_s,
-                    continues=isinstance(ask, CompleteAsk),
-                    echo=isinstance(ask, CompleteAsk) and ask.echo,
-                    echo_only=isinstance(ask, CompleteAsk) and ask.echo_only,
-                    cache_salt=ask.cache_salt,
+                    continues=text is not None,
+                    echo=text is not None and text.echo,
+                    echo_only=text is not None and text.echo_only,
+                    cache_salt=asked.cache_salt,
                 )
         except BaseException as caught:
             error = caught
@@ -115,13 +119,13 @@ class Service:
         self, model: ServedModel, messages: Sequence[Mapping[str, Any]], *, answer: bool = True
     ) -> list[int]:
         """The token ids of a conversation; `answer` opens the assistant's turn."""
-        template = model.texts.template
+        template = model.text.template
         if template is None:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
         chars = sum(len(str(message.get("content") or "")) for message in messages)
         _check_chars(chars, model, "messages")
-        tokenizer = model.texts.tokenizer
-        return await self._pool.run(
+        tokenizer = model.text.tokenizer
+        return await self._executor.run(
             lambda: tokenizer.encode_rendered(
                 template.render(messages, add_generation_prompt=answer)
             )
@@ -132,8 +136,8 @@ class Service:
     ) -> list[int]:
         """The token ids of a text, special tokens in it parsed."""
         _check_chars(len(text), model, param)
-        tokenizer = model.texts.tokenizer
-        return await self._pool.run(
+        tokenizer = model.text.tokenizer
+        return await self._executor.run(
             lambda: tokenizer.encode(
                 text, add_special_tokens=add_special_tokens, parse_special=True
             )
@@ -141,47 +145,49 @@ class Service:
 
     async def decode(self, model: ServedModel, ids: Sequence[int], *, skip_special: bool) -> str:
         """The text of token ids."""
-        tokenizer = model.texts.tokenizer
+        tokenizer = model.text.tokenizer
 
         def work() -> str:
             tokenizer.check_ids(ids)
             return tokenizer.decode(ids, skip_special_tokens=skip_special)
 
-        return await self._pool.run(work)
+        return await self._executor.run(work)
 
-    async def _chat_prompt(self, ask: ChatAsk, model: ServedModel) -> Prompt:
-        ids = await self.chat_ids(model, ask.messages)
-        params = resolve(ask.wishes, model.card, model.texts.defaults, len(ids), "messages")
+    async def _chat_prompt(self, asked: ChatCompletionRequest, model: ServedModel) -> Prompt:
+        ids = await self.chat_ids(model, asked.messages)
+        params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
 
-    async def _prompts(self, ask: CompleteAsk, model: ServedModel) -> list[Prompt]:
-        choices = len(ask.prompts) * (ask.wishes.best_of or ask.wishes.n)
+    async def _prompts(self, asked: TextCompletionRequest, model: ServedModel) -> list[Prompt]:
+        choices = len(asked.prompts) * (asked.sampling.best_of or asked.sampling.n)
         if choices > MAX_TOTAL_CHOICES:
             raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
         prompts = []
-        for prompt in ask.prompts:
+        for prompt in asked.prompts:
             if isinstance(prompt, str):
                 text = prompt
                 ids: Sequence[int] = await self.text_ids(
-                    model, prompt, "prompt", add_special_tokens=ask.add_special_tokens
+                    model, prompt, "prompt", add_special_tokens=asked.add_special_tokens
                 )
             else:
                 ids = prompt
                 _check_len(len(ids), model, "prompt")
-                text = await self._echo_text(ask, model, ids)
-            wishes = ask.wishes
+                text = await self._echo_text(asked, model, ids)
+            sampling = asked.sampling
             if len(ids) < 2:  # a prompt's first token has no log-probability
-                wishes = replace(wishes, prompt_logprobs=None)
-            params = resolve(wishes, model.card, model.texts.defaults, len(ids), "prompt")
+                sampling = replace(sampling, prompt_logprobs=None)
+            params = resolve(sampling, model.card, model.text.defaults, len(ids), "prompt")
             prompts.append(Prompt(ids, text, params))
         return prompts
 
-    async def _echo_text(self, ask: CompleteAsk, model: ServedModel, ids: Sequence[int]) -> str:
+    async def _echo_text(
+        self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int]
+    ) -> str:
         try:
-            model.texts.tokenizer.check_ids(ids)
+            model.text.tokenizer.check_ids(ids)
         except TextError as error:
             raise refuse("prompt", str(error)) from error
-        return await self.decode(model, ids, skip_special=False) if ask.echo else ""
+        return await self.decode(model, ids, skip_special=False) if asked.echo else ""
 
 
 def _check_len(count: int, model: ServedModel, param: str) -> None:

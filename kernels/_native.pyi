@@ -132,34 +132,12 @@ def gumbel_at(
 
 class Stack:
     def __init__(
-        self,
-        context: Context,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        ffn: int,
-        eps: float,
-        attn_scale: float,
-        attn_soft_cap: float,
-        logit_soft_cap: float,
-        embed_scale: float,
-        activation: str,
+        self, context: Context, *, hidden: int, embed_scale: float, logit_soft_cap: float
     ) -> None: ...
     def set_embedding(self, matrix: Matrix) -> None: ...
-    def set_head(self, norm: NDArray[np.float32], matrix: Matrix) -> None: ...
     def set_rope(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None: ...
-    def add_layer(
-        self,
-        *,
-        group: int,
-        window: int,
-        rope: int,
-        norms: Mapping[str, NDArray[np.float32]],
-        weights: Mapping[str, list[Matrix]],
-        biases: Mapping[str, NDArray[np.float32]],
-    ) -> None: ...
+    def add_layer(self, parts: Sequence[tuple[str, Mapping[str, object]]]) -> None: ...
+    def set_head(self, norm: Mapping[str, object], matrix: Matrix) -> None: ...
     def set_kv(self, pools: list[NDArray[np.uint8]], dtype: str, block_size: int) -> None: ...
     def forward(
         self,

@@ -5,13 +5,14 @@ of threads; within one `numerics` it is the same bit for bit.
 """
 
 import os
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.kernels import _native
 
-VERSION = "native-1"  # raise it with any change of a kernel's results
+VERSION = "native-2"  # raise it with any change of a kernel's results
 PLAIN, BLOCKS = ("F32", "F16", "BF16"), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 FORMATS = frozenset({*PLAIN, *BLOCKS, *K_BLOCKS})  # that pack knows
@@ -22,19 +23,25 @@ class CpuKernels:
     """Threads, and the kernels of the best instruction set that this machine has."""
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
-        """`threads` 0: as many as torch has been given. Helpers are pinned if the process may use
-        exactly that many cores. `isa`: one of `_native.isas()`; ValueError for another.
+        """`threads` 0: see default_threads. Helpers are pinned if the process may use exactly that
+        many cores. `isa`: one of `_native.isas()`; ValueError for another.
         """
-        threads = threads or torch.get_num_threads()
+        threads = threads or default_threads()
         cores = sorted(os.sched_getaffinity(0))
         self.context = _native.Context(threads, cores if len(cores) == threads else [], isa)
         self.numerics = f"{VERSION}/cpu/{self.context.isa}"
 
-    def pack(self, data: Tensor, format: str, rows: int, cols: int) -> "_native.Matrix":
+    def pack(self, data: NDArray[Any], format: str, rows: int, cols: int) -> "_native.Matrix":
         """Weights [rows, cols] as stored, laid out for the kernels.
 
-        `data`: uint8 blocks [rows, bytes] of a GGUF type, or numbers of F16, BF16 or F32 [rows,
-        cols]; `format` one of FORMATS, else ValueError. `data` is not needed afterwards.
+        `data`: uint8 blocks [rows, bytes] of a GGUF type, or numbers of F16, BF16 (as uint16) or
+        F32 [rows, cols]; `format` one of FORMATS, else ValueError. `data` is not needed afterwards.
         """
-        stored = data.contiguous().view(torch.uint8).view(rows, -1)
-        return _native.Matrix.pack(self.context, format, stored.numpy(), rows, cols)
+        stored = np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1)
+        return _native.Matrix.pack(self.context, format, stored, rows, cols)
+
+
+def default_threads() -> int:
+    """What OMP_NUM_THREADS says, else as many as there are cores for this process."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))

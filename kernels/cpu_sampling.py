@@ -1,6 +1,6 @@
-"""Sampling on the native kernels: `stream`, `sample` and `logprobs` of `kernels/ops.py`."""
+"""Sampling on the native kernels: `stream`, `sample` and `logprobs` of `kernels/streams.py`."""
 
-from torch import Tensor
+from typing import Any
 
 from pdserve.kernels._native import Context, Sampler, Stream
 from pdserve.kernels.streams import StreamSettings, TokenScores
@@ -33,7 +33,7 @@ class CpuSampling:
 
     def sample(
         self,
-        logits: Tensor,
+        logits: Any,
         rows: list[int],
         streams: list[Stream],
         generated: list[list[int]],
@@ -41,6 +41,6 @@ class CpuSampling:
         """As kernels/reference/sampling.py, in one call for the whole step."""
         return self._sampler.sample(logits, rows, streams, generated)
 
-    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
+    def logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenScores]:
         """As kernels/reference/logprobs.py, summed in doubles."""
         return self._sampler.logprobs(logits, tokens, count)

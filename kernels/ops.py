@@ -1,28 +1,15 @@
-"""The operations that a model is made of; a backend has them all, and is chosen once.
+"""The operations that the torch decoder is made of: one object or module has them all.
 
 Shapes: T tokens, N inputs, M outputs, H query heads, K kv heads, D head_dim. What each does is
 written at the reference.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.streams import StreamSettings, TokenScores
-
-
-class SamplingOps(Protocol):
-    """How tokens are picked from logits."""
-
-    def stream(self, settings: StreamSettings, vocab: int) -> Any:
-        """What picks the tokens of one choice; only the backend that made it looks inside."""
-
-    def sample(
-        self, logits: Tensor, rows: list[int], streams: list[Any], generated: list[list[int]]
-    ) -> list[int]: ...
-
-    def logprobs(self, logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]: ...
+from pdserve.kernels.streams import SamplingOps
 
 
 class Ops(SamplingOps, Protocol):

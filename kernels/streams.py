@@ -1,7 +1,8 @@
-"""What the tokens of one choice are picked with: plain data, the same for every backend."""
+"""How the tokens of a choice are picked: its settings, and what every backend can do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits / T would leave the range of float32
 
@@ -31,3 +32,16 @@ class StreamSettings:
     def filters(self) -> bool:
         """Whether the parameters leave tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class SamplingOps(Protocol):
+    """How tokens are picked from logits, which are an array of the backend, float32 [n, vocab]."""
+
+    def stream(self, settings: StreamSettings, vocab: int) -> Any:
+        """What picks the tokens of one choice; only the backend that made it looks inside."""
+
+    def sample(
+        self, logits: Any, rows: list[int], streams: list[Any], generated: list[list[int]]
+    ) -> list[int]: ...
+
+    def logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenScores]: ...

@@ -283,6 +283,24 @@ def test_only_the_package_imports_the_rooms_that_compose() -> None:
     assert bad == []
 
 
+def test_each_class_name_is_defined_once() -> None:
+    """Generated messages aside, and classes that a function makes for itself."""
+    defined: defaultdict[str, list[str]] = defaultdict(list)
+    for path in modules(*PRODUCT).values():
+        tree = ast.parse(path.read_text())
+        inner = {
+            id(node)
+            for outer in ast.walk(tree)
+            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+            for node in ast.walk(outer)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and id(node) not in inner:
+                defined[node.name].append(str(path.relative_to(ROOT)))
+    assert len(defined) > 300
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
 def test_top_level_folders_are_namespaces_reached_by_symlinks() -> None:
     for folder in FOLDERS:
         assert not (ROOT / folder / "__init__.py").exists()
@@ -294,3 +312,26 @@ def test_top_level_folders_are_namespaces_reached_by_symlinks() -> None:
             if path.parent != ROOT / folder:
                 assert (path.parent / "__init__.py").exists(), path.parent
     assert not (ROOT / "tests/__init__.py").exists()
+
+
+# --- names that one module knows
+
+LAYER_NAMES = re.compile(
+    r"""(?x) (q|k|v|o|qkv|gate|up|down|gate_up)_proj | (input|post_attention|(pre|post)_feedforward)
+    _layernorm | embed_tokens | lm_head | self_attn"""
+)
+KNOW_LAYER_NAMES = {
+    "engine/models/layer.py",  # the description
+    "engine/checkpoints/gguf/mapping.py",  # the names in GGUF files
+    "engine/architectures/gemma3.py",  # where an architecture differs
+}
+
+
+def test_one_module_names_the_tensors_of_a_layer() -> None:
+    knowing = {
+        str(path.relative_to(ROOT))
+        for top in PRODUCT
+        for path in (ROOT / top).rglob("*.py")
+        if LAYER_NAMES.search(path.read_text())
+    }
+    assert knowing == KNOW_LAYER_NAMES

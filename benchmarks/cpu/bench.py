@@ -17,7 +17,7 @@ from typing import Any
 import machine
 import peers
 from contender import Contender, command
-from peers import ROOT, told
+from peers import ROOT, say
 from plot import svg
 from ratios import digits, judged, medians
 from roofline import Limits, as_bf16, gguf_cost, measured
@@ -64,11 +64,11 @@ def race(rows: tuple[Row, ...], cast: dict[str, Contender], pairs: int) -> Speed
     plan = runs(rows)
     speeds: Speeds = {(name, work): [] for work, names in plan for name in names}
     for number in range(pairs + 1):
-        told(f"round {number} of {pairs}" + ("" if number else " (warm-up)"))
+        say(f"round {number} of {pairs}" + ("" if number else " (warm-up)"))
         for work, names in plan:
             for name in turn(names, number):
                 speed = cast[name].run(work, number)
-                told(f"  {work.name}, {name}: {speed:.1f} tok/s")
+                say(f"  {work.name}, {name}: {speed:.1f} tok/s")
                 if number:
                     speeds[name, work].append(speed)
     return speeds
@@ -105,7 +105,7 @@ def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) 
         for name in dict.fromkeys(wanted):
             log = logs / f"{name.replace(' ', '-')}.log"
             cast[name] = stack.enter_context(Contender(name, command(name, cores), log))
-            told(f"{name} ready after {cast[name].start_s:.1f} s")
+            say(f"{name} ready after {cast[name].start_s:.1f} s")
         loads.append(quiet(cores, any_load))  # contenders at rest leave the cores alone
         speeds = race(rows, cast, pairs)
         most = rooflines(rows, cast, limits)

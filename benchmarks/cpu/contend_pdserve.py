@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-import torch
 from token_ids import prompt_ids
 
 from pdserve.engine.api.config import EngineConfig
@@ -80,7 +79,6 @@ def score(engine: Engine, ids: list[int]) -> dict[str, Any]:
 def main() -> None:
     model, threads = sys.argv[1], int(sys.argv[2])
     options: dict[str, Any] = dict(word.split("=", 1) for word in sys.argv[3:])
-    torch.set_num_threads(threads)
     started = time.perf_counter()
     config = EngineConfig(
         model=model,
@@ -88,6 +86,7 @@ def main() -> None:
         step_tokens=STEP_TOKENS,
         max_running=32,
         prefix_cache=False,
+        threads=threads,
         **options,
     )
     engine, _ = build_engine(config)

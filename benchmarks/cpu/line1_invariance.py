@@ -13,11 +13,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from alike import Traces, differing, resumed, seeded_requests, traces
 from fleet import Fleet
 from machine import CORES
-from peers import told
+from peers import say
 from prompts import prompts
 from pytest_line import run_tests
 
@@ -32,8 +31,8 @@ NEW = 32
 
 
 def engine(threads: int = CORES, **changes: object) -> Engine:
-    torch.set_num_threads(threads)
-    return build_engine(dataclasses.replace(CONFIG, **changes), lambda *_: None)[0]  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, threads=threads, **changes)  # type: ignore[arg-type]
+    return build_engine(config, lambda *_: None)[0]
 
 
 def engine_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, Traces, Traces]]:
@@ -86,12 +85,12 @@ def main() -> None:
     asked = seeded_requests(prompts(200, 2, 600), NEW)
     one_by_one = engine(prefix_cache=False)
     alone = traces(one_by_one, asked, 1)
-    told(f"{len(asked)} requests alone")
+    say(f"{len(asked)} requests alone")
     ways = []
 
     def compare(way: str, expected: Any, got: Any) -> None:
         found = differing(expected, got)
-        told(f"{way}: {len(found)} of {len(expected)} differ")
+        say(f"{way}: {len(found)} of {len(expected)} differ")
         ways.append({"way": way, "answers": len(expected), "differing": found})
 
     compare("under 32 others", alone, traces(engine(prefix_cache=False), asked, 33))

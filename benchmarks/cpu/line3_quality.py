@@ -16,7 +16,7 @@ from typing import Any
 
 import peers
 from contender import Contender, engine_command, llama_command
-from peers import PEERS, ROOT, told
+from peers import PEERS, ROOT, say
 from quality import joined, mismatches, perplexity, windows
 from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf
 
@@ -45,7 +45,7 @@ def scores(name: str, words: list[str], asked: list[list[int]]) -> dict[str, lis
     with Contender(name, words, log) as contender:
         parts = [contender.ask(f"score {' '.join(map(str, ids))}") for ids in asked]
     found = joined(parts)
-    told(f"{name}: perplexity {perplexity(found['nll']):.4f}")
+    say(f"{name}: perplexity {perplexity(found['nll']):.4f}")
     return found
 
 

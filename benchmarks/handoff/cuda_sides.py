@@ -30,14 +30,15 @@ class Side:
         import torch
 
         from pdserve.engine.handoff.protocol.keys import TagKey
-        from pdserve.engine.kv.cache import KvCache
+        from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
         from pdserve.engine.transport.base import TransportOptions
         from pdserve.engine.transport.registry import transports
 
         self.torch = torch
         self.spec = spec_of()
         self.where = "cpu" if fake else "cuda"
-        self.kv = KvCache(self.spec, blocks, self.where)
+        self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, blocks)
+        self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
         self.device = self._open(fake)
         self.key = TagKey(bytes(32))
         size = (4 << 20) if fake else (32 << 20)
@@ -57,7 +58,7 @@ class Side:
 
     def fill(self, seed: int) -> None:
         """The same numbers in every process of this machine."""
-        for data in self.kv.data:
+        for data in self.pools:
             generator = self.torch.Generator(self.where).manual_seed(seed)
             words = data.view(self.torch.int16)
             words.copy_(
@@ -68,7 +69,7 @@ class Side:
             )  # fmt: skip
 
     def clear(self) -> None:
-        for data in self.kv.data:
+        for data in self.pools:
             data.zero_()
 
     def equal(self, one: Any, other: Any) -> bool:
@@ -116,14 +117,14 @@ class Taker:
 
     def take(self, count: int, timeout_s: float = 60.0) -> tuple[int, int]:
         """The next `count` frames into the pool: (taken, damaged). Copies overlap."""
-        side, flights, taken, damaged = self._side, [], 0, 0
+        side, copies, taken, damaged = self._side, [], 0, 0
         end = time.monotonic() + timeout_s
         begun = 0
         while taken + damaged < count:
             assert time.monotonic() < end, f"{taken} frames of {count}"
             while begun < count:
                 try:
-                    link, header, payload = self.arrived.get(block=not flights, timeout=1.0)
+                    link, header, payload = self.arrived.get(block=not copies, timeout=1.0)
                 except queue.Empty:
                     break
                 blocks = list(range(header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1))
@@ -136,9 +137,9 @@ class Taker:
                     assert time.monotonic() < end, "an event that does not end"
                 pages = side.kv.pages(header.group, header.layers, blocks)
                 key = side.key.copy_key(header.sequence)
-                flights.append((link, header, payload.copy_in(pages, key)))
-            while flights and flights[0][2].done():
-                link, header, copy = flights.pop(0)
+                copies.append((link, header, payload.copy_in(pages, key)))
+            while copies and copies[0][2].done():
+                link, header, copy = copies.pop(0)
                 taken, damaged = taken + copy.intact, damaged + (not copy.intact)
                 link.credit(header)
         return taken, damaged

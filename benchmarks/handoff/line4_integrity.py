@@ -42,7 +42,7 @@ SHUFFLED = {("tcp", 0): 3_000, ("shm", 0): 3_000, ("tcp", 10): 2_000, ("shm", 10
 TOKENS, TRANSFERS, MOST = 2_000, 9, 0.02
 
 
-def told(text: str) -> None:
+def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -63,7 +63,7 @@ def hostile(scale: float, folder: Path) -> dict[str, Any]:
         outcomes += attack.outcomes
         refused += victim.receiver.counters
         assert not victim.received, "a hand-off was committed"
-        told(f"{transport}, {'sealed' if sealed else 'tagged'}: {int(count * scale)} frames")
+        say(f"{transport}, {'sealed' if sealed else 'tagged'}: {int(count * scale)} frames")
     assert kinds.total() == sum(int(count * scale) for count in HOSTILE.values())
     return {
         "frames": kinds.total(),
@@ -88,7 +88,7 @@ def shuffled(scale: float, folder: Path) -> dict[str, int]:
             sent_twice=pair.duplicates,
             transfers_out_of_order=pair.reordered,
         )
-        told(f"{transport}, window {window}: {pair.commits} transfers shuffled")
+        say(f"{transport}, window {window}: {pair.commits} transfers shuffled")
     return dict(figures)
 
 
@@ -149,7 +149,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         figures["checks_tagged"] = check_cost(False, folder)
-        told(f"checks: {figures['checks_tagged']}")
+        say(f"checks: {figures['checks_tagged']}")
         figures["checks_sealed"] = check_cost(True, folder)
         figures["hostile"] = hostile(scale, folder)
         figures["shuffled"] = shuffled(scale, folder)

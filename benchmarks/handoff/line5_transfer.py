@@ -40,7 +40,7 @@ FLEET = (
 )  # fmt: skip
 
 
-def told(text: str) -> None:
+def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -135,7 +135,7 @@ def shaped(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if reason := no_networks():
             found["skipped"] = f"network namespaces: {reason}"
-            told(f"SKIPPED: {found['skipped']}")
+            say(f"SKIPPED: {found['skipped']}")
         for rate, bytes_s in RATES.items() if not reason else ():
             with networks(rate):
                 one, other = (
@@ -147,7 +147,7 @@ def shaped(quick: bool) -> dict[str, Any]:
                 finally:
                     pair.close()
             found[rate]["of_rate"] = round(found[rate]["tcp_gb_s"] * 1e9 / bytes_s, 3)
-            told(f"{rate}: {found[rate]}")
+            say(f"{rate}: {found[rate]}")
         pair = Ends("tcp", folder)
         try:
             with FaultProxy(pair.address) as proxy, FaultProxy(pair.bare_address) as bare_proxy:
@@ -157,7 +157,7 @@ def shaped(quick: bool) -> dict[str, Any]:
                     bare_proxy.delay(delay_s)
                     name = f"delay_{delay_s * 1e3:.0f}_ms"
                     found[name] = in_turn(pair, rounds)
-                    told(f"{name}: {found[name]}")
+                    say(f"{name}: {found[name]}")
                 assert min(p.hits["delayed"] for p in (proxy, bare_proxy)) > 0
         finally:
             pair.close()
@@ -173,7 +173,7 @@ def main() -> int:
     figures: dict[str, Any] = {"ok": False, "cuda_ipc": "no GPU here: see cuda_check.py"}
     for name in wanted:
         figures[name] = PARTS[name](quick)
-        told(f"{name}: {figures[name]}")
+        say(f"{name}: {figures[name]}")
     for name in set(PARTS) - set(wanted):
         figures[name] = {"skipped": "not asked for"}
     figures["ok"] = all(figures[name]["ok"] for name in wanted)

@@ -38,16 +38,16 @@ TRIES = 4
 RESULTS = ROOT / "benchmarks/results"
 
 
-def told(text: str) -> None:
+def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def kept(path: Path, make: Any, clean: bool) -> dict[str, Any]:
     """What is in the file, or was just made; changed sources are always measured anew."""
     if clean and path.exists():
-        told(f"{path.stem}: measured before")
+        say(f"{path.stem}: measured before")
     else:
-        told(path.stem)
+        say(path.stem)
         write(path, make())
     return dict(json.loads(path.read_text()))
 
@@ -83,7 +83,7 @@ class Wanted:
         """One run of a configuration at these rates, or what it gave before."""
         path = self.folder / f"{name}-{long_rate:g}-{short_rate:g}.json"
         found = kept(path, lambda: run(name, self.plan(long_rate, short_rate)), self.clean)
-        told(f"{name}: {brief(found['summary'])}")
+        say(f"{name}: {brief(found['summary'])}")
         return found
 
 
@@ -92,7 +92,7 @@ def separated(wanted: Wanted) -> tuple[dict[str, Any], dict[str, Any]]:
     short requests keeps eight in flight."""
     seconds = min(CALIBRATION_S, wanted.seconds)
     rates = kept(wanted.folder / "rates.json", lambda: calibrate(seconds), wanted.clean)
-    told(f"rates: {rates}")
+    say(f"rates: {rates}")
     long_rate = rates["long_rate"]
     lasts = wanted.plan(long_rate, 1.0).seconds
     sharing, tried = Sharing.of(rates["closed_loop"]), []
@@ -120,7 +120,7 @@ def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
         result = wanted.made(SEPARATED, *given)
     else:
         rates, result = separated(wanted)
-    told(f"rates: {rates}")
+    say(f"rates: {rates}")
     both = rates["long_rate"], rates["short_rate"]
     names = [f"mixed-{chunk}" for chunk in wanted.chunks]
     results = {SEPARATED: result} | {name: wanted.made(name, *both) for name in names}
@@ -155,7 +155,7 @@ def main() -> int:
     args = parser.parse_args()
     cores = pin()
     revision = commit()
-    told(f"load by others: {load(cores):.0%} of the cores {cores}")
+    say(f"load by others: {load(cores):.0%} of the cores {cores}")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     clean = not revision.endswith("-dirty")
     tree = source_tree() + ("" if clean else "-dirty")

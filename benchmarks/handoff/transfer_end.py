@@ -27,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from eventually import wait_until
 
 from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
@@ -107,13 +106,13 @@ class Idle:
         return Reservation(NUM_TOKENS, [BLOCKS], [0])
 
     def fill(self, seed: int) -> None:
-        words = self.kv.data[0].view(torch.int64)
-        words.random_(generator=torch.Generator().manual_seed(seed))
+        words = self.kv.data[0].view(np.int64)
+        words[:] = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, words.shape, np.int64)
 
     def used(self) -> "np.ndarray[Any, Any]":
         """[layers, bytes] of the blocks of one prompt, as they lie."""
         data = self.kv.data[0]
-        return data.view(data.shape[0], NUM_BLOCKS + 1, -1).view(torch.uint8).numpy()[:, 1:]
+        return data.reshape(data.shape[0], NUM_BLOCKS + 1, -1).view(np.uint8)[:, 1:]
 
     def digest(self) -> str:
         return hashlib.sha256(np.ascontiguousarray(self.used()).tobytes()).hexdigest()
@@ -183,12 +182,12 @@ class Decode:
         return {"digest": self.engine.digest(), "lost": self.lost}
 
     def clear(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self.engine.kv.data[0].zero_()
+        self.engine.kv.data[0][:] = 0
         return {}
 
     def memcpy(self, asked: dict[str, Any]) -> dict[str, Any]:
         """One prompt's keys and values from memory of the same size into the pool."""
-        target = self.engine.kv.data[0].view(torch.uint8).numpy().reshape(-1)[:NUM_BYTES]
+        target = self.engine.kv.data[0].view(np.uint8).reshape(-1)[:NUM_BYTES]
         if self.source is None:
             self.source = np.full(NUM_BYTES, 7, np.uint8)
         started = time.perf_counter()
@@ -199,7 +198,7 @@ class Decode:
         """The pool's memory filled from a socket, `rounds` times; the sender sees the end of each
         by one byte back."""
         sock = buffered(self.listener.accept()[0])
-        view = memoryview(self.engine.kv.data[0].view(torch.uint8).numpy().reshape(-1))
+        view = memoryview(self.engine.kv.data[0].view(np.uint8).reshape(-1))
         with sock:
             for _ in range(asked["rounds"]):
                 at = 0
@@ -256,7 +255,7 @@ class Prefill:
                 ticket, asked["address"], tuple(range(NUM_TOKENS)), b"", float("inf")
             )
         ).result(PATIENCE_S)
-        outgoing = self.sender._by_attempt[ticket.attempt]
+        outgoing = self.sender.attempt(ticket.attempt)
         self._tell(Scheduled(outgoing.key, 0))
         wait_until(
             lambda: outgoing.next_blocks or outgoing.state.final, "a grant", PATIENCE_S, 0.001
@@ -280,7 +279,7 @@ class Prefill:
 
     def bare(self, asked: dict[str, Any]) -> dict[str, Any]:
         host, port = asked["address"].rsplit(":", 1)
-        view = memoryview(self.engine.kv.data[0].view(torch.uint8).numpy().reshape(-1))
+        view = memoryview(self.engine.kv.data[0].view(np.uint8).reshape(-1))
         rates = []
         with buffered(socket.create_connection((host, int(port)))) as sock:
             for _ in range(asked["rounds"]):
@@ -294,7 +293,6 @@ class Prefill:
 
 def main() -> None:
     role, transport, folder, bind = sys.argv[1:5]
-    torch.set_num_threads(1)
     if "untagged" in sys.argv[5:]:
         keys.TagKey = Untagged  # type: ignore[misc]
     end = (Decode if role == "decode" else Prefill)(transport, folder, bind)

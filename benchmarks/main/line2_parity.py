@@ -23,7 +23,12 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 
 CONFIG = EngineConfig(
-    kernels="native", weights="float32", kv_dtype="float32", kv_tokens=65536, chunk_size=256
+    kernels="native",
+    weights="float32",
+    kv_dtype="float32",
+    kv_tokens=65536,
+    chunk_size=256,
+    threads=2,
 )
 TEMPERATURES = (0.0, 1.0)
 

@@ -9,7 +9,7 @@ from fleet import Fleet
 from pytest_line import run_tests
 
 RUNS = 3
-BOUND_S = 10.0
+BOUND_S = 2.0  # on two idle cores
 
 
 def first_token_s() -> float:
@@ -28,7 +28,7 @@ def main() -> None:
     without_torch = run_tests("tests/services/cli", "tests/gateway/test_main.py", "-k", "torch")
     seconds = [round(first_token_s(), 2) for _ in range(RUNS)]
     figures = {
-        "ok": without_torch["ok"] and statistics.median(seconds) < BOUND_S,
+        "ok": without_torch["ok"] and statistics.median(seconds) <= BOUND_S,
         "without_torch": without_torch,
         "first_token_s": seconds,
         "median_s": statistics.median(seconds),

@@ -55,6 +55,7 @@ def main() -> None:
             kv_dtype="bf16",
             kv_tokens=32768,
             prefix_cache=False,
+            threads=2,
         ),
         lambda *_: None,
     )

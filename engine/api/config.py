@@ -52,3 +52,4 @@ class EngineConfig:
     context_len: int = option(0, "cap on the model's context; 0: the model's own", min=0)
     prefix_cache: bool = option(True, "keep and reuse KV of common prefixes")
     max_waiting: int = option(256, "requests queued before new ones are refused", min=1)
+    threads: int = 0  # compute threads; 0: the backend decides. No option: whoever starts it knows

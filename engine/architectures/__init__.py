@@ -1,0 +1,52 @@
+"""The architectures: each is one module here with a ModelSpec named SPEC, which is found by
+discovery; a module elsewhere calls `register`.
+"""
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.spec import ModelSpec
+
+_specs: dict[str, ModelSpec] = {}
+
+
+def register(spec: ModelSpec) -> None:
+    """Make an architecture known. Raises ValueError if one of its names is taken."""
+    for name in spec.architectures:
+        if name in _specs and _specs[name] != spec:
+            raise ValueError(f"architecture {name} is registered twice")
+    _specs.update(dict.fromkeys(spec.architectures, spec))
+
+
+@cache
+def _discover() -> None:
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        register(import_module(module.name).SPEC)
+
+
+def known_specs() -> tuple[ModelSpec, ...]:
+    """Every registered architecture once, in order of its first name."""
+    _discover()
+    specs = {spec.architectures[0]: spec for spec in _specs.values()}
+    return tuple(specs[name] for name in sorted(specs))
+
+
+def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of config.json's `architectures`. Raises UnsupportedModel with the known names."""
+    _discover()
+    given = hf_config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list | tuple) else []
+    for name in names:
+        if name in _specs:
+            return _specs[name]
+    asked = ", ".join(names) or "none named in its config"
+    raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
+
+
+def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """config.json as a ModelConfig. Raises UnsupportedModel."""
+    return find_spec(hf_config).parse(hf_config)

@@ -17,9 +17,10 @@ from pdserve.engine.models.hf_config.standard import (
     standard,
     windowed,
 )
-from pdserve.engine.models.spec import ModelSpec, register
+from pdserve.engine.models.spec import ModelSpec
 
 NORMS = NormPlacement(
+    attn_in="input_layernorm",
     attn_out="post_attention_layernorm",
     ffn_in="pre_feedforward_layernorm",
     ffn_out="post_feedforward_layernorm",
@@ -88,4 +89,4 @@ GGUF = GgufMapping(
     norm_offset=1.0,
 )
 
-register(ModelSpec(("Gemma3ForCausalLM",), parse, GGUF))
+SPEC = ModelSpec(("Gemma3ForCausalLM",), parse, GGUF)

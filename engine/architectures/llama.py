@@ -4,7 +4,7 @@ from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec, register
+from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -12,4 +12,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
 
 
-register(ModelSpec(("LlamaForCausalLM",), parse, GgufMapping("llama", permuted=True)))
+SPEC = ModelSpec(("LlamaForCausalLM",), parse, GgufMapping("llama", permuted=True))

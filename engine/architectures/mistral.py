@@ -8,7 +8,7 @@ from pdserve.engine.models.hf_config.standard import (
     sliding_window,
     standard,
 )
-from pdserve.engine.models.spec import ModelSpec, register
+from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -16,4 +16,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, layers=plain_layers(hf, [sliding_window(hf, 4096)] * num_layers(hf)))
 
 
-register(ModelSpec(("MistralForCausalLM",), parse))
+SPEC = ModelSpec(("MistralForCausalLM",), parse)

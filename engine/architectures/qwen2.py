@@ -12,7 +12,7 @@ from pdserve.engine.models.hf_config.standard import (
     standard,
     windowed,
 )
-from pdserve.engine.models.spec import ModelSpec, register
+from pdserve.engine.models.spec import ModelSpec
 
 
 def windows(hf: HfConfig) -> Sequence[int]:
@@ -29,4 +29,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, qkv_bias=True, layers=plain_layers(hf, windows(hf)))
 
 
-register(ModelSpec(("Qwen2ForCausalLM",), parse, GgufMapping("qwen2")))
+SPEC = ModelSpec(("Qwen2ForCausalLM",), parse, GgufMapping("qwen2"))

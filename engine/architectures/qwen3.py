@@ -5,7 +5,7 @@ from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig, integer
 from pdserve.engine.models.hf_config.standard import plain_layers, standard
-from pdserve.engine.models.spec import ModelSpec, register
+from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -22,4 +22,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     )
 
 
-register(ModelSpec(("Qwen3ForCausalLM",), parse, GgufMapping("qwen3")))
+SPEC = ModelSpec(("Qwen3ForCausalLM",), parse, GgufMapping("qwen3"))

@@ -5,18 +5,18 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdserve.engine.checkpoints.source import Checkpoint
-from pdserve.engine.weights.registry import NATIVE
+from pdserve.engine.weights.plain import PLAIN
 
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
+LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 
 
 def quantization_label(checkpoint: Checkpoint, names: Iterable[str]) -> str:
     """The format of most weights in matrices, by number of values: "Q4_1", "bf16"."""
-    assert PLAIN.keys() == NATIVE.keys()
+    assert LABELS.keys() == PLAIN.keys()
     values: Counter[str] = Counter()
     for name in names:
         stored = checkpoint.layout(name)
         if len(stored.shape) > 1:
             values[stored.format] += math.prod(stored.shape)
     dominant = values.most_common(1)[0][0]
-    return PLAIN.get(dominant, dominant)
+    return LABELS.get(dominant, dominant)

@@ -1,21 +1,22 @@
-"""A file mapped into memory, and tensors that look into it.
+"""A file mapped into memory, and arrays that look into it.
 
-Mapped private (copy on write): nothing here can change the file. The mapping lives as long as a
-tensor made from it; a file that shrinks meanwhile kills the process, as with any mapping.
+Mapped private (copy on write): nothing here can change the file. The mapping lives as long as an
+array made from it; a file that shrinks meanwhile kills the process, as with any mapping.
 """
 
 import math
 import mmap
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.source import CheckpointError
 
 
 class MappedFile:
-    """`map[a:b]` copies bytes; `tensor` does not."""
+    """`map[a:b]` copies bytes; `array` does not."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if the file cannot be opened or is empty."""
@@ -27,18 +28,16 @@ class MappedFile:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self.size = len(self.map)
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
-        """A tensor of the file's bytes from `start`; the caller has checked that they exist.
+    def array(self, dtype: "np.dtype[Any]", shape: tuple[int, ...], start: int) -> NDArray[Any]:
+        """An array of the file's bytes from `start`; the caller has checked that they exist.
 
         Bytes that are not aligned for `dtype` are copied.
         """
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        if start % dtype.itemsize:
-            aligned = bytearray(self.map[start : start + count * dtype.itemsize])
-            return torch.frombuffer(aligned, dtype=dtype).view(shape)
-        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=start).view(shape)
+            return np.empty(shape, dtype)
+        found = np.frombuffer(self.map, dtype, count, start).reshape(shape)
+        return found if found.flags.aligned else found.copy()
 
     def release(self, start: int, count: int) -> None:
         """Give the memory of `count` bytes back; they come from the file again when next read."""

@@ -64,6 +64,10 @@ class Checkpoint(Protocol):
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold weights."""
 
+    @property
+    def text_paths(self) -> tuple[str, ...]:
+        """Paths of the files that `text_files` reads, as far as they are there."""
+
 
 def unknown_tensor(name: str, known: Collection[str]) -> CheckpointError:
     """The error of a tensor that a checkpoint lacks, with names like it."""

@@ -7,18 +7,19 @@ bounded by what the model needs anyway.
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import NATIVE, unpack_into
+from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights.plain import empty
+from pdserve.engine.weights.unpack import unpack_into
 
 PIECE_VALUES = 1 << 22  # of one task
 
@@ -30,17 +31,17 @@ COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 class _Pending:
     """A tensor on its way: complete when all pieces are."""
 
-    result: Tensor | RawTensor
+    result: RawTensor
     pieces: list[Future[None]]
 
 
-def check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+def check_names(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
+) -> None:
     """Raises CheckpointError that names what is missing, what nobody uses and what has another
-    shape than the config says. With a `tied` head a stored copy of it is tolerated.
+    shape than the config says. Stored copies of `tied` tensors are tolerated.
     """
-    there = {name for name in checkpoint.names() if not name.endswith(COMPUTED)}
-    if tied:
-        there.discard("lm_head.weight")
+    there = {name for name in checkpoint.names() if not name.endswith(COMPUTED)} - {*tied}
     problems = [
         f"{what} {len(names)} tensors: {', '.join(sorted(names)[:5])}{', ...' * (len(names) > 5)}"
         for what, names in (
@@ -65,21 +66,19 @@ class WeightLoader:
         self,
         checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype | None,
-        device: torch.device,
+        format: str | None,
         threads: int,
         hashed: bool,
         copied: bool,
         progress: Callable[[float], None],
     ) -> None:
-        """Loads in the order of `shapes`. `dtype` None leaves matrices as they are stored; vectors
-        always stay so. `copied`: the caller has copied what it was given when it asks for the next,
-        so that the file's pages need not stay in memory. `progress` gets a growing fraction, from
-        one loading thread at a time.
+        """Loads in the order of `shapes`. `format` names the plain numbers to which matrices are
+        expanded; None leaves them as they are stored, as vectors always are. `copied`: the caller
+        has copied what it was given when it asks for the next, so that the file's pages need not
+        stay in memory. `progress` gets a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
+        self._format = format
         self._hashed = hashed
         self._copied = copied
         self._given = ""  # the last name
@@ -91,7 +90,7 @@ class WeightLoader:
         self._lock = threading.Lock()
         self._done = 0
         self._total = sum(math.prod(shape) for shape in shapes.values())
-        self.expanded_bytes = 0  # of matrices that were not stored in `dtype`
+        self.expanded_bytes = 0  # of matrices that were not stored in `format`
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
 
     def __enter__(self) -> "WeightLoader":
@@ -106,8 +105,8 @@ class WeightLoader:
         self._pool.shutdown(cancel_futures=True)
         self._release(self._given)
 
-    def __call__(self, name: str) -> Tensor | RawTensor:
-        """The tensor on the device. Raises what its loading raised."""
+    def __call__(self, name: str) -> RawTensor:
+        """The tensor. Raises what its loading raised."""
         self._release(self._given)
         self._given = name
         if name not in self._pending:
@@ -118,10 +117,7 @@ class WeightLoader:
         pending = self._pending.pop(name)
         for piece in pending.pieces:
             piece.result()
-        if isinstance(pending.result, Tensor):
-            return pending.result.to(self._device)
-        raw = pending.result
-        return RawTensor(raw.data.to(self._device), raw.format, raw.shape)
+        return pending.result
 
     def digest(self) -> str:
         """Hex Merkle root over all tensors; only if `hashed`, after all have been handed over."""
@@ -134,26 +130,24 @@ class WeightLoader:
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
             self._leaves[name].add_done_callback(lambda _: self._release(name))
-        stays = self._dtype is None or len(raw.shape) < 2
-        if stays or self._dtype == NATIVE.get(raw.format):
-            self._pending[name] = _Pending(raw if stays else raw.data, [])
+        if self._format in (None, raw.format) or len(raw.shape) < 2:
+            self._pending[name] = _Pending(raw, [])
             self._count(math.prod(raw.shape))
             return
-        with torch.inference_mode(False):  # a caller's mode is not that of the threads that write
-            out = torch.empty(raw.shape, dtype=self._dtype)
+        out = empty(raw.shape, self._format)
         self.expanded_bytes += out.nbytes
-        rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, out.numel()))
+        rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, out.size))
         pieces = [
-            self._pool.submit(self._expand, raw, out, start, min(start + rows, raw.shape[0]))
+            self._pool.submit(self._expand, raw, out, slice(start, start + rows))
             for start in range(0, raw.shape[0], rows)
         ]
-        self._pending[name] = _Pending(out, pieces)
+        self._pending[name] = _Pending(RawTensor({VALUES: out}, self._format, raw.shape), pieces)
 
-    def _expand(self, raw: RawTensor, out: Tensor, start: int, end: int) -> None:
-        """Rows [start, end) of one tensor."""
-        shape = (end - start, *raw.shape[1:])
-        unpack_into(RawTensor(raw.data[start:end], raw.format, shape), out[start:end])
-        self._count(math.prod(shape))
+    def _expand(self, raw: RawTensor, out: NDArray[Any], some: slice) -> None:
+        """Some rows of one tensor."""
+        assert self._format is not None
+        unpack_into(raw.rows(some), out[some], self._format)
+        self._count(out[some].size)
 
     def _release(self, name: str) -> None:
         if self._copied and name:

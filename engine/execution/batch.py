@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Ints = NDArray[np.int64]
-T = TypeVar("T")  # Ints, or Tensor of int64
+T = TypeVar("T")  # Ints, or a backend's arrays of int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +42,3 @@ class Batch(Generic[T]):
     @property
     def num_rows(self) -> int:
         return len(self.starts) - 1
-
-
-def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
-    """The batch with its arrays as tensors on a device."""
-
-    def moved(array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return Batch(
-        token_ids=moved(batch.token_ids),
-        positions=moved(batch.positions),
-        starts=batch.starts,
-        kv_lens=batch.kv_lens,
-        num_decode_rows=batch.num_decode_rows,
-        groups=tuple(GroupTable(moved(g.block_table), moved(g.slots)) for g in batch.groups),
-        logit_tokens=moved(batch.logit_tokens),
-        kv_only=batch.kv_only,
-    )

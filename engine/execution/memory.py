@@ -1,10 +1,8 @@
-"""How much memory a KV pool may take: the least of what host, cgroup or GPU has left."""
+"""How much memory the host has left for a KV pool: within its cgroup, if that is less."""
 
 from pathlib import Path
 
-import torch
-
-CPU_SHARE, CUDA_SHARE = 0.5, 0.85  # of the free memory; the rest is for activations and others
+HOST_SHARE = 0.5  # of the free memory; the rest is for activations and others
 _CGROUPS = (  # (limit, usage, statistics, name of the reclaimable page cache in them)
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),  # version 2
     (
@@ -14,14 +12,6 @@ _CGROUPS = (  # (limit, usage, statistics, name of the reclaimable page cache in
         "total_inactive_file",
     ),
 )
-
-
-def pool_bytes(device: str, engines: int) -> int:
-    """Bytes for the KV pool of one of `engines` engines on this machine."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return int(free * CUDA_SHARE) // engines
-    return int(free_host_bytes() * CPU_SHARE) // engines
 
 
 def free_host_bytes(

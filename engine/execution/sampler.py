@@ -12,8 +12,7 @@ from pdserve.engine.api.request import TokenLogprob
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.kernels.ops import SamplingOps
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.streams import SamplingOps, StreamSettings
 
 # Hidden states and logits are arrays of the backend; here they are indexed and passed on.
 Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]

@@ -1,5 +1,5 @@
-"""The line of claims at decode: strict FIFO, nobody behind the head takes blocks before it has all
-of its own. On the engine thread."""
+"""The queue of Claims at decode. It is strictly FIFO: no attempt gets blocks before the one ahead
+of it has all of its own. Runs on the engine thread."""
 
 import logging
 from collections import deque
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ClaimQueue:
-    """`refused(incoming, reason)` is told of a claim that can never be granted."""
+    """`refused(incoming, reason)` is called for a Claim that can never be granted."""
 
     def __init__(
         self,
@@ -26,35 +26,35 @@ class ClaimQueue:
         self._spec = spec
         self._clock = clock
         self._refused = refused
-        self._line: deque[IncomingHandoff] = deque()
+        self._queue: deque[IncomingHandoff] = deque()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[IncomingHandoff]:
-        return iter(self._line)
+        return iter(self._queue)
 
     def add(self, incoming: IncomingHandoff) -> None:
-        """It waits for blocks; if it ends before it has them, it is passed over."""
-        self._line.append(incoming)
+        """An attempt waits for blocks; if it ends before it has them, it leaves the queue."""
+        self._queue.append(incoming)
 
     def granted(self) -> Iterator[IncomingHandoff]:
-        """Who has its blocks now, in order, as far as there are blocks."""
-        while self._line:
-            head = self._line[0]
+        """Reserves blocks for the attempts in order, as far as there are blocks; yields each."""
+        while self._queue:
+            head = self._queue[0]
             if head.state.final:
-                self._line.popleft()
+                self._queue.popleft()
                 continue
             try:
                 reservation = self._engine.reserve(head.request, head.sender)
             except Exception as err:
                 if not isinstance(err, EngineError):
                     log.exception("a reservation failed")
-                self._line.popleft()
+                self._queue.popleft()
                 self._refused(head, f"reservation: {err}")
                 continue
             if reservation is None:
                 return
-            self._line.popleft()
+            self._queue.popleft()
             head.grant(reservation, self._spec, self._clock())
             yield head

@@ -1,9 +1,9 @@
-"""Frames that go from a window on the device straight into the pool: begun, then verified.
+"""Copies frames from a window on the device straight into the pool, and verifies them afterwards.
 
 The copy hashes what it writes, so a block holds unverified bytes until the verdict is read, between
-two later steps. Therefore a frame waits while another copy writes one of its blocks, and none is
-ever copied over a verified block: a duplicate or damaged frame cannot undo a good one. A block that
-loses its owner meanwhile is safe, since its next owner writes later on the same stream.
+two later steps. Therefore a frame waits while another copy writes one of its blocks, and no frame
+is ever copied over a verified block: a duplicate or damaged frame cannot undo a good one. A block
+that loses its owner meanwhile is safe, since its next owner writes later on the same stream.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from pdserve.engine.transport.device import Copy
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `source`: where its payload lies, if that stays on a device."""
+    """A frame at decode; `source` is where its payload lies, if that stays on a device."""
 
     attempt: IncomingHandoff
     link: DataLink
@@ -32,7 +32,7 @@ class ReceivedFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A copy that the device has been given."""
+    """A copy that the device has not finished, or whose verdict was not read yet."""
 
     frame: ReceivedFrame
     piece: Piece
@@ -44,19 +44,26 @@ class PagedKv(Protocol):
 
 
 class FrameVerdicts(Protocol):
-    """The Receiver, for what becomes of a frame; on the engine thread."""
+    """What the Receiver does with a frame, by the verdict; called on the engine thread."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
-        """Verified and in the pool; None: its blocks had been before."""
+        """It is verified and in the pool; `written` is None if its blocks were there before."""
 
-    def damaged(self, frame: ReceivedFrame) -> None: ...
-    def refused(self, frame: ReceivedFrame, error: FrameError) -> None: ...
-    def late(self, frame: ReceivedFrame) -> None: ...
+    def damaged(self, frame: ReceivedFrame) -> None:
+        """Its payload does not fit its tag."""
+
+    def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
+        """It is not a frame that this attempt may send."""
+
+    def late(self, frame: ReceivedFrame) -> None:
+        """Its attempt has ended."""
 
 
 class DeviceFrames:
-    """Threads of the connections call `arrived`; the engine thread calls `poll`. Every frame's slot
-    is credited once: when its copy is done, or when there is none."""
+    """Threads of the connections call `arrived`; the engine thread calls `poll`.
+
+    The slot of every frame is credited once: when its copy is done, or at once without a copy.
+    """
 
     def __init__(
         self,
@@ -64,7 +71,7 @@ class DeviceFrames:
         verdicts: FrameVerdicts,
         guarded: Callable[[IncomingHandoff, Callable[[IncomingHandoff], None]], bool],
     ) -> None:
-        """`guarded`: False if the act raised; its attempt ends then."""
+        """`guarded(attempt, act)` returns False if the act raised, and then ends the attempt."""
         self._kv = kv
         self._verdicts = verdicts
         self._guarded = guarded
@@ -75,19 +82,24 @@ class DeviceFrames:
     def busy(self) -> bool:
         return bool(self._pending or self._waiting)
 
+    @property
+    def num_waiting(self) -> int:
+        """Frames whose copy has not begun."""
+        return len(self._waiting)
+
     def arrived(self, frame: ReceivedFrame) -> None:
         self._waiting.append(frame)
 
     def poll(self) -> bool:
-        """Read the verdicts of copies that are done, in order, and begin what can begin. Whether
-        there is more to do."""
+        """Reads the verdicts of copies that are done, in order, and begins the copies that can
+        begin. Returns whether there is more to do."""
         while self._pending and self._is_over(self._pending[0]):
             pending = self._pending.popleft()
             pending.frame.link.credit(pending.frame.header)  # an answer gives the slot back, too
             self._guarded(pending.frame.attempt, partial(self._land, pending))
         for _ in range(len(self._waiting)):
             frame = self._waiting.popleft()
-            left: list[ReceivedFrame] = []  # the frame, if it has to wait
+            left: list[ReceivedFrame] = []  # has the frame if it must wait
             begun = len(self._pending)
             self._guarded(frame.attempt, partial(self._begin, frame, left))
             self._waiting.extend(left)
@@ -98,7 +110,7 @@ class DeviceFrames:
     def _is_over(self, pending: PendingCopy) -> bool:
         over: list[bool] = []
         fine = self._guarded(pending.frame.attempt, lambda _: over.append(pending.copy.done()))
-        return over[0] if fine else True  # a device that fails does not become done
+        return over[0] if fine else True  # a device that fails will never say that it is done
 
     def _begin(
         self, frame: ReceivedFrame, left: list[ReceivedFrame], incoming: IncomingHandoff
@@ -127,7 +139,7 @@ class DeviceFrames:
         self._pending.append(PendingCopy(frame, piece, source.copy_in(pages, key)))
 
     def _is_written(self, incoming: IncomingHandoff, piece: Piece) -> bool:
-        """A copy of the same attempt is writing some of it."""
+        """Whether a copy of the same attempt writes some of the piece."""
         return any(f.frame.attempt is incoming and f.piece.overlaps(piece) for f in self._pending)
 
     def _land(self, pending: PendingCopy, incoming: IncomingHandoff) -> None:

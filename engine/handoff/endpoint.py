@@ -1,8 +1,9 @@
-"""What the two shells of a hand-off share: live attempts, an inbox, Progress messages, the clock.
+"""What Sender and Receiver share: live attempts, an inbox, Progress messages, the clock.
 
-The engine thread owns every attempt and runs the machine; to it threads of a connection speak by
-the inbox, and the ticker thread only signs Progress and wakes the engine. Whatever names a ticket
-that is not live here is counted and ignored, unless its tag tells that it named another.
+The engine thread owns every attempt and runs the machine. Threads of a connection post to its
+inbox; the ticker thread only signs Progress and wakes the engine thread. A record that names a
+ticket which is not live here is counted and ignored, unless its tag shows that the ticket's id was
+damaged on the way.
 """
 
 import itertools
@@ -34,7 +35,7 @@ from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, Re
 
 log = logging.getLogger(__name__)
 
-INTERNAL = "internal error"  # why an attempt ended whose action has raised
+INTERNAL = "internal error"  # reason of an attempt's end if one of its actions has raised
 MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
 
 
@@ -56,12 +57,12 @@ class HandoffAttempt:
         self.state = state
         self.link: DataLink | None = None
         self.peer_key = peer
-        self.progress: PeerProgress | None = None  # the newest; set by the reader thread
+        self.progress: PeerProgress | None = None  # the newest one; the reader thread sets it
         self.own_key = own
         self.sequence = itertools.count(1)  # of everything that this side signs
 
     def post(self, body: messages.Body) -> None:
-        """Sign and send; any thread."""
+        """Signs a message and sends it; any thread may call it."""
         if self.link is not None:
             sequence = next(self.sequence)
             self.link.post(messages.sign(body, self.ticket.id, sequence, self.own_key))
@@ -73,7 +74,7 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 class HandoffEndpoint(Generic[AttemptT]):
     """`wake` makes the engine thread call `poll`; `progress` gives (its step counter, has work).
 
-    Subclasses map every action of the machine that their side can see to a method.
+    A subclass maps every action that the machine gives its side to a method.
     """
 
     actions: dict[Action, Callable[[AttemptT], None]]
@@ -85,7 +86,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
-        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds
+        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds to it
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._progress = progress
@@ -93,7 +94,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._event_log = event_log or EventLog()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
         self._by_attempt: dict[bytes, AttemptT] = {}
-        self._links: dict[DataLink, None] = {}  # until their threads are over
+        self._links: dict[DataLink, None] = {}  # until their threads have ended
         self._inbox: deque[Callable[[], object]] = deque()
         self._next_tick = 0.0
         self._stop = threading.Event()
@@ -103,13 +104,27 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._ticker.start()
 
     @property
+    def live(self) -> list[AttemptT]:
+        """The attempts that have not ended, oldest first."""
+        return list(self._live.values())
+
+    @property
+    def links(self) -> list[DataLink]:
+        """The connections whose threads have not ended."""
+        return list(self._links)
+
+    def attempt(self, attempt: bytes) -> AttemptT | None:
+        """The live attempt with this id."""
+        return self._by_attempt.get(attempt)
+
+    @property
     def num_live(self) -> int:
         return len(self._live)
 
     # the engine thread
 
     def poll(self) -> bool:
-        """Handle what arrived; True: there is more to do at once."""
+        """Handles what has arrived; True if there is more to do at once."""
         while self._inbox:
             self._inbox.popleft()()
         more = self._work()
@@ -119,25 +134,25 @@ class HandoffEndpoint(Generic[AttemptT]):
             for attempt in list(self._live.values()):
                 self._check(attempt)
             for link in list(self._links):
-                self._figures(link)  # what its last frame took
+                self._figures(link)  # counts the seconds of its last frame
                 if link.ended:
                     del self._links[link]
         return more
 
     def _work(self) -> bool:
-        """The side's own part of a poll."""
+        """The part of a poll that a subclass adds; True if there is more to do at once."""
         return False
 
     def cancel(self, attempt: bytes, reason: str) -> bool:
-        """End an attempt here and at the peer; False: it is not live."""
-        found = self._by_attempt.get(attempt)
+        """Ends an attempt here and at the peer; False if it is not live."""
+        found = self.attempt(attempt)
         if found is None:
             return False
         self._advance(found, HandoffEnded(reason))
         return True
 
     def _add(self, attempt: AttemptT, promised: int = 0) -> None:
-        """`promised`: blocks."""
+        """A new attempt, to which `promised` blocks are promised."""
         self._live[attempt.ticket.id] = attempt
         self._by_attempt[attempt.ticket.attempt] = attempt
         left_s = max(0.0, attempt.state.deadline - self._clock())
@@ -150,9 +165,12 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._event_log.record(kind, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
-        """One step of the machine and its actions; a final attempt is forgotten first, so a
-        report never finds it. An action that raises leaves the others to be done, so blocks and
-        promise are given back whatever happens; a commit that raises has not happened."""
+        """Takes one step of the machine and carries its actions out.
+
+        An attempt that has ended is forgotten first, so a report never finds it. If an action
+        raises, the others are carried out all the same, so blocks and promise are given back
+        whatever happens. A commit that raises has not happened.
+        """
         before = attempt.state
         attempt.state, actions = step(before, event, self._clock())
         self._event_log.step(attempt.ticket.attempt, event, before, attempt.state, actions)
@@ -169,9 +187,9 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return
 
     def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
-        """Whether it did not raise; else the attempt ends in the next poll, and only it.
+        """Returns False if `act` raised; then this attempt alone ends, in the next poll.
 
-        Not at once: the engine may be between the plan of a step and its end.
+        It does not end at once, since the engine may be between the plan of a step and its end.
         """
         try:
             act(attempt)
@@ -185,16 +203,16 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _check(self, attempt: AttemptT) -> None:
         link = attempt.link
-        if attempt.state.linked:  # without a link yet: dialling, which has its own bound
+        if attempt.state.linked:  # without a link it is being dialled, which has its own bound
             self._advance(attempt, Heard(link.heard if link is not None else self._clock()))
         if attempt.progress is not None:
             self._advance(attempt, attempt.progress)
         self._advance(attempt, Tick())
         if link is not None and attempt.state.reason in ("peer silent", "peer frozen"):
-            link.end(attempt.state.reason)  # its window is abandoned
+            link.end(attempt.state.reason)  # the peer may still write into its window
 
     def _drop_link(self, link: DataLink, reason: str) -> None:
-        """Every attempt on a closed connection ends."""
+        """Ends every attempt on a closed connection."""
         for attempt in [a for a in self._live.values() if a.link is link]:
             self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
@@ -211,7 +229,7 @@ class HandoffEndpoint(Generic[AttemptT]):
     # threads of the connections
 
     def _post(self, action: Callable[[], object], wake: bool = True) -> None:
-        """Without `wake` it waits for the next poll, which the ticker brings at the latest."""
+        """Adds to the inbox. Without `wake` it waits for the next poll, at most one tick."""
         if len(self._inbox) >= MAX_INBOX:
             raise FrameError("the engine does not keep up")
         self._inbox.append(action)
@@ -219,10 +237,10 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _genuine(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
-        """The live attempt that a message is about, its tag checked; None: ignore it."""
+        """The live attempt of a message whose tag is right; None if the message is ignored."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
-            if isinstance(message.body, messages.Progress):  # a few follow every end
+            if isinstance(message.body, messages.Progress):  # some arrive after every end
                 return None
             domain, covered = Domain.CONTROL, message.covered
             attempt = self._signer(link, domain, message.sequence, covered, message.tag)
@@ -238,13 +256,16 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _signer(
         self, link: DataLink, domain: Domain, sequence: int, covered: bytes, tag: bytes
     ) -> AttemptT | None:
-        """Whose record this is that names a ticket which is not live here. Mostly nobody's: its
-        attempt has ended. But if a bit of the ticket's id has changed under way, the tag fits under
-        the id of an attempt of this connection, and that one's peer waits for an answer."""
+        """The live attempt whose peer has signed a record that names no live ticket.
+
+        Mostly there is none, since the attempt has ended. But if the ticket's id was damaged on the
+        way, the tag fits under the id of an attempt of this connection, and that attempt's peer
+        waits for an answer.
+        """
         if not link.genuine:
             return None
         for attempt in list(self._live.values()):
-            if attempt.link is None or attempt.link is link:  # none yet: for a Claim
+            if attempt.link is None or attempt.link is link:  # a Claim comes before its link is set
                 genuine = renamed(covered, attempt.ticket.id)
                 if attempt.peer_key.matches(domain, sequence, genuine, tag):
                     self.counters["misnamed"] += 1
@@ -252,7 +273,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return None
 
     def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
-        """What both sides take from their peer; True: done."""
+        """Handles a message that both sides may get; False if it is another one."""
         match message.body:
             case messages.Progress(steps, busy):
                 attempt.progress = PeerProgress(self._clock(), steps, busy)
@@ -264,7 +285,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return True
 
     def closed(self, link: DataLink, reason: str) -> None:
-        """LinkHandler: the connection is over."""
+        """DataLinkHandler: the connection is over."""
         self._inbox.append(partial(self._drop_link, link, reason))
         self._wake()
 

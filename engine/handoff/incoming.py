@@ -1,5 +1,5 @@
-"""One attempt at decode, as plain data: the Receiver acts on it. The engine thread owns it; threads
-of its link call what says so, and `write`."""
+"""The state of one attempt at decode. The engine thread owns it; threads of its connection call
+`write`, `arrives`, `landed`, `has` and `num_inside`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class ReceiveTimes:
     """Clock readings of one attempt; 0: not reached."""
 
     admitted: float
-    claimed: float = 0.0  # when prefill began, as its Claim tells
+    claimed: float = 0.0  # when prefill began, according to its Claim
     granted: float = 0.0
     computed: float = 0.0  # prefill's last chunk
     committed: float = 0.0
@@ -48,12 +48,12 @@ class ReceiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A hand-off that is complete: its request is in the batch."""
+    """The report of a committed hand-off."""
 
     attempt: bytes
     transport: str
     num_bytes: int
-    cached_tokens: int  # not computed for it: decode's prefix hit, or prefill's if longer
+    cached_tokens: int  # not computed for it: the longer one of decode's and prefill's prefix hit
     times: ReceiveTimes
     num_tokens: int  # whose KV is there
     inexact: bool = False  # another KV identity computed it
@@ -75,15 +75,15 @@ class IncomingHandoff(HandoffAttempt):
         self.request = request
         self.num_tokens = len(prefix_ids(request)) - 1
         self.promised = promised  # blocks
-        self.sender = b""  # digest of the KV identity that computes it, if another than ours
-        self.cancelled: set[int] = set()  # choices, before it joins the batch
-        self.parked = False  # nobody listens: it joins without steps
+        self.sender = b""  # digest of the KV identity that computes it; empty if it is ours
+        self.cancelled: set[int] = set()  # choices that were cancelled before the commit
+        self.parked = False  # nobody listens, so it joins the engine parked
         self.reservation: ReservationLike | None = None
-        self.bitmap: Bitmap | None = None  # what the engine thread knows to be inside
+        self.bitmap: Bitmap | None = None  # what the engine thread knows to be written
         self.blocks: OpenBlocks | None = None
-        self.num_verified = 0  # leading blocks that are there in all layers
+        self.num_verified = 0  # leading blocks that are verified in all layers
         self.slow_peer: SlowPeerDetector | None = None  # once granted
-        self.arriving: set[int] = set()  # frames that have a slot here; threads of its link add
+        self.arriving: set[int] = set()  # frames that have a slot here; its reader thread adds
         self.acks: list[int] = []
         self.num_bytes = 0
         self.prefill_cached = 0
@@ -91,7 +91,7 @@ class IncomingHandoff(HandoffAttempt):
         self.times = times
 
     def grant(self, reservation: ReservationLike, spec: KvSpec, now: float) -> None:
-        """It has its blocks."""
+        """The attempt has got its blocks."""
         self.reservation = reservation
         shape = spec, reservation.num_tokens, reservation.first_block
         self.bitmap = Bitmap(*shape)
@@ -101,26 +101,26 @@ class IncomingHandoff(HandoffAttempt):
         self.slow_peer = granted(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """Its link's thread: a genuine record is here; False: it was before, or all it brings."""
+        """Reader thread: a genuine record has come. False if it came before, or all it has."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
         return True
 
     def landed(self, header: FrameHeader) -> None:
-        """Written, damaged or too late; any thread."""
+        """A frame was written, or is damaged or too late; any thread."""
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:
-        """Everything in the frame is verified and written; any thread."""
+        """Whether everything in the frame is verified and written; any thread."""
         try:
             return self.bitmap is not None and self.bitmap.has(self.bitmap.piece(header))
         except FrameError:
             return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
-        """Frames have been written: leading tokens that are there in all layers, 0 if no more are
-        than the last time."""
+        """Frames were written. Returns how many leading tokens all layers have now; 0 if that has
+        not grown since the last call."""
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
@@ -130,15 +130,15 @@ class IncomingHandoff(HandoffAttempt):
         return min(self.num_tokens, blocks * block_size) if more else 0
 
     def is_slow(self, now: float) -> bool:
-        """Its prefill has fallen behind its own pace. To be asked several times a second."""
+        """Whether its prefill has become slow. To be called several times a second."""
         if self.slow_peer is None:
             return False
         self.slow_peer = self.slow_peer.look(now)
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
-        """Block-seconds, since last asked, of blocks that are reserved and not written yet; part of
-        a block's layers counts as that part."""
+        """Block-seconds of blocks that were reserved and not written since the last call; a block
+        whose layers are written in part counts in part."""
         if self.bitmap is None:
             return 0.0
         passed, self._idle_since = now - self._idle_since, now
@@ -146,16 +146,16 @@ class IncomingHandoff(HandoffAttempt):
 
     @property
     def num_inside(self) -> int:
-        """Leading blocks that are verified and written; its link's thread knows them first."""
+        """Leading blocks that are verified and written; the reader thread counts them first."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """OpenBlocks.write; BlocksLeft also if it has no blocks yet."""
+        """OpenBlocks.write; also raises BlocksLeft if it has no blocks yet."""
         if self.blocks is None:
             raise BlocksLeft
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:
-        """Its blocks are about to leave it: threads of its link write none any more."""
+        """Its blocks are about to leave it: from now on no thread writes into them."""
         if self.blocks is not None:
             self.blocks.close()

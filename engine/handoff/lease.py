@@ -1,13 +1,15 @@
 """Which router session a served request belongs to, and how long it outlives a lost session; pure.
 
-    state                 event                                     next state OWNED(epoch)
-    SessionLost                               PARKED(epoch, until) OWNED                 Resumed by
-    a higher epoch                 OWNED OWNED                 BlocksEvicted
-    GIVEN_UP PARKED                Resumed by a higher epoch, before until   OWNED PARKED
-    LeaseTick at until, BlocksEvicted         GIVEN_UP OWNED, PARKED         AttemptEnded(keep)
-    KEPT(epoch, until) OWNED, PARKED, KEPT   AttemptEnded                              ENDED KEPT
-    Resumed by a higher epoch                 KEPT; its last events are repeated KEPT
-    LeaseTick at until, BlocksEvicted         ENDED
+    state                event                                     next state
+    OWNED(epoch)         SessionLost                               PARKED(epoch, until)
+    OWNED                Resumed by a higher epoch                 OWNED
+    OWNED                BlocksEvicted                             GIVEN_UP
+    PARKED               Resumed by a higher epoch, before until   OWNED
+    PARKED               LeaseTick at until, BlocksEvicted         GIVEN_UP
+    OWNED, PARKED        AttemptEnded(keep)                        KEPT(epoch, until)
+    OWNED, PARKED, KEPT  AttemptEnded                              ENDED
+    KEPT                 Resumed by a higher epoch                 KEPT, last events repeated
+    KEPT                 LeaseTick at until, BlocksEvicted         ENDED
 
 A lost session is not a cancel: a parked request keeps its blocks and gets no steps, and a hand-off
 to it goes on. KEPT is a request that has ended but whose last events may not have arrived; it has
@@ -22,7 +24,7 @@ whose sender has freed the blocks, and the action GIVE_UP, which frees them.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-PARK_S = 5.0  # how long a request waits for another session, and last words for being asked for
+PARK_S = 5.0  # how long a parked request, or a kept one's last events, wait for another session
 
 
 class LeasePhase(Enum):
@@ -34,14 +36,14 @@ class LeasePhase(Enum):
 
 
 class LeaseAction(Enum):
-    """What the shell does after a step, in the order given."""
+    """What the decode service does after a step, in the order given."""
 
     PARK = "park"  # the engine gives it no steps
     UNPARK = "unpark"
-    HAND_OVER = "hand_over"  # answer Resumed, and say again what comes after the asker's counts
+    HAND_OVER = "hand_over"  # answer Resumed and repeat the events that the asker has not seen
     GIVE_UP = "give_up"  # the engine ends it; its blocks are back
-    FORGET = "forget"  # its ids and last words
-    SEND_GONE = "send_gone"  # to the asker; without one, to the session that owns it
+    FORGET = "forget"  # drop its ids and last events
+    SEND_GONE = "send_gone"  # to the session that asked; without one, to the owner
     COUNT_STALE = "count_stale"
     COUNT_ADOPTED = "count_adopted"
     COUNT_EXPIRED = "count_expired"
@@ -50,14 +52,14 @@ class LeaseAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The session that had it under `epoch` is over; of an older epoch it says nothing."""
+    """The session that had it under `epoch` is over; an older epoch changes nothing."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A session asks for it."""
+    """A session asks for the request."""
 
     epoch: int
 
@@ -69,12 +71,12 @@ class LeaseTick:
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """Its blocks were needed and are another's: it is over. Of a kept one: its memory was."""
+    """Others needed the blocks, so the request is over; of a kept one, its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """It is over and its blocks are free. `keep`: with last words that somebody waits for."""
+    """It is over and its blocks are free. `keep`: somebody still waits for its last events."""
 
     keep: bool = False
 
@@ -91,7 +93,7 @@ class Lease:
 
     epoch: int
     phase: LeasePhase = LeasePhase.OWNED
-    until: float = float("inf")  # parked or kept, not longer
+    until: float = float("inf")  # when PARKED or KEPT ends
 
     @property
     def final(self) -> bool:
@@ -99,7 +101,7 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """The engine or a hand-off has it."""
+        """Whether the engine or a hand-off has it."""
         return self.phase in (LeasePhase.OWNED, LeasePhase.PARKED)
 
 

@@ -1,8 +1,8 @@
-"""decode: blocks of the pool that frames are written into, from the grant until they leave.
+"""The blocks at decode that frames are written into, from the grant until the attempt loses them.
 
-A frame is written on its connection's thread, under the lock; freeing the blocks takes the same
-lock first, so nothing is ever written into blocks that have a new owner. Whoever frees waits for
-one frame at most: a fraction of a millisecond, or some if pages of the pool are touched first.
+A frame is written on its connection's thread, under a lock. Freeing the blocks takes the same lock
+first, so nothing is ever written into blocks that have a new owner. Freeing waits for one frame at
+most: a fraction of a millisecond, or a few if pages of the pool are touched for the first time.
 """
 
 import threading
@@ -26,27 +26,29 @@ class WritableKv(Protocol):
 
 
 class BlocksLeft(Exception):
-    """They are not this attempt's any more."""
+    """The blocks are not this attempt's any more."""
 
 
 class OpenBlocks:
-    """Of one attempt. One thread writes, that of its connection."""
+    """The blocks of one attempt. Only the thread of its connection writes into them."""
 
     def __init__(self, tables: Sequence[Sequence[int]], empty: Bitmap) -> None:
-        """`tables`: per layer group, of every logical block the block of the pool."""
+        """`tables`: per layer group, the block of the pool for every logical block."""
         self._tables = tables
         self._inside = empty  # under the lock
         self._open = True  # under the lock
         self._lock = threading.Lock()
-        self.num_leading = empty.num_leading  # blocks that every layer of every group has
+        self.num_leading = empty.num_leading  # leading blocks that all layers of all groups have
 
     def of(self, piece: Piece) -> Sequence[int]:
         """The blocks of the pool that a piece goes into."""
         return self._tables[piece.group][piece.blocks.start : piece.blocks.stop]
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """Take in a frame that is verified; None: all of it was there before. Raises BlocksLeft,
-        and FrameError if it does not fit."""
+        """Writes a verified frame; returns None if all of it was there before.
+
+        Raises BlocksLeft, and FrameError if it does not fit or overlaps what is there.
+        """
         with self._lock:
             if not self._open:
                 raise BlocksLeft
@@ -61,6 +63,6 @@ class OpenBlocks:
             return piece
 
     def close(self) -> None:
-        """They are about to leave: nothing is written any more."""
+        """From now on nothing is written."""
         with self._lock:
             self._open = False

@@ -1,8 +1,8 @@
-"""One attempt at prefill, and the reading and signing of its frames.
+"""One attempt at prefill, and how its frames are read and signed.
 
-A frame is built and taken over by the wire on the connection's writer thread, under the attempt's
-lock; freeing the blocks takes the same lock first, so nothing is ever signed or sent of blocks that
-have a new owner. On a device a frame's copy may still run then: `settle` waits for it.
+The writer thread of the connection builds a frame and gives it to the wire, under the attempt's
+lock. Freeing the blocks takes the same lock first, so no frame is ever read from blocks that have a
+new owner. On a device a frame's copy may still run then, and `settle` waits for it.
 """
 
 import logging
@@ -28,7 +28,7 @@ from pdserve.engine.transport.device import Copy, DeviceError
 log = logging.getLogger(__name__)
 
 
-HANDED_BACK = "handed back"  # the reason of an end before the engine had begun
+HANDED_BACK = "handed back"  # reason of an attempt that was ended before the engine began it
 
 
 class ReadableKv(Protocol):
@@ -51,7 +51,7 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How an attempt ended at prefill; `reason` is empty if every block was acknowledged."""
+    """The report of an ended attempt; `reason` is empty if every block was acknowledged."""
 
     attempt: bytes
     reason: str
@@ -62,7 +62,7 @@ class Sent:
 
 
 class Pushed(NamedTuple):
-    """A frame that decode has said nothing of yet."""
+    """A frame that decode has not answered yet."""
 
     piece: Piece
     resends: int  # so far
@@ -83,19 +83,19 @@ class OutgoingHandoff(HandoffAttempt):
         times: SendTimes,
         event_log: EventLog,
         encrypted: bool = False,
-        lender: str = "",
+        held_key: str = "",
     ) -> None:
         super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
-        self.key = lender or ticket.attempt.hex()  # of the engine's request
-        self.lent = bool(lender)  # the blocks are a held request's until decode has the KV
+        self.key = held_key or ticket.attempt.hex()  # of the engine's request
+        self.migrates = bool(held_key)  # the blocks are a held request's until decode has the KV
         self.address = address
         self.num_tokens = num_tokens
         self.num_computed = 0
-        self.done = False  # the engine only holds the blocks now
+        self.done = False  # all is computed, and the engine only holds the blocks
         self.cached_tokens = 0
-        self.lock = threading.Lock()  # held while a job reads blocks
+        self.lock = threading.Lock()  # held while a frame reads blocks
         self.readable = True  # until the blocks are given back; under the lock
-        self.copies: deque[Copy] = deque()  # on the device, the newest last; under the lock
+        self.copies: deque[Copy] = deque()  # copies on the device, newest last; under the lock
         self.next_blocks: list[int] = []  # per group, once granted
         self.pending: dict[int, Pushed] = {}  # by sequence
         self.num_bytes = 0  # sent, resends included
@@ -105,7 +105,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.event_log = event_log
 
     def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
-        """Queue frames; each is read and signed when a slot is free."""
+        """Queues frames of these pieces; each is read and signed when a slot is free."""
         if self.link is None:
             return
         jobs = []
@@ -118,13 +118,14 @@ class OutgoingHandoff(HandoffAttempt):
         self.link.push(*jobs)
 
     def settle(self) -> None:
-        """The blocks are about to be given back: no frame reads them any more. Engine thread."""
+        """The blocks are about to be given back: from now on no frame reads them. Called on the
+        engine thread."""
         with self.lock:
             self.readable = False
             copies, self.copies = self.copies, deque()
         for copy in copies:
             try:
-                copy.wait()  # as long as the copy itself, whatever the peer does
+                copy.wait()  # takes as long as the copy, whatever the peer does
             except DeviceError:
                 log.exception("a copy on the device failed")
 
@@ -139,7 +140,8 @@ class OutgoingHandoff(HandoffAttempt):
         slot: int,
         sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
-        """A frame, or None if the blocks are given back; while the context lasts they are not."""
+        """Yields a frame, or None if the blocks were given back. They stay while the context
+        lasts."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
@@ -170,14 +172,14 @@ class OutgoingHandoff(HandoffAttempt):
             yield Frame(record, parts)
 
     def answered(self, sequence: int) -> Pushed | None:
-        """Decode has taken that frame, or has refused it; None: nothing was expected."""
+        """Decode has acknowledged or refused that frame; None if no answer was expected."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
             self.link.landed(pushed.slot, pushed.mark)
         return pushed
 
     def answered_all(self) -> None:
-        """Decode has them all."""
+        """Decode has acknowledged all frames."""
         for sequence in list(self.pending):
             self.answered(sequence)
 
@@ -190,7 +192,8 @@ class OutgoingHandoff(HandoffAttempt):
         sink: DeviceSink | None,
         sequence: int,
     ) -> tuple[list[memoryview], bytes]:
-        """(what is sent, its tag); on a device the payload is on its way, its tag behind it."""
+        """(what is sent, its tag). On a device nothing is sent here: a copy of the payload and its
+        tag has begun."""
         if sink is not None:
             assert pages is not None
             assert not self.encrypted, "decode refuses the connection"

@@ -1,9 +1,10 @@
-"""Decode's side of a hand-off: promises, claims in FIFO order, frames into blocks, commit.
+"""Decode's side of a hand-off: it promises blocks, grants Claims in FIFO order, writes frames into
+the blocks and commits them to the engine.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
 payload and writes it into the attempt's blocks, under a lock that freeing them takes first
-(open_blocks.py); the engine thread hears of it afterwards. On a device the engine thread begins the
-copies (direct.py). Frames of an attempt that has ended go to scratch.
+(open_blocks.py); it tells the engine thread afterwards. On a device the engine thread begins the
+copies (device_frames.py). Frames of an attempt that has ended are not written anywhere.
 """
 
 import os
@@ -52,8 +53,11 @@ from pdserve.engine.transport.base import KvTransport, Payload
 
 
 class Receiver(HandoffEndpoint[IncomingHandoff]):
-    """`on_received(Received)`, `on_lost(attempt, reason)` and `on_verified(attempt, tokens cached
-    so far, tokens cached before it)` are called on the engine thread."""
+    """Runs every incoming attempt of a decode process.
+
+    It calls `on_received(Received)`, `on_lost(attempt, reason)` and `on_verified(attempt, tokens
+    cached so far, tokens that were cached before it)` on the engine thread.
+    """
 
     def __init__(
         self,
@@ -77,21 +81,22 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._engine = engine
         self._kv = kv
         self._boot = boot
+        self.identity = identity
         self._compatibility = HandoffCompatibility(identity, kv.spec, mixing, encrypted)
         self._digest = spec_digest(kv.spec)
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self._claims = ClaimQueue(
+        self.claims = ClaimQueue(
             engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self._direct = DeviceFrames(kv, self, self._safely)
+        self.device_frames = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
         self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
-            Action.QUEUE_CLAIM: self._claims.add,
+            Action.QUEUE_CLAIM: self.claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
@@ -106,13 +111,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # from the service
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """doors.py `open`."""
+        """Opens the listeners (DataListeners.open): transport name -> address."""
         return self._listeners.open(transports, chosen)
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
     ) -> Ticket | None:
-        """Promise blocks to a prompt that `prefill_boot` will send; None: busy. O(1)."""
+        """Promises blocks to a prompt that `prefill_boot` will send; None if decode is busy. Takes
+        the same short time whatever else is queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
@@ -124,28 +130,30 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         ticket = Ticket(
             os.urandom(ID_BYTES), os.urandom(SECRET_BYTES), attempt, prefill_boot, self._boot
         )
-        keys = derive_keys(ticket, self._digest, self._compatibility.identity.digest)
+        keys = derive_keys(ticket, self._digest, self.identity.digest)
         state, times = Handoff(Side.RECEIVE, deadline), ReceiveTimes(self._clock())
         self._add(IncomingHandoff(ticket, state, keys, request, blocks, times), blocks)
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """Leave single choices out once the request joins the batch; False: it is not live."""
-        found = self._by_attempt.get(attempt)
+        """Single choices are left out when the request joins the batch; False if the attempt is
+        not live."""
+        found = self.attempt(attempt)
         if found is None:
             return False
         found.cancelled.update(choices)
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Let it join the engine parked or not; the hand-off goes on. False: it is not live."""
-        if (found := self._by_attempt.get(attempt)) is not None:
+        """Whether the request joins the engine parked; the hand-off goes on. False if the attempt
+        is not live."""
+        if (found := self.attempt(attempt)) is not None:
             found.parked = parked
         return found is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
-        """It is live and has no blocks yet."""
-        found = self._by_attempt.get(attempt)
+        """Whether the attempt is live and has no blocks yet."""
+        found = self.attempt(attempt)
         return found is not None and not found.state.holds
 
     @property
@@ -153,7 +161,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self.promises.blocks * self._kv.spec.block_size
 
     def close(self) -> None:
-        """End every attempt and connection; call on the engine thread, or after it has ended."""
+        """Ends every attempt and connection. Call it on the engine thread, or after its end."""
         self._listeners.close()
         for incoming in list(self._live.values()):
             self._advance(incoming, HandoffEnded("decode stops"))
@@ -163,9 +171,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # the engine thread
 
     def _work(self) -> bool:
-        for granted in self._claims.granted():
+        for granted in self.claims.granted():
             self._granted(granted)
-        more = self._direct.poll()
+        more = self.device_frames.poll()
         for incoming in self._to_ack:
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
@@ -173,7 +181,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return more
 
     def _granted(self, incoming: IncomingHandoff) -> None:
-        assert incoming.bitmap is not None  # both since it was granted
+        assert incoming.bitmap is not None  # set by the grant, like the reservation
         assert incoming.reservation is not None
         blocks = sum(map(len, incoming.reservation.blocks))
         self._note(incoming, RecordKind.TAKEN, blocks, incoming.bitmap.num_missing)
@@ -207,14 +215,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._note(incoming, RecordKind.GONE)
             target.post(messages.encode(messages.Gone(incoming.ticket.id)))
 
-    # what becomes of a frame (direct.py Taker)
+    # FrameVerdicts
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
         incoming, header = frame.attempt, frame.header
-        if not incoming.state.holds:  # it has ended since
+        if not incoming.state.holds:  # it has ended meanwhile
             self.late(frame)
             return
-        if incoming not in self._to_ack:  # the frames of one poll are there since one moment
+        if incoming not in self._to_ack:  # once for all frames of a poll
             self._count_idle(incoming)
         cells = 0
         if written is not None and incoming.bitmap is not None:
@@ -231,7 +239,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._fill(incoming)
 
     def _again(self, frame: ReceivedFrame) -> None:
-        """A duplicate of what is written."""
+        """A duplicate of a written frame has arrived."""
         if frame.attempt.state.holds:
             self.accepted(frame, None)
 
@@ -253,25 +261,25 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def _fill(self, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
-            incoming.acks.clear()  # Complete says it of all
+            incoming.acks.clear()  # Complete acknowledges all frames
             self._advance(incoming, Filled())
 
     def _keep(self, incoming: IncomingHandoff) -> None:
-        """Blocks that are verified in all layers are a cached prefix at once, which outlives the
-        attempt: whoever goes on with the prompt begins there."""
+        """Blocks that are verified in all layers enter the prefix cache at once. They outlive the
+        attempt, so the next try begins there."""
         if not incoming.state.holds:
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
         if tokens and incoming.reservation is not None:
             kept = self._engine.verified(incoming.reservation, tokens)
-            if not incoming.sender:  # of use to its own kind of prefill only
+            if not incoming.sender:  # KV of another identity is of use to that identity only
                 before = incoming.reservation.cached_tokens
                 self._on_verified(incoming.ticket.attempt, kept, before)
 
     def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self._direct.busy:  # else it is decode that is slow
+        if slow and not self.device_frames.busy:  # otherwise decode itself is slow
             self._advance(attempt, HandoffEnded("prefill slow"))
 
     def _acknowledge(self, incoming: IncomingHandoff) -> None:
@@ -353,7 +361,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if incoming.arrives(header):
             return True
         self.counters["duplicate_frames"] += 1
-        if incoming.has(header):  # acknowledged like the first one
+        if incoming.has(header):  # a written one is acknowledged like the first
             self._hear(ReceivedFrame(incoming, link, header), self._again)
         return False
 
@@ -365,7 +373,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self._direct.arrived(
+            self.device_frames.arrived(
                 ReceivedFrame(incoming, link, header, payload)
             )  # the copy verifies it
             self._wake()
@@ -385,17 +393,17 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._hear(frame, partial(self.refused, error=err))
         except Exception as err:
             self._hear(frame, partial(_fail, error=err))
-        else:  # the engine thread need not hear at once of less than a whole chunk
+        else:  # wake the engine thread only for a whole chunk
             wake = piece is None or incoming.num_inside > before
             self._hear(frame, partial(self.accepted, written=piece), wake)
 
     def _hear(
         self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
-        """The engine thread takes note of what became of a frame."""
+        """Calls `what(frame)` on the engine thread."""
         self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
 
 
 def _fail(frame: ReceivedFrame, error: Exception) -> None:
-    """Where it ends the attempt and nothing else (HandoffEndpoint._safely)."""
+    """Raises the error on the engine thread, where it ends only this attempt."""
     raise error

@@ -1,11 +1,11 @@
-"""Prefill's side of a hand-off: claim when the engine has picked the prompt, push what is computed.
-Of a move to another decode worker it is the source's side: all is computed from the start.
+"""Prefill's side of a hand-off: it claims blocks at decode when the engine has picked the prompt,
+and sends what is computed. When a request migrates it is the source's side, and all is computed
+from the start.
 
-Everything but the link callbacks, dialling with its first Claims, and the building of frames
-(outgoing.py) runs on the engine thread. Blocks are held from Picked until decode's Complete, or the
-attempt's end. A prefill_only request is never preempted (scheduling/job_table.py), so a block's
-bytes never change between its first frame and a resend of it; were it computed anew, they would be
-equal within one numerics id, and decode ignores frames of blocks that it has.
+Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
+and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the
+attempt's end. A prefill_only request is never preempted (scheduling/job_table.py), so the bytes of
+a block do not change between its first frame and a resend.
 """
 
 import logging
@@ -73,15 +73,16 @@ class SendingEngine(Protocol):
 
 
 @dataclass(slots=True)
-class _Destination:
-    """A decode process: its connection, or the attempts that wait for it."""
+class _DecodePeer:
+    """A decode process: its connection, or the attempts that wait for one."""
 
     link: DataLink | None = None
     waiting: list[OutgoingHandoff] = field(default_factory=list)
 
 
 class Sender(HandoffEndpoint[OutgoingHandoff]):
-    """`on_ended(Sent)` is called on the engine thread, once per started attempt."""
+    """Runs every outgoing attempt of a process; calls `on_ended(Sent)` on the engine thread, once
+    per attempt."""
 
     def __init__(
         self,
@@ -107,10 +108,10 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._spec = encode_spec(kv.spec)
         self._digest = spec_digest(kv.spec)
         self._on_ended = on_ended
-        self._transports = transports
+        self.transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
-        self._peers: dict[bytes, _Destination] = {}  # by decode boot
+        self._peers: dict[bytes, _DecodePeer] = {}  # by decode boot
         self._by_key: dict[str, OutgoingHandoff] = {}
         self.actions = {
             Action.SEND_CLAIM: self._send_claim,
@@ -126,7 +127,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     @property
     def refusals(self) -> Counter[str]:
-        """By transport: how often it was tried and refused."""
+        """How often each transport was tried and refused."""
         return self._dialer.refusals
 
     def start_sending(
@@ -138,8 +139,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Queue a prompt's prefill. `receiver`: digest of decode's KV identity; empty: ours.
-        Raises the engine's errors."""
+        """Queues a prompt's prefill. `receiver`: digest of decode's KV identity; empty if it is
+        ours. Raises the engine's errors."""
         key = ticket.attempt.hex()
         params = SamplingParams(max_tokens=1)
         self._engine.submit(
@@ -156,8 +157,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Send the first `num_tokens` tokens' KV of a request that the engine holds; its blocks
-        are freed if decode has taken them all, else they are left to it. Raises KeyError."""
+        """Sends KV of the first `num_tokens` tokens of a request that the engine holds. Its blocks
+        are freed if decode gets them all; otherwise it keeps them. Raises KeyError."""
         blocks = sum(map(len, self._engine.held_blocks(key)))
         outgoing = self._open(ticket, address, num_tokens, deadline, receiver, key)
         outgoing.cached_tokens = outgoing.num_computed = num_tokens
@@ -167,24 +168,24 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
-        """End what the engine has not begun: others may do it sooner."""
+        """Ends the attempts that the engine has not begun: other workers may begin them sooner."""
         for outgoing in list(self._live.values()):
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
 
     def on_step(self, step: Step) -> None:
-        """What the engine did; call on the engine thread with every step it tells."""
+        """Takes every step of the engine; called on the engine thread."""
         for event in step.events:
             outgoing = self._by_key.get(event.key)
             if outgoing is not None:
                 self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
-        """End every attempt and connection; call on the engine thread, or after it has ended."""
+        """Ends every attempt and connection. Call it on the engine thread, or after its end."""
         for outgoing in list(self._live.values()):
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
-        for transport in self._transports:
+        for transport in self.transports:
             transport.close()
         while self._inbox:
             self._inbox.popleft()()  # a connection that was just opened
@@ -194,13 +195,19 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
     # the engine thread
 
     def _open(
-        self, ticket: Ticket, address: str, num: int, deadline: float, receiver: bytes, lender: str
+        self,
+        ticket: Ticket,
+        address: str,
+        num: int,
+        deadline: float,
+        receiver: bytes,
+        held_key: str,
     ) -> OutgoingHandoff:
         keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
         state, times = Handoff(Side.SEND, deadline), SendTimes(self._clock())
         secret = self._encrypted
         outgoing = OutgoingHandoff(
-            ticket, state, keys, address, num, times, self._event_log, secret, lender
+            ticket, state, keys, address, num, times, self._event_log, secret, held_key
         )
         self._add(outgoing)
         return outgoing
@@ -228,7 +235,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._push_computed(outgoing)
 
     def _push_computed(self, outgoing: OutgoingHandoff) -> None:
-        """Frames of the blocks that are computed, were asked for, and have not been sent."""
+        """Queues frames of the blocks that are computed, were asked for, and were not sent yet."""
         if not outgoing.next_blocks or not outgoing.state.holds or outgoing.link is None:
             return
         size = self._kv.spec.block_size
@@ -245,7 +252,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.push(self._kv, pieces, tables[group], 0)
 
     def _send_claim(self, outgoing: OutgoingHandoff) -> None:
-        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _Destination())
+        peer = self._peers.setdefault(outgoing.ticket.decode_boot, _DecodePeer())
         if peer.link is not None and peer.link.open:
             self._claim_on(outgoing, peer.link)
             self._claimed(outgoing)
@@ -268,11 +275,11 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             self._links[link] = None
         waiting, peer.waiting = peer.waiting, []
         for outgoing in waiting:
-            if outgoing.state.final:  # while dialling: decode would not hear of it otherwise
+            if outgoing.state.final:  # it ended while dialling, and decode does not know
                 outgoing.link = link
                 outgoing.post(messages.Abort(outgoing.state.reason))
             elif link is not None and link.open:
-                if outgoing.link is None:  # it joined the others when they had been claimed
+                if outgoing.link is None:  # it came after the others had been claimed
                     self._claim_on(outgoing, link)
                 self._claimed(outgoing)
             else:
@@ -293,7 +300,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self.counters["stale"] += 1
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
-        """Decode read something else than was signed: once more, then give up."""
+        """Decode read something else than was signed: sends it again, a few times at most."""
         found = outgoing.answered(sequence)
         if found is None or not outgoing.state.holds or outgoing.link is None:
             self.counters["stale"] += 1
@@ -311,11 +318,11 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         outgoing.answered_all()
 
     def _leave(self, outgoing: OutgoingHandoff) -> None:
-        """Give the blocks back, once no job reads them."""
+        """Gives the blocks back, once no frame reads them."""
         readable = outgoing.readable  # only this thread changes it
         outgoing.settle()
-        if outgoing.lent and outgoing.state.phase is not Phase.COMMITTED:
-            return  # they are the held request's again
+        if outgoing.migrates and outgoing.state.phase is not Phase.COMMITTED:
+            return  # the held request keeps them
         if readable and outgoing.done:
             self._engine.release_held(outgoing.key)
         elif readable:
@@ -352,7 +359,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         age_s = self._clock() - outgoing.times.picked
         outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
 
-    def _dial(self, target: Target, peer: _Destination) -> None:
+    def _dial(self, target: Target, peer: _DecodePeer) -> None:
         """Connects, and claims at once: the engine thread may be computing a chunk."""
         hello = messages.Hello(
             self._boot, target.boot, self._identity, "", self._spec, self._encrypted

@@ -1,4 +1,4 @@
-"""Chain hashes of full KV blocks: equal hashes mean equal tokens from token 0 on, same cache.
+"""Chain hashes of full KV blocks: equal hashes mean equal tokens from token 0 on, in one cache.
 
 Pure, without torch: the router hashes prompts with it too. SHA-256 cut to 128 bits, so a tenant
 cannot make a block that another tenant's prompt matches.
@@ -12,7 +12,7 @@ HASH_BYTES = 16
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
-    """The parent of a chain's first hash: whose KV it is, and which tenant may share it."""
+    """The parent of a chain's first hash. It says whose KV it is and which tenant may share it."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
     return hashlib.sha256(b"pdserve kv cache" + head + kv_identity + cache_salt).digest()[
         :HASH_BYTES

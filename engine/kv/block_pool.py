@@ -37,7 +37,7 @@ class BlockCounts:
 
 
 class BlockPool:
-    """Gives out blocks 1..num_blocks; the least recently released cached block is evicted first."""
+    """Gives out blocks 1..num_blocks. It evicts the least recently released cached block first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -91,7 +91,7 @@ class BlockPool:
             self._refer(block, reserved)
 
     def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """Gives one reference of each block back. Blocks given first are evicted first."""
+        """Gives one reference of each block back. The first of `blocks` will be evicted first."""
         for block in blocks:
             refs = self._reserved if reserved else self._used
             if not refs[block]:
@@ -120,15 +120,19 @@ class BlockPool:
         return self._used[block] + self._reserved[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
-        """Whether the block is held by nobody and only kept for its content."""
+        """Whether nobody holds the block and it is only kept for its content."""
         return block in self._idle
+
+    def findable(self) -> dict[bytes, int]:
+        """Every block that can be found, by its chain hash; a copy."""
+        return dict(self._by_hash)
 
     def find(self, chain_hash: bytes) -> int | None:
         """The block with this content, if any."""
         return self._by_hash.get(chain_hash)
 
     def register(self, block: int, chain_hash: bytes) -> None:
-        """Makes a full, computed block findable; of equal blocks the first stays the found one."""
+        """Makes a full, computed block findable; of equal blocks the first one stays findable."""
         if chain_hash in self._by_hash or block in self._hash_of:
             return
         self._by_hash[chain_hash] = block

@@ -1,7 +1,7 @@
-"""The tensors of the KV pool. Who may write which block is decided elsewhere: the engine thread, or
+"""The arrays of the KV pool. Who may write which block is decided elsewhere: the engine thread, or
 a connection of a hand-off the blocks that are reserved for it.
 
-Per layer group one tensor [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order,
+Per layer group one array [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order,
 so blocks leave and enter as they lie. Block 0 is the null block: it pads tables and holds zeros.
 """
 
@@ -9,41 +9,40 @@ import math
 import mmap
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.pages import Pages
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.kernels._native import copy_past_caches
+
+TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
 
 
 class KvCache:
-    """`num_blocks` blocks per group beside the null block; memory is committed when touched."""
+    """`num_blocks` blocks per group beside the null block, in the memory of the host, which is
+    committed when it is touched. bfloat16 is kept as the uint16 of its bits."""
 
-    def __init__(self, spec: KvSpec, num_blocks: int, device: str = "cpu") -> None:
+    device: int | None = None  # number of the CUDA device that holds the pool
+
+    def __init__(self, spec: KvSpec, num_blocks: int) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        self.data: list[Tensor] = []
-        self._layers: dict[int, tuple[Tensor, int]] = {}
+        self.data: list[Any] = []
+        self._layers: dict[int, tuple[Any, int]] = {}
+        self._block_bytes = [group.block_bytes(spec.block_size) for group in spec.groups]
         for number, group in enumerate(spec.groups):
-            two, heads, head_dim = group.block_shape
-            block: tuple[int, ...] = (two, heads, spec.block_size, head_dim)
-            if group.dtype == "int8":
-                block = (group.block_bytes(spec.block_size),)
-            shape = (len(group.layers), num_blocks + 1, *block)
-            data = _zeros(shape, getattr(torch, group.dtype), device)
+            data = self._zeros(
+                (len(group.layers), num_blocks + 1, *self._block_shape(group)), group
+            )
             self.data.append(data)
             for i, layer in enumerate(group.layers):
                 self._layers[layer] = (data[i], number)
-        # [layers, blocks, bytes of a block]: what read and write move
-        self._bytes = [d.view(*d.shape[:2], -1).view(torch.uint8) for d in self.data]
-        self._block_bytes = [int(b.shape[2]) for b in self._bytes]
-        self._host = [b.numpy() for b in self._bytes if not b.is_cuda]
+        self._bytes = self._as_bytes()
 
-    def layer(self, n: int) -> tuple[Tensor, int]:
+    def layer(self, n: int) -> tuple[Any, int]:
         """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index).
 
         int8 blocks are [blocks, bytes], their scales behind the values.
@@ -62,15 +61,8 @@ class KvCache:
         Raises ValueError if a layer or block does not exist.
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
-        if self._host:
-            pool, runs = self._host[group], _runs(tuple(blocks))
-            return [
-                pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs
-            ]
-        source = self._bytes[group]
-        index = torch.tensor(list(blocks), device=source.device)
-        copies = [source[layer].index_select(0, index).cpu() for layer in layers]
-        return [copy.flatten().numpy().data for copy in copies if blocks]
+        pool, runs = self._bytes[group], _runs(tuple(blocks))
+        return [pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
         """Copies `payload`, in the order of `read`, into whole blocks; any thread. On a device the
@@ -79,21 +71,12 @@ class KvCache:
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
-        shape = len(layers), len(blocks), -1
-        if self._host:
-            pool, buffer = self._host[group], np.frombuffer(payload, np.uint8).reshape(shape)
-            for at, run in _runs(tuple(blocks)):
-                for i, n in enumerate(layers):
-                    source = buffer[i, at : at + len(run)].reshape(-1)
-                    copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
-            return
-        target = self._bytes[group]
-        # torch cannot wrap read-only memory; such a payload takes one more copy.
-        data = bytearray(payload) if payload.readonly else payload
-        rows = torch.frombuffer(data, dtype=torch.uint8).view(shape).to(target.device)
-        index = torch.tensor(list(blocks), device=target.device)
-        for i, layer in enumerate(layers):
-            target[layer].index_copy_(0, index, rows[i])
+        pool = self._bytes[group]
+        buffer = np.frombuffer(payload, np.uint8).reshape(len(layers), len(blocks), -1)
+        for at, run in _runs(tuple(blocks)):
+            for i, n in enumerate(layers):
+                source = buffer[i, at : at + len(run)].reshape(-1)
+                copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
     def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages:
         """Where whole blocks lie, for a copy on the device; call on the thread that computes:
@@ -101,20 +84,42 @@ class KvCache:
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
             raise ValueError("no blocks")
-        data = self._bytes[group]
-        ready = None
-        if data.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(data.device))
-        return Pages(
-            data.data_ptr(), data.stride(0), int(data.shape[2]), layers, tuple(blocks), ready
-        )
+        base, layer_bytes = self._address(group)
+        ready = self._ready()
+        return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Block copies in order, over all layers of their group."""
         for one in copies:
             data = self.data[one.group]
-            data[:, one.target].copy_(data[:, one.source])
+            data[:, one.target] = data[:, one.source]
+
+    def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Any:
+        """Anonymous pages, which the operating system zeroes when they are touched; np.zeros would
+        not promise that, and a pool as large as the free memory takes 40 s to touch."""
+        dtype = np.dtype(TYPES[group.dtype])
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared page takes half as long again
+        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
+        return np.frombuffer(pages, dtype).reshape(shape)
+
+    def _as_bytes(self) -> list[Any]:
+        """Of each group [layers, blocks, bytes of a block]: what read and write move."""
+        return [data.reshape(*data.shape[:2], -1).view(np.uint8) for data in self.data]
+
+    def _address(self, group: int) -> tuple[int, int]:
+        """(address of a group's first block, bytes from a layer to the next)."""
+        data = self._bytes[group]
+        return data.ctypes.data, data.strides[0]
+
+    def _ready(self) -> Any:
+        """The event after which blocks may be read: None, since what is launched is complete."""
+        return None
+
+    def _block_shape(self, group: LayerGroup) -> tuple[int, ...]:
+        two, heads, head_dim = group.block_shape
+        if group.dtype == "int8":
+            return (group.block_bytes(self.spec.block_size),)
+        return (two, heads, self.spec.block_size, head_dim)
 
     def _check(self, group: int, layers: range, blocks: Sequence[int], nbytes: int) -> None:
         if not 0 <= group < len(self.data):
@@ -141,13 +146,3 @@ def _runs(blocks: tuple[int, ...]) -> tuple[tuple[int, range], ...]:
             found.append((start, range(blocks[start], blocks[at - 1] + 1)))
             start = at
     return tuple(found)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """On CPU anonymous pages, which the kernel zeroes when they are touched; torch.zeros would
-    touch them all, and a pool as large as the free memory took 40 s to start."""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared page takes half as long again
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -13,11 +13,11 @@ SHORT = 12  # hex digits of a digest in a message
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """Of one process. Parts that are not known are empty; then only the digest speaks."""
+    """The identity of one process. Unknown parts are empty; then only the digest is compared."""
 
     digest: bytes  # 16 bytes
     weights: str = ""  # hex digest of the tensors as stored
-    quantization: str = ""  # the label of their format, told beside the weights
+    quantization: str = ""  # the label of their format, for messages
     configuration: str = ""  # hex digest of what a config.json says: rope, norms, windows
     tokenizer: str = ""  # hex digest of tokenizer.json
     kv_dtype: str = ""
@@ -25,7 +25,7 @@ class KvIdentity:
 
     @classmethod
     def of(cls, message: Any) -> "KvIdentity":
-        """From anything with the same fields, such as the message in which it travels."""
+        """Made from anything that has the same fields, such as a protobuf message."""
         return cls(**{name: getattr(message, name) for name in NAMES})
 
     def parts(self) -> dict[str, Any]:
@@ -46,9 +46,9 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Which differences are admitted; a result that needed one is marked inexact."""
+    """Which differences are admitted; an answer that needed one is marked inexact."""
 
-    weights: bool = False  # another format of the same model; that it is the same is on trust
+    weights: bool = False  # another format of the same model; nothing checks that it is the same
     numerics: bool = False  # another numerics id of the same weights
 
 
@@ -57,14 +57,14 @@ NO_MIXING = Mixing()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Why two processes do not go together. `what` is one of few words, for counters."""
+    """Why two processes are not compatible. `what` is a short label for counters."""
 
     what: str
     text: str
 
 
 def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
-    """All that are known; empty if what the one computes the other would have computed."""
+    """All known differences; empty if each computes the KV that the other would compute."""
     found = []
     for what, name in _COMPARED.items():
         ours, theirs = getattr(here, what), getattr(there, what)

@@ -1,4 +1,4 @@
-"""Where blocks of a KV pool lie in its memory, for whoever copies them without the host. Pure."""
+"""Where blocks of a KV pool lie in its memory, for copies on the device. Pure."""
 
 from dataclasses import dataclass
 from typing import Any

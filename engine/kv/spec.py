@@ -57,7 +57,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:
-    """The first field that differs, in words; empty if none does."""
+    """Says which field differs first; empty if none does."""
     if ours.block_size != theirs.block_size:
         return f"block size {ours.block_size} here, {theirs.block_size} there"
     if len(ours.groups) != len(theirs.groups):

@@ -1,41 +1,28 @@
 """What a decoder-only transformer is: its geometry and the seams in which architectures differ.
 
-Pure data, no torch. Made from a config.json by `ModelSpec.parse`; nothing changes it afterwards.
+Plain data. Made from a config.json by `ModelSpec.parse`; nothing changes it afterwards.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 from pdserve.engine.kv.spec import LayerGroup
-
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+from pdserve.engine.models.parts import Activation, Part
+from pdserve.engine.models.rope import RopeConfig
 
 
 class UnsupportedModel(ValueError):
     """The checkpoint's config asks for something that no code here does, or is malformed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding of a layer (RoFormer, arXiv:2104.09864) and its scaling.
+class FeedForward(Protocol):
+    """The feed-forward of a layer as a list of parts: what a mixture of experts replaces.
 
-    Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor);
-    `yarn` (arXiv:2309.00071); `factors` (a divisor per frequency, as GGUF's rope_freqs.weight).
+    It is a frozen dataclass: its fields are part of the model's configuration.
     """
 
-    theta: float
-    rotary_dim: int  # the first dims of a head that rotate; even
-    kind: str = "default"  # one of ROPE_KINDS
-    factor: float = 1.0
-    original_context_len: int = 0  # tokens before scaling: llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole dims as borders of the ramp
-    attention_factor: float = 1.0  # multiplies cos and sin
-    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors
+    def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
+        """From [tokens, hidden] to the same; tensor names begin with `prefix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +31,16 @@ class LayerConfig:
 
     rope: RopeConfig
     window: int = 0  # keys a token sees, itself included; 0: all
+    feed_forward: FeedForward | None = None  # None: a gated MLP of ffn_size
 
 
 @dataclass(frozen=True, slots=True)
 class NormPlacement:
     """Tensor names of a layer's norms; None: no norm at that place."""
 
-    attn_in: str | None = "input_layernorm"
+    attn_in: str | None = None
     attn_out: str | None = None  # before the residual is added
-    ffn_in: str | None = "post_attention_layernorm"
+    ffn_in: str | None = None
     ffn_out: str | None = None  # before the residual is added
 
 
@@ -69,9 +57,9 @@ class ModelConfig:
     head_dim: int
     context_len: int
     layers: tuple[LayerConfig, ...]
+    norms: NormPlacement
     norm_eps: float
     norm_offset: float = 0.0  # added to norm weights at load: 1 for Gemma
-    norms: NormPlacement = NormPlacement()
     activation: Activation = "silu"
     qkv_bias: bool = False
     o_bias: bool = False

@@ -1,4 +1,4 @@
-"""The one decoder: every architecture is a `ModelConfig` of it.
+"""The decoder on torch: every architecture is a list of parts, which it runs one after the other.
 
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """
@@ -8,15 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, Ints, on
+from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.spec import LayerGroup
-from pdserve.engine.models.build import block, norm_weight
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.identity import reference_numerics
-from pdserve.engine.models.layers.block import Block
-from pdserve.engine.models.layers.linear import Linear
-from pdserve.engine.models.layers.rope import RopeTable
-from pdserve.engine.weights.stored import Weight, Weights, rows
+from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
+from pdserve.engine.models.layers.norm import TorchNorm
+from pdserve.engine.models.layers.part_module import LayerStep, PartModule, RopeTensors, Setup, made
+from pdserve.engine.models.layers.stored import Weights, expand, hold, rows
+from pdserve.engine.models.parts import Add, Attention
+from pdserve.engine.models.rope import RopeTable
 from pdserve.kernels.ops import Ops
 
 
@@ -30,8 +30,8 @@ class LayerKv(Protocol):
 class Decoder:
     """A decoder-only transformer on one device, computing in one dtype.
 
-    `weights` is asked once for each name of `tensor_shapes(config)` and answers on `device`; what
-    it returns expanded is held in `dtype`, what it returns as stored is expanded at each use.
+    `weights` is asked once for each name of `tensor_shapes(config)`; plain numbers of `dtype` are
+    held on `device`, everything else is expanded at each use.
     """
 
     def __init__(
@@ -42,23 +42,26 @@ class Decoder:
         dtype: torch.dtype,
         kv_dtype: str,
         device: torch.device,
+        numerics: str = "",
     ) -> None:
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.dtype = dtype
+        self.numerics = numerics
         self._device = device
-        self.numerics = reference_numerics(device, dtype)
+        nothing = torch.empty(0)
+        self._ropes = {
+            layer.rope: RopeTensors(
+                RopeTable(layer.rope, config.context_len), device, nothing, nothing
+            )
+            for layer in config.layers
+        }
+        self._embedding = hold(weights(EMBEDDING), dtype, device)
+        setup = Setup(ops, weights, dtype, device, self._ropes)
+        self._layers = [_Layer(config, n, setup) for n in range(config.num_layers)]
+        self._norm = TorchNorm(final_norm(config), setup)
+        self._head = self._embedding if config.tied_head else hold(weights(HEAD), dtype, device)
         self._ops = ops
-        self._embedding: Weight = weights("model.embed_tokens.weight")
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._ropes = {rope: RopeTable(rope, config.context_len, device) for rope in ropes}
-        self._blocks: list[Block] = [
-            block(config, n, weights, ops, dtype, self._ropes[layer.rope])
-            for n, layer in enumerate(config.layers)
-        ]
-        self._norm = norm_weight(config, weights("model.norm.weight"))
-        head = self._embedding if config.tied_head else weights("lm_head.weight")
-        self._head = Linear(ops, (head,), dtype=dtype)
         # Rounded as the other weights are, which is what models were trained with.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
@@ -69,26 +72,61 @@ class Decoder:
         With `batch.kv_only` the last layer stops at its keys and values and there are none.
         """
         batch = on(host_batch, self._device)
-        for table in self._ropes.values():
-            table.reserve(max(batch.kv_lens))
-        delta = rows(self._embedding, batch.token_ids, self.dtype)
+        for rope in self._ropes.values():
+            rope.reserve(max(batch.kv_lens))
+        stream = rows(self._embedding, host_batch.token_ids, self.dtype, self._device)
         if self._embed_scale != 1:
-            delta = delta * self._embed_scale
-        residual: Tensor | None = None
-        last = len(self._blocks) - 1
-        for n, layer in enumerate(self._blocks):
-            cache, group = kv.layer(n)
-            if batch.kv_only and n == last:
-                layer.store_kv(delta, residual, batch, cache, group)
-                return delta.new_empty((0, self.config.hidden_size))
-            delta, residual = layer(delta, residual, batch, cache, group)
-        assert residual is not None, "a model has layers"
-        stream = (delta + residual).index_select(0, batch.logit_tokens)
-        return self._ops.rms_norm(stream, self._norm, self.config.norm_eps)
+            stream = stream * self._embed_scale
+        for n, layer in enumerate(self._layers):
+            last = n == len(self._layers) - 1
+            stream = layer(stream, LayerStep(batch, *kv.layer(n), batch.kv_only and last))
+        if batch.kv_only:
+            return stream.new_empty((0, self.config.hidden_size))
+        return self._norm(stream.index_select(0, batch.logit_tokens))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of what `forward` returned, or of some of it: all can be much."""
-        logits = self._head(hidden).float()
+        weight = expand(self._head, self.dtype, self._device)
+        logits = self._ops.linear(hidden, weight).float()
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
+
+
+class _Layer:
+    """Runs the parts of layer n over the residual stream."""
+
+    def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
+        parts = layer_parts(config, n)
+        self._parts: list[PartModule | None] = [  # None: the sum with the stream
+            None if isinstance(part, Add) else made(part, setup) for part in parts
+        ]
+        self._storing = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
+
+    def __call__(self, stream: Tensor, step: LayerStep) -> Tensor:
+        """The stream [tokens, hidden] behind this layer; of no use with `step.kv_only`."""
+        x = stream
+        for part in self._parts[: self._storing] if step.kv_only else self._parts:
+            if part is None:
+                x = stream = stream + x
+            else:
+                x = part(x, step)
+        return x
+
+
+def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
+    """The batch with its arrays as tensors on a device."""
+
+    def moved(array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Batch(
+        token_ids=moved(batch.token_ids),
+        positions=moved(batch.positions),
+        starts=batch.starts,
+        kv_lens=batch.kv_lens,
+        num_decode_rows=batch.num_decode_rows,
+        groups=tuple(GroupTable(moved(g.block_table), moved(g.slots)) for g in batch.groups),
+        logit_tokens=moved(batch.logit_tokens),
+        kv_only=batch.kv_only,
+    )

@@ -6,24 +6,8 @@ import struct
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.kv.identity import KvIdentity
-
-KERNELS = "reference-2"  # the torch kernels; raise it with any change of their results
-
-
-def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Of the torch kernels: set and version, ISA class, compute dtype."""
-    isa = (
-        torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability()
-    )
-    torch_version = torch.__version__.split("+")[0]
-    name = str(dtype).removeprefix("torch.")
-    return f"{KERNELS}+torch-{torch_version}/{device.type}/{isa.replace(' ', '-')}/{name}"
 
 
 def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:

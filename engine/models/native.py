@@ -3,26 +3,44 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import LayerGroup
-from pdserve.engine.models.build import norm_weight
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.decoder import LayerKv
-from pdserve.engine.models.layers.rope import RopeTable
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
+from pdserve.engine.models.parts import (
+    Add,
+    Attention,
+    Gate,
+    HeadNorm,
+    Linear,
+    Norm,
+    Part,
+    Rope,
+    TensorSpec,
+)
+from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.stored import Weight, Weights, expand
+from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 Floats = NDArray[np.float32]
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Weights = Callable[[str], RawTensor]
+NativePart = tuple[str, dict[str, object]]  # kind and fields, as the stack takes them
+
+
+class ArrayKv(Protocol):
+    """What the decoder needs of a KvCache."""
+
+    def layer(self, n: int) -> tuple[NDArray[Any], int]:
+        """(blocks of model layer n, its group's index)."""
 
 
 class NativeDecoder:
@@ -38,37 +56,30 @@ class NativeDecoder:
         self.numerics = kernels.numerics
         self._kernels = kernels
         self._kv_dtype = kv_dtype
-        self._kv: LayerKv | None = None
+        self._kv: ArrayKv | None = None
         self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
         self._stack = _native.Stack(
             kernels.context,
             hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            ffn=config.ffn_size,
-            eps=config.norm_eps,
-            attn_scale=config.attn_scale,
-            attn_soft_cap=config.attn_soft_cap,
-            logit_soft_cap=config.logit_soft_cap,
             embed_scale=config.embed_scale,
-            activation=config.activation,
+            logit_soft_cap=config.logit_soft_cap,
         )
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        cpu = torch.device("cpu")
-        self._ropes = {rope: RopeTable(rope, config.context_len, cpu) for rope in ropes}
+        self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
-        embedding = self._pack(weights("model.embed_tokens.weight"))
+        embedding = self._pack(weights(EMBEDDING))
         self._stack.set_embedding(embedding)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
-        norm = norm_weight(config, weights("model.norm.weight"))
-        head = embedding if config.tied_head else self._pack(weights("lm_head.weight"))
-        self._stack.set_head(norm.numpy(), head)
+        norm = final_norm(config)
+        self._stack.set_head(
+            _norm(norm, norm.weight, weights),
+            embedding if config.tied_head else self._pack(weights(HEAD)),
+        )
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
-    def forward(self, batch: Batch[Ints], kv: LayerKv) -> Floats:
+    def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
@@ -86,8 +97,8 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """In how many shares the threads took the rows of the last step through all layers; 0:
-        they shared every operation."""
+        """How many threads took rows of their own through all layers in the last step; 0: the
+        threads shared every operation."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:
@@ -98,9 +109,9 @@ class NativeDecoder:
         self._stack.logits(hidden, out)
         return out
 
-    def _attach(self, kv: LayerKv) -> None:
+    def _attach(self, kv: ArrayKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
-        blocks = [pool.view(len(pool), -1).view(torch.uint8).numpy() for pool in pools]
+        blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]
         block_size = blocks[0].shape[1] // self.kv_groups[0].block_bytes(1)
         self._stack.set_kv(blocks, self._kv_dtype, block_size)
         self._kv = kv
@@ -110,59 +121,53 @@ class NativeDecoder:
             return
         for index, table in enumerate(self._ropes.values()):
             table.reserve(num_positions)
-            self._stack.set_rope(index, table.cos.numpy(), table.sin.numpy())
+            self._stack.set_rope(index, table.cos, table.sin)
         self._rope_len = min(len(table.cos) for table in self._ropes.values())
 
     def _add_layer(self, n: int, weights: Weights) -> None:
-        config, layer, prefix = self.config, self.config.layers[n], f"model.layers.{n}."
-        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-        linears = {
-            "qkv": (qkv, config.qkv_bias),
-            "out": (["self_attn.o_proj"], config.o_bias),
-            "gate_up": (["mlp.gate_proj", "mlp.up_proj"], config.ffn_bias),
-            "down": (["mlp.down_proj"], config.ffn_bias),
-        }
-        matrices = {
-            place: [self._pack(weights(f"{prefix}{name}.weight")) for name in names]
-            for place, (names, _) in linears.items()
-        }
-        biases = {
-            place: _joined([weights(f"{prefix}{name}.bias") for name in names])
-            for place, (names, has_bias) in linears.items()
-            if has_bias
-        }
-        places = config.norms
-        norms = {
-            "attn_in": places.attn_in,
-            "attn_out": places.attn_out,
-            "ffn_in": places.ffn_in,
-            "ffn_out": places.ffn_out,
-            "q_norm": "self_attn.q_norm" if config.qk_norm else None,
-            "k_norm": "self_attn.k_norm" if config.qk_norm else None,
-        }
-        self._stack.add_layer(
-            group=self._group_of[n],
-            window=layer.window,
-            rope=list(self._ropes).index(layer.rope),
-            norms={
-                place: norm_weight(config, weights(f"{prefix}{name}.weight")).numpy()
-                for place, name in norms.items()
-                if name
-            },
-            weights=matrices,
-            biases=biases,
+        group = self._group_of[n]
+        parts = layer_parts(self.config, n)
+        self._stack.add_layer([one for p in parts for one in self._fields(p, weights, group)])
+
+    def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
+        """A part as the stack takes it. Raises UnsupportedModel for a kind that it lacks."""
+        match part:
+            case Norm():
+                return [("norm", _norm(part, part.weight, weights))]
+            case Linear():
+                matrices = [self._pack(weights(spec.name)) for spec in part.weights]
+                vectors = [unpack(weights(spec.name)) for spec in part.biases]
+                bias = np.concatenate(vectors) if vectors else None
+                return [("linear", {"matrices": matrices, "bias": bias})]
+            case HeadNorm():
+                heads = part.heads
+                q = _norm(part, part.q, weights) | {"first": 0, "heads": heads.q}
+                k = _norm(part, part.k, weights) | {"first": heads.q, "heads": heads.kv}
+                return [("head_norm", q), ("head_norm", k)]
+            case Rope():
+                heads, table = part.heads, list(self._ropes).index(part.config)
+                rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}
+                return [("rope", {"table": table, **rotated})]
+            case Attention():
+                heads = part.heads
+                shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
+                scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
+                return [("attention", {**shape, **scores, "group": group})]
+            case Gate():
+                return [("gate", {"activation": part.activation})]
+            case Add():
+                return [("add", {})]
+        raise UnsupportedModel(
+            f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
         )
 
-    def _pack(self, weight: Weight) -> "_native.Matrix":
+    def _pack(self, weight: RawTensor) -> "_native.Matrix":
         """Formats that no kernel knows are expanded to float32."""
-        if isinstance(weight, RawTensor) and weight.format not in FORMATS:
-            weight = expand(weight, torch.float32)
-        if isinstance(weight, RawTensor):
-            rows, cols = weight.shape
-            return self._kernels.pack(weight.data, weight.format, rows, cols)
-        return self._kernels.pack(weight, STORED[weight.dtype], *weight.shape)
+        stored = weight if weight.format in FORMATS else as_plain(weight, "F32")
+        (data,) = stored.parts.values()
+        return self._kernels.pack(data, stored.format, *stored.shape)
 
 
-def _joined(biases: Sequence[Weight]) -> Floats:
-    joined: Floats = torch.cat([expand(bias, torch.float32) for bias in biases]).numpy()
-    return joined
+def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:
+    """Weight, float32 with the architecture's offset, and eps of a norm."""
+    return {"weight": unpack(weights(spec.name)) + np.float32(part.offset), "eps": part.eps}

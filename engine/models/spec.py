@@ -1,20 +1,14 @@
-"""The registry of architectures: each is one file that calls `register`.
+"""What an architecture is to the rest of the engine: how its config is read, and its names in GGUF.
 
-Files of this folder are found by discovery; a file elsewhere registers when it is imported.
+Each module of engine/architectures has one as SPEC.
 """
 
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pdserve.engine import architectures
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-
-if TYPE_CHECKING:
-    from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +17,4 @@ class ModelSpec:
 
     architectures: tuple[str, ...]  # Hugging Face class names ("LlamaForCausalLM")
     parse: Callable[[Mapping[str, Any]], ModelConfig]  # raises UnsupportedModel
-    gguf: "GgufMapping | None" = None
-
-
-_specs: dict[str, ModelSpec] = {}
-
-
-def register(spec: ModelSpec) -> ModelSpec:
-    """Make an architecture known. Raises ValueError if one of its names is taken."""
-    for name in spec.architectures:
-        if name in _specs and _specs[name] != spec:
-            raise ValueError(f"architecture {name} is registered twice")
-    _specs.update(dict.fromkeys(spec.architectures, spec))
-    return spec
-
-
-@cache
-def _discover() -> None:
-    for module in pkgutil.iter_modules(architectures.__path__, f"{architectures.__name__}."):
-        import_module(module.name)
-
-
-def known_specs() -> tuple[ModelSpec, ...]:
-    """Every registered architecture once, in order of its first name."""
-    _discover()
-    specs = {spec.architectures[0]: spec for spec in _specs.values()}
-    return tuple(specs[name] for name in sorted(specs))
-
-
-def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of config.json's `architectures`. Raises UnsupportedModel with the known names."""
-    _discover()
-    given = hf_config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, list | tuple) else []
-    for name in names:
-        if name in _specs:
-            return _specs[name]
-    asked = ", ".join(names) or "none named in its config"
-    raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
-
-
-def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """config.json as a ModelConfig. Raises UnsupportedModel."""
-    return find_spec(hf_config).parse(hf_config)
+    gguf: GgufMapping | None = None

@@ -1,32 +1,69 @@
-"""One storage format of weights: how many bytes hold how many values, and how to read them."""
+"""A stored weight, and its storage format: which named parts hold the values, and how to read them.
 
-from collections.abc import Callable
+Everything is numpy: bfloat16 numbers are kept as the uint16 that holds their bits.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+VALUES, BLOCKS = "values", "blocks"  # the part of plain numbers, and of GGUF's blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One tensor as it is stored, read-only.
+    """One weight as it is stored, read-only.
 
-    `data` has `shape` and a native dtype if `format` is F32, F16, BF16, ...; otherwise it is uint8
-    [*shape[:-1], bytes per row], the row's blocks in file order (formats/).
+    `parts` holds what its format asks for; the first dimension of each part counts the rows of the
+    weight. Plain numbers have one part, VALUES, of `shape`.
     """
 
-    data: Tensor
+    parts: Mapping[str, NDArray[Any]]
     format: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A row of values is a run of blocks; blocks never cross rows."""
+    def rows(self, index: slice | NDArray[np.int64]) -> "RawTensor":
+        """Some rows of it: a view for a slice, a copy for an array of row numbers."""
+        parts = {name: part[index] for name, part in self.parts.items()}
+        count = len(next(iter(parts.values())))
+        return RawTensor(parts, self.format, (count, *self.shape[1:]))
+
+
+class Format(ABC):
+    """A way to store a matrix. `hf_parts`: names in Hugging Face files that replace "weight"."""
+
+    name: str
+    hf_parts: tuple[str, ...] = ()
+
+    @abstractmethod
+    def shape(self, parts: Mapping[str, NDArray[Any]]) -> tuple[int, ...]:
+        """The shape of the values. Raises ValueError if the parts do not fit together."""
+
+    @abstractmethod
+    def unpack(self, raw: RawTensor) -> Floats:
+        """The values, float32 of raw.shape."""
+
+
+@dataclass(frozen=True)
+class BlockFormat(Format):
+    """A row of values is a run of blocks of bytes; blocks never cross rows.
+
+    The part BLOCKS is uint8 [*shape[:-1], bytes of a row], the blocks in file order.
+    """
 
     name: str  # GGUF's type name
     block_values: int
     block_bytes: int
-    unpack: Callable[[Tensor], Tensor]  # uint8 [blocks, block_bytes] -> float32 [blocks, values]
+    expand: Callable[[NDArray[np.uint8]], Floats]  # [blocks, block_bytes] -> [blocks, values]
 
     def row_bytes(self, row_values: int) -> int:
         """Bytes of a row; raises ValueError if it is not a whole number of blocks."""
@@ -35,3 +72,13 @@ class Format:
                 f"a row of {row_values} values is no multiple of {self.name}'s {self.block_values}"
             )
         return row_values // self.block_values * self.block_bytes
+
+    def shape(self, parts: Mapping[str, NDArray[Any]]) -> tuple[int, ...]:
+        *outer, row = parts[BLOCKS].shape
+        if row % self.block_bytes:
+            raise ValueError(f"a row of {row} bytes is no multiple of {self.name}'s blocks")
+        return (*outer, row // self.block_bytes * self.block_values)
+
+    def unpack(self, raw: RawTensor) -> Floats:
+        blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
+        return self.expand(blocks).reshape(raw.shape)

@@ -25,7 +25,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     _head_bytes = 0
-    _idle_bytes = 0  # since the last piece of a body: chunk extensions, trailers
+    _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
 

@@ -15,11 +15,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, error_response
+from pdserve.services.host.backpressure import Backpressure, SlowReaderError, deliver
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.http")
 
 PIECE_BYTES = 1 << 16  # of a whole answer
+STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 DROP = "pdserve.drop"  # ASGI extension of our server: drops the connection
 
 
@@ -93,76 +99,62 @@ class EventStream(Response):
     ) -> None:
         self._events = events
         self._dialect = dialect
-        self._max_buffer_bytes = limits.max_buffer_bytes
-        self._stall_s = limits.stall_s
-        self._buffer: list[bytes] = []
-        self._buffered = 0
-        self._more = asyncio.Event()
-        self._error: HttpError | None = None
-        self._done = False
-        self._sent = False
+        self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
+        self._complete = False  # the whole response is sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(scope, receive, send))
-        pumping = asyncio.create_task(self._pump(sending))
         watching = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and not sending.cancelled():
+            if sending.done():
                 sending.result()
-        except TimeoutError:
-            log.warning("a client took no byte for %g s", self._stall_s)
+        except SlowReaderError as error:
+            log.warning("a client is given up: %s", error)
         finally:
-            await _end(pumping, watching, sending)
-            if not self._sent:
+            await _end(watching, sending)
+            if not self._complete:
                 await _drop_connection(scope)
 
-    async def _pump(self, sending: "asyncio.Task[None]") -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            await deliver(
+                self._with_error_event(),
+                write,
+                self._backpressure,
+                size=len,
+                join=b"".join,
+                interruptible=True,
+            )
+            await write(b"", more=False)
+        except SlowReaderError:
+            raise
+        except Exception as error:
+            await error_response(self._dialect, _public(error))(scope, receive, send)
+        self._complete = True
+
+    async def _with_error_event(self) -> AsyncGenerator[bytes, None]:
+        """The events. An error after the first is the last event; one before it is raised."""
+        begun = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    self._put(event)
-                    if self._buffered > self._max_buffer_bytes:
-                        await asyncio.sleep(0)  # a burst: the sender may not have had its turn
-                    if self._buffered > self._max_buffer_bytes:
-                        log.warning("a client left %d bytes unread", self._buffered)
-                        sending.cancel()
-                        return
-            self._done = True
+                    begun = True
+                    yield event
         except Exception as error:
-            self._error = _public(error)
-        self._more.set()
-
-    def _put(self, data: bytes) -> None:
-        self._buffer.append(data)
-        self._buffered += len(data)
-        self._more.set()
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._more.wait()
-        if self._error is not None and not self._buffer:
-            await error_response(self._dialect, self._error)(scope, receive, send)
-            self._sent = True
-            return
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            last = self._done or self._error is not None
-            data, self._buffer, self._buffered = b"".join(self._buffer), [], 0
-            if self._error is not None:
-                data += self._dialect.error_event(self._error)
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": data, "more_body": not last})
-            if last:
-                self._sent = True
-                return
+            if not begun:
+                raise
+            yield self._dialect.error_event(_public(error))
 
 
 async def _drop_connection(scope: Scope) -> None:

@@ -1,6 +1,6 @@
 """Follows one request for metrics and for its line in the log.
 
-Invariant: `close` is called once and counts the request once, whatever became of it.
+Invariant: `close` is called once and counts the request once, however it ended.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ log = logging.getLogger("pdserve.gateway.request")
 
 
 class Meter:
-    """Times in seconds of the clock that is handed in; the ids go to the log."""
+    """Measures one request with the clock that it is given (seconds); its ids go to the log."""
 
     def __init__(
         self, metrics: GatewayMetrics, request: str, client_id: str, clock: Callable[[], float]
@@ -45,7 +45,7 @@ class Meter:
         self._decode = placed.placement.decode_address
 
     def tokens(self, choice: int, count: int) -> None:
-        """New tokens of one choice have come."""
+        """Count new tokens of one choice."""
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -61,7 +61,7 @@ class Meter:
         self._finishes.append(finish)
 
     def finished(self, event: Finished, counts: Sequence[int]) -> None:
-        """One of its prompts is done; `counts` are the returned tokens of its choices."""
+        """One of its prompts has ended; `counts` are the returned tokens of its choices."""
         self._counted += sum(counts)
         self._cached += event.cached_tokens
         self._where.append(event.transport or "remote" if event.remote else "local")
@@ -70,7 +70,7 @@ class Meter:
             setattr(self._phases, name, slowest)
 
     def close(self, error: BaseException | None) -> None:
-        """The request is over, in order or by an error."""
+        """The request has ended: with an answer, or with an error."""
         now = self._clock()
         if error is None:
             self._count(now - self.arrived)
@@ -85,17 +85,17 @@ class Meter:
         if error is not None and not self._decode:
             line = f"never placed: finish={outcome} {total}"
         else:
-            line = f"{self._story()} finish={outcome} {self._path()} {total}"
+            line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
         log.info("%s", line, extra={"request": self._request})
 
-    def _story(self) -> str:
-        """What was asked and answered, in tokens."""
+    def _token_counts(self) -> str:
+        """The model, and how many tokens came in and went out."""
         return (
             f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
             f"{self._counted} out,"
         )
 
-    def _path(self) -> str:
+    def _phase_times(self) -> str:
         """Where the request went, and how long each phase of it took."""
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
         phases = self._phases

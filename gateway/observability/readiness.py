@@ -1,4 +1,4 @@
-"""Whether a chat request could be answered now: a router with a live decode worker."""
+"""Says whether the gateway can answer: a router must be there, with a live decode worker."""
 
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.protos.fleet_pb2 import DECODE
@@ -13,7 +13,7 @@ class Readiness:
         self._draining = False
 
     def drain(self) -> None:
-        """From now on it is not ready: the process is about to end."""
+        """Be not ready from now on: the process is about to end."""
         self._draining = True
 
     async def models(self) -> list[str]:
@@ -33,7 +33,7 @@ class Readiness:
         )
 
     async def why_not(self) -> str:
-        """In words, for people."""
+        """The reason for not being ready, as a sentence for people."""
         if self._draining:
             return "the server is shutting down"
         try:

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from pdserve.gateway.choice import Candidate, Delta, ScoredToken
+from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import ChatBody
 from pdserve.gateway.openai.usage import usage_object
-from pdserve.gateway.service import ChatAsk, Service
+from pdserve.gateway.service import ChatCompletionRequest, Service
 
 
 class ChatReply:
@@ -20,7 +20,7 @@ class ChatReply:
         self._service = service
         self._body = body
         self._client_id = client_id
-        self._ask = ChatAsk(
+        self._request = ChatCompletionRequest(
             body.model,
             [message.as_template() for message in body.messages],
             body.sampling(),
@@ -30,12 +30,16 @@ class ChatReply:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id, self._client_id) as job:
+        async with self._service.job(self._request, self._id, self._client_id) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
                 {
                     "index": answer.index,
-                    "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                    "message": {
+                        "role": "assistant",
+                        "content": text_of(answer.content),
+                        "refusal": None,
+                    },
                     "logprobs": self._logprobs(answer.tokens),
                     "finish_reason": answer.finish,
                 }
@@ -46,7 +50,7 @@ class ChatReply:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
-        async with self._service.job(self._ask, self._id, self._client_id) as job:
+        async with self._service.job(self._request, self._id, self._client_id) as job:
             head = self._head("chat.completion.chunk", job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None
@@ -61,8 +65,8 @@ class ChatReply:
                         begun.add(item.choice)
                         opening = {"role": "assistant", "content": "", "refusal": None}
                         yield {**head, "choices": [self._choice(item.choice, opening)]}
-                    if item.text or item.tokens:
-                        yield {**head, "choices": [self._text(item)]}
+                    if item.content or item.tokens:
+                        yield {**head, "choices": [self._content(item)]}
                     if item.finish is not None:
                         yield {**head, "choices": [self._choice(item.choice, {}, item.finish)]}
 
@@ -74,8 +78,8 @@ class ChatReply:
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
-    def _text(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta.choice, {"content": delta.text})
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta.choice, {"content": text_of(delta.content)})
         choice["logprobs"] = self._logprobs(delta.tokens)
         return choice
 
@@ -83,15 +87,11 @@ class ChatReply:
         if not self._body.logprobs:
             return None
         content = [
-            {**_candidate(token.token), "top_logprobs": [_candidate(top) for top in token.top]}
+            {**_logprob(token.chosen), "top_logprobs": [_logprob(top) for top in token.top]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "token": candidate.text,
-        "logprob": candidate.logprob,
-        "bytes": list(candidate.raw),
-    }
+def _logprob(entry: LogprobEntry) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}

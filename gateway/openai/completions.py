@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from pdserve.gateway.choice import ScoredToken
+from pdserve.gateway.choice import Part, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import CompletionBody
 from pdserve.gateway.openai.usage import usage_object
-from pdserve.gateway.service import CompleteAsk, Service
+from pdserve.gateway.service import Service, TextCompletionRequest
 
 
 class CompletionReply:
@@ -22,7 +22,7 @@ class CompletionReply:
         self._service = service
         self._body = body
         self._client_id = client_id
-        self._ask = CompleteAsk(
+        self._request = TextCompletionRequest(
             body.model,
             body.prompt,
             body.sampling(),
@@ -35,24 +35,24 @@ class CompletionReply:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._ask, self._id, self._client_id) as job:
+        async with self._service.job(self._request, self._id, self._client_id) as job:
             answers, usage = await self._service.completions.collect(job)
             choices = [
-                self._choice(answer.index, answer.text, answer.tokens, answer.finish)
+                self._choice(answer.index, answer.content, answer.tokens, answer.finish)
                 for answer in answers
             ]
             head = self._head(job.model.card.name)
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._service.job(self._ask, self._id, self._client_id) as job:
+        async with self._service.job(self._request, self._id, self._client_id) as job:
             head = self._head(job.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None
             async with aclosing(self._service.completions.stream(job)) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
-                        choice = self._choice(item.choice, item.text, item.tokens, item.finish)
+                        choice = self._choice(item.choice, item.content, item.tokens, item.finish)
                         yield {**head, "choices": [choice]}
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
@@ -63,25 +63,33 @@ class CompletionReply:
         }  # fmt: skip
 
     def _choice(
-        self, index: int, text: str, tokens: Sequence[ScoredToken], finish: str | None
+        self,
+        index: int,
+        content: Sequence[Part],
+        tokens: Sequence[ScoredToken],
+        finish: str | None,
     ) -> dict[str, Any]:
-        logprobs = None if self._body.logprobs is None else _logprobs(tokens)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {
+            "index": index,
+            "text": text_of(content),
+            "logprobs": None if self._body.logprobs is None else _logprobs(tokens),
+            "finish_reason": finish,
+        }
 
 
 def _logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     tops: list[dict[str, float | None] | None] = []
     for token in tokens:
-        if token.token.logprob is None:
+        if token.chosen.logprob is None:
             tops.append(None)
             continue
         top: dict[str, float | None] = {}
-        for candidate in (*token.top, token.token):
-            top.setdefault(candidate.text, candidate.logprob)
+        for entry in (*token.top, token.chosen):
+            top.setdefault(entry.text, entry.logprob)
         tops.append(top)
     return {
-        "tokens": [token.token.text for token in tokens],
-        "token_logprobs": [token.token.logprob for token in tokens],
+        "tokens": [token.chosen.text for token in tokens],
+        "token_logprobs": [token.chosen.logprob for token in tokens],
         "top_logprobs": tops,
         "text_offset": [token.offset for token in tokens],
     }

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py.
 
-Fields that nobody knows are ignored and named in the debug log, as vLLM does; known ones that
-would change the answer and are not supported are refused by name.
+Unknown fields are ignored and named in the debug log, as vLLM does. Known fields that would change
+the answer, and that this server does not support, are refused by name.
 """
 
 import logging
@@ -41,7 +41,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "lora_request": (None,),
 }
-# Known, and ignored: they change no answer of ours.
+# Known fields that are ignored, because they change no answer of this server.
 _HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort",
      "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
@@ -92,7 +92,7 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """What chat and plain completions share."""
+    """The fields that chat and plain completions share."""
 
     model: str = ""
     n: int | None = None
@@ -134,7 +134,7 @@ class Sampling(Body):
 
 
 class Message(Body):
-    """Roles and contents are checked where templates are filled, by gateway/text."""
+    """One message. gateway/text checks its role and content when it fills the template."""
 
     role: str
     content: Any = None

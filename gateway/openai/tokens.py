@@ -12,7 +12,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """The ids of a prompt, or of messages after the model's template. Raises ServiceError."""
     if (body.prompt is None) == (body.messages is None):
         raise refuse("prompt", "give either prompt or messages")
-    with service.limits.place():
+    with service.limits.admit():
         model = await service.catalog.get(body.model)
         if body.messages is not None:
             messages = [m.as_template() for m in body.messages]
@@ -21,7 +21,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
             ids = await service.text_ids(
                 model, body.prompt or "", "prompt", add_special_tokens=body.add_special_tokens
             )
-        tokenizer = model.texts.tokenizer
+        tokenizer = model.text.tokenizer
         return {
             "count": len(ids),
             "max_model_len": model.card.context_len,
@@ -34,10 +34,10 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 
 async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """The text of ids. Raises ServiceError."""
-    with service.limits.place():
+    with service.limits.admit():
         model = await service.catalog.get(body.model)
         try:
-            model.texts.tokenizer.check_ids(body.tokens)
+            model.text.tokenizer.check_ids(body.tokens)
         except TextError as error:
             raise refuse("tokens", str(error)) from error
         prompt = await service.decode(model, body.tokens, skip_special=body.skip_special_tokens)

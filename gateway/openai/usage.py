@@ -1,4 +1,4 @@
-"""The usage object of a completion, as OpenAI writes it, and under `pdserve` what is ours."""
+"""The usage object of a completion, as OpenAI writes it, with our own fields under `pdserve`."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""The gateway's one session to the routers, on which all its requests travel.
+"""The gateway's one session to a router, on which all its requests travel.
 
-Invariant: every open request gets exactly one terminal event. A lost router does not end
-requests: they are issued again, with what they have, where they ran and a higher epoch, to the
-next one. One that ran somewhere waits for it until its deadline; others fail after GRACE_S.
+Invariant: every open request gets exactly one terminal event. When a router is lost, its requests
+are issued again to the next one, each with the ids that it has, its placement and a higher epoch.
+Without any router, a request that a worker had waits until its deadline; others fail after GRACE_S.
 """
 
 import asyncio
@@ -40,16 +40,16 @@ CONNECT_S = 2.0  # to open a connection before the next router is tried
 GRACE_S = 10.0  # a request that never ran fails after this without a router
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 STABLE_S = 1.0  # a session that lasted longer worked
-MAX_BACKOFF_S = 0.5  # a router that is back is found well before decode gives its requests up
+MAX_BACKOFF_S = 0.5  # so that a router is found again well before decode gives its requests up
 
 
 class _Inbox:
     """Events of one request, in order, from the session's reader to its one consumer."""
 
-    def __init__(self, flight: ResumableRequest, now: float) -> None:
-        self.flight = flight
+    def __init__(self, request: ResumableRequest, now: float) -> None:
+        self.request = request
         self.opened = now
-        self.turned_away = 0  # by routers that take no new request
+        self.num_refusals = 0  # by routers that take no new request
         self._events: deque[RequestEvent] = deque()
         self._arrived = asyncio.Event()
 
@@ -81,7 +81,7 @@ class RouterClient:
         self._channel: grpc.aio.Channel | None = None  # of the live session
         self._down_since = 0.0  # when the last session that worked was lost
         self._task: asyncio.Task[None] | None = None
-        self._offer = ModelFiles()
+        self._model_files = ModelFiles()
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._keep_session(), name="router session")
@@ -92,7 +92,7 @@ class RouterClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         for inbox in self._inboxes.values():
-            inbox.put(inbox.flight.fail(UNAVAILABLE, "the server is shutting down", 1000))
+            inbox.put(inbox.request.fail(UNAVAILABLE, "the server is shutting down", 1000))
 
     @property
     def connected(self) -> bool:
@@ -104,12 +104,12 @@ class RouterClient:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
             raise ServiceError(INVALID_ARGUMENT, f"request id {start.request!r} is in use")
-        flight = ResumableRequest(start, loop.time())
-        inbox = _Inbox(flight, loop.time())
-        self._inboxes[flight.request] = inbox
+        request = ResumableRequest(start, loop.time())
+        inbox = _Inbox(request, loop.time())
+        self._inboxes[start.request] = inbox
         timer = None
-        if flight.deadline is not None:
-            timer = loop.call_at(flight.deadline + LATE_S, self._expire, inbox)
+        if request.deadline is not None:
+            timer = loop.call_at(request.deadline + LATE_S, self._expire, inbox)
         try:
             if self._channel is not None:
                 self._issue(inbox)
@@ -121,30 +121,30 @@ class RouterClient:
         finally:
             if timer is not None:
                 timer.cancel()
-            del self._inboxes[flight.request]
-            if not flight.ended:
-                self._send(GatewayMessage(cancel=Cancel(request=flight.request)))
+            del self._inboxes[start.request]
+            if not request.ended:
+                self._send(GatewayMessage(cancel=Cancel(request=start.request)))
 
     def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
         inbox = self._inboxes.get(request)
-        if inbox is not None and not inbox.flight.ended:
-            inbox.flight.abort(choices)
+        if inbox is not None and not inbox.request.ended:
+            inbox.request.abort(choices)
             self._send(GatewayMessage(cancel=Cancel(request=request, choices=choices)))
 
     def _expire(self, inbox: _Inbox) -> None:
-        if not inbox.flight.ended:
-            self._send(GatewayMessage(cancel=Cancel(request=inbox.flight.request)))
-        inbox.put(inbox.flight.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
+        if not inbox.request.ended:
+            self._send(GatewayMessage(cancel=Cancel(request=inbox.request.id)))
+        inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _issue(self, inbox: _Inbox) -> None:
         now = asyncio.get_running_loop().time()
-        flight = inbox.flight
-        start = flight.issue(now)
+        request = inbox.request
+        start = request.issue(now)
         if start is None:
             inbox.put(
-                flight.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
-                if flight.expired(now)
-                else flight.finish()
+                request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
+                if request.expired(now)
+                else request.finish()
             )
             return
         parts, rest = send_ids(start.request, start.prompt_ids)
@@ -157,8 +157,8 @@ class RouterClient:
         self._send(GatewayMessage(start=start))
 
     def _send(self, message: GatewayMessage) -> None:
-        """Queue for the session. Without one it is moot: starts are issued again from state,
-        and the router that knew the request ends it with the lost session."""
+        """Queue for the session. Without a session nothing is lost: the next one issues every
+        open request again, and a router ends the requests of a session that it lost."""
         if self._channel is not None:
             self._outgoing.append(message)
             self._to_send.set()
@@ -183,14 +183,14 @@ class RouterClient:
             if self._down_since == math.inf:
                 backoff, self._down_since = 0.05, now
             for inbox in list(self._inboxes.values()):
-                waits = inbox.flight.placed and inbox.flight.deadline is not None
+                waits = inbox.request.placed and inbox.request.deadline is not None
                 if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
-                    inbox.put(inbox.flight.fail(UNAVAILABLE, "no router can be reached", 1000))
+                    inbox.put(inbox.request.fail(UNAVAILABLE, "no router can be reached", 1000))
             backoff = min(MAX_BACKOFF_S, backoff * 2)
             await asyncio.sleep(backoff)
 
     async def _addresses(self) -> AsyncIterator[str]:
-        """All that the names stand for, in turn and for ever; looked up anew each time around."""
+        """The routers' addresses, over and over; each round looks their names up again."""
         while True:
             found: list[str] = []
             for name in self._routers:
@@ -211,8 +211,8 @@ class RouterClient:
         try:
             async for message in call:
                 self._down_since = math.inf  # it works: it is not only a port that is open
-                stays = [self._dispatch(event) for event in message.events]
-                if not all(stays):
+                accepted = [self._dispatch(event) for event in message.events]
+                if not all(accepted):
                     raise ConnectionError("it takes no new request")
             raise ConnectionError("the session ended")
         finally:
@@ -230,10 +230,10 @@ class RouterClient:
                 await call.write(self._outgoing.popleft())
 
     def _dispatch(self, event: RequestEvent) -> bool:
-        """False: the request was turned away at the door, and the next router is to be asked.
+        """Give an event to its request. False if this router takes no new requests.
 
-        A router that drains does so, or one that no worker has joined. All requests of the session
-        go along, as if it had been lost.
+        That is a router that drains, or one that no worker has joined. The session is then ended
+        as if it had been lost, and all its requests go to the next router.
         """
         kind = event.WhichOneof("event")
         inbox = None if kind is None else self._inboxes.get(getattr(event, kind).request)
@@ -241,22 +241,22 @@ class RouterClient:
             return True
         failed = event.failed
         if kind == "failed" and failed.failure.code == UNAVAILABLE and not failed.attempt:
-            inbox.turned_away += 1
-            if inbox.turned_away < self._num_routers:
+            inbox.num_refusals += 1
+            if inbox.num_refusals < self._num_routers:
                 return False
-        inbox.put(inbox.flight.take(event))
+        inbox.put(inbox.request.take(event))
         return True
 
-    # --- what the fleet offers
+    # --- models and fleet
 
     async def models(self) -> Sequence[ModelCard]:
-        return await self._offer.models(self._channel)
+        return await self._model_files.models(self._channel)
 
     async def blob(self, digest: str) -> bytes:
-        return await self._offer.blob(self._channel, digest)
+        return await self._model_files.blob(self._channel, digest)
 
     async def fleet(self) -> FleetView:
-        return await self._offer.fleet(self._channel)
+        return await self._model_files.fleet(self._channel)
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:

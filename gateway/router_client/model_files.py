@@ -1,40 +1,37 @@
-"""What the fleet offers: models, their blobs and its view of itself, asked of a live router.
+"""Asks a live router for the models of the fleet, for their files (blobs) and for its fleet view.
 
 Invariant: a blob is kept only when its bytes have the digest that names it.
 """
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 import grpc
 
-from pdserve.protos.common_pb2 import UNAVAILABLE, BlobRequest, ModelCard
-from pdserve.protos.common_pb2_grpc import BlobsStub
+from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest, ListModelsRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.blobs import BlobCache, read_blob
 from pdserve.services.host.errors import ServiceError
 
 CALL_S = 10.0  # for a unary call
 MODELS_AGE_S = 1.0  # cards are asked for again after this
-MAX_BLOB_BYTES = 512 << 20
-MAX_BLOBS = 32
+MAX_BLOB_BYTES = 512 << 20  # of all that are kept
 
 T = TypeVar("T")
 
 
 class ModelFiles:
-    """Answers of routers and what is kept of them; see gateway/router_client/upstream.py.
+    """Asks the router and caches its answers; see gateway/router_client/upstream.py.
 
-    `channel` is the live one, or None: then calls raise ServiceError UNAVAILABLE.
+    `channel` leads to the live router. Without one (None) calls raise ServiceError UNAVAILABLE.
     """
 
     def __init__(self) -> None:
         self._models: tuple[float, Sequence[ModelCard]] | None = None
         self._models_lock = asyncio.Lock()
-        self._blobs: dict[str, bytes] = {}
-        self._blob_lock = asyncio.Lock()
+        self._blobs = BlobCache(MAX_BLOB_BYTES)
 
     async def models(self, channel: grpc.aio.Channel | None) -> Sequence[ModelCard]:
         async with self._models_lock:
@@ -52,13 +49,12 @@ class ModelFiles:
             return self._models[1]
 
     async def blob(self, channel: grpc.aio.Channel | None, digest: str) -> bytes:
-        async with self._blob_lock:
-            if digest not in self._blobs:
-                data = await _read_blob(_live(channel), digest)
-                while len(self._blobs) >= MAX_BLOBS:
-                    self._blobs.pop(next(iter(self._blobs)))
-                self._blobs[digest] = data
-            return self._blobs[digest]
+        async def fetch(digest: str) -> bytes:
+            return await read_blob(_live(channel), digest)
+
+        data = await self._blobs.get(digest, fetch)
+        assert data is not None  # else read_blob has raised
+        return data
 
     async def fleet(self, channel: grpc.aio.Channel | None) -> FleetView:
         return await _answer(RouterStub(_live(channel)).GetFleet(GetFleetRequest()))
@@ -68,22 +64,6 @@ def _live(channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
     if channel is None:
         raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
     return channel
-
-
-async def _read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
-    """The bytes of that digest. Raises ServiceError UNAVAILABLE."""
-    data = bytearray()
-    try:
-        stub = BlobsStub(channel)
-        async for chunk in stub.GetBlob(BlobRequest(digest=digest), timeout=CALL_S * 6):
-            data += chunk.data
-            if len(data) > MAX_BLOB_BYTES:
-                raise ServiceError(UNAVAILABLE, "a blob of the model is too large")
-    except grpc.aio.AioRpcError as error:
-        raise ServiceError(UNAVAILABLE, "the model's files cannot be read") from error
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ServiceError(UNAVAILABLE, "a blob of the model does not match its digest")
-    return bytes(data)
 
 
 async def _answer(call: Awaitable[T]) -> T:

@@ -1,4 +1,4 @@
-"""What the gateway asks of the router; tests answer the same calls from a script."""
+"""The calls that the gateway makes to a router; tests answer the same calls from a script."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Errors of text handling: TextError is the client's fault, UnsupportedTokenizer the model's."""
+"""Errors of text handling: a TextError is the client's fault, UnsupportedTokenizer the model's."""
 
 
 class TextError(Exception):

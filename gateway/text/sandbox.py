@@ -51,7 +51,7 @@ class RenderLimits:
 
 
 class Budget:
-    """What one render has left."""
+    """A Budget counts what one render has left. Its methods raise OverBudget."""
 
     def __init__(self, limits: RenderLimits) -> None:
         self._clock = limits.clock
@@ -75,7 +75,7 @@ class Budget:
             raise OverBudget("the chat template made too much text")
 
     def checked(self, value: Any) -> Any:
-        """The value, unless it has grown too large."""
+        """Returns the value unless it has grown too large."""
         self.step()
         if isinstance(value, str | bytes | list | tuple | dict):
             self.size(len(value))
@@ -240,7 +240,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget.checked(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What a template gets for `text.format`."""
+        """Returns what a template gets for `text.format`."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
             raise OverBudget("the chat template asks for a width above two digits")
@@ -255,7 +255,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: Any = None,
     ) -> Any:
-        """What `map` and its like do with a filter's name."""
+        """Applies a filter by its name, as `map` and its like do."""
         assert context is not None  # they all have one
         if name in _WIDE_FILTERS:
             for arg in [*(args or ()), *(kwargs or {}).values()]:
@@ -272,7 +272,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: Any = None,
     ) -> Any:
-        """What `select` and its like do with a test's name."""
+        """Applies a test by its name, as `select` and its like do."""
         assert context is not None  # they all have one
         context[BUDGET].step()
         return super().call_test(name, value, args, kwargs, context, eval_ctx)
@@ -294,7 +294,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _check_method(
     budget: Budget, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Methods of str whose result can be far longer than what they are given."""
+    """Refuses methods of str whose result could be far longer than what they are given."""
     if name in _WIDE_METHODS:
         if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in [*args, *kwargs.values()]):
             raise OverBudget(f"the chat template asks for a width above {_MAX_WIDTH}")

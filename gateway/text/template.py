@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's own template.
+"""A chat template turns messages into a prompt, by the model's own jinja2 source.
 
 The template is the model's, the messages are a client's: what a client wrote reaches the template
 guarded (special.py), so that no message can end its turn or begin another's.
@@ -109,7 +109,7 @@ def _raise(message: object) -> NoReturn:
 
 
 def _texts(value: Any) -> list[str]:
-    """Every text in JSON data, keys too."""
+    """Returns every text in JSON data, keys too."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):

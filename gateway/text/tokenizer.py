@@ -9,13 +9,30 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.pieces import Pieces
 from pdserve.gateway.text.special import SpecialTokens
 
 _FIRST = b'"prepend_scheme":"first"'
+
+
+@dataclass(frozen=True, slots=True)
+class TextCard:
+    """What must be known of a model beside its tokenizer.json.
+
+    A gateway takes it from the proto ModelCard, `pdserve.LLM` from CardData.
+
+    vocab_size: rows of the model's embedding; may exceed what the tokenizer knows.
+    eos_ids: any of them ends a text; the first is the template's `eos_token`.
+    bos_id: the template's `bos_token`; None when the model has none.
+    adds_bos: a prompt that no template made begins with bos_id.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    adds_bos: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ Metrics = Mapping[str, float]
 
 
 class DemoError(Exception):
-    """Something is not as it should be."""
+    """An answer, the log or the metrics are not as they should be."""
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0 if every answer came and log and metrics agree."""
+    """Returns 0 if every answer came and log and metrics agree."""
     try:
         for transport in TRANSPORTS:
             with system(transport) as (client, log):
@@ -47,7 +47,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 @contextmanager
 def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
-    """A running `pdserve up` on a free port; its log is the file."""
+    """Runs `pdserve up` on a free port; its log is the file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -82,7 +82,7 @@ def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None
 
 
 def show(transport: str, client: ApiClient, log: Path) -> None:
-    """Both questions over one transport. Raises DemoError, ApiError."""
+    """Asks both questions over one transport. Raises DemoError, ApiError."""
     model = str(client.get_json("/v1/models")["data"][0]["id"])
     print(f"\n{model}, KV over {transport}")
     ask(client, log, model, "short", SHORT, "local")
@@ -96,7 +96,7 @@ def long_question(client: ApiClient, model: str) -> str:
 
 
 def ask(client: ApiClient, log: Path, model: str, name: str, question: str, wanted: str) -> None:
-    """`wanted`: "local", or the transport that the prompt's KV must take."""
+    """Asks one question; `wanted` is "local" or the transport that the prompt's KV must take."""
     before = metrics(client)
     started = time.monotonic()
     message = {"role": "user", "content": question}

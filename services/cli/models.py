@@ -1,4 +1,4 @@
-"""`pdserve models`: what a running server serves."""
+"""`pdserve models` prints what a running server serves."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ SHORT = 12  # hex digits of an identity
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Print a table; 1 if no server answers."""
+    """Prints a table; returns 1 if no server answers."""
     client = settings.build(ClientSettings)
     try:
         api = ApiClient(client.url, client.api_key[0] if client.api_key else "", timeout_s=10.0)
@@ -33,7 +33,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def table(models: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned columns; what a server does not tell is a dash."""
+    """Returns aligned columns; what a server does not tell is a dash."""
     rows = [list(COLUMNS)]
     for model in models:
         cells = {key: str(model.get(key) or "-") for key in COLUMNS.values()}

@@ -1,7 +1,7 @@
-"""`pdserve replay RING...`: the life of every hand-off that processes have noted.
+"""`pdserve replay RING...` prints what each process has recorded of its hand-offs.
 
-One line a record, in the order in which they were made, times from the attempt's first. A ring can
-be read while its process runs.
+Each record is one line, in the order in which they were made; times count from the attempt's first
+record. A ring can be read while its process runs.
 """
 
 import json
@@ -19,7 +19,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
-    """0; 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
+    """Returns 0, or 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
     chosen = settings.build(ReplaySettings)
     prefix = chosen.attempt.lower()
     try:
@@ -48,7 +48,10 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
 
 
 def paths(words: Sequence[str]) -> list[Path]:
-    """The files that are named, and those in the folders. Raises RingError for an empty one."""
+    """Returns the files that are named and those in the folders that are named.
+
+    Raises RingError for a folder without any.
+    """
     found: list[Path] = []
     for word in words:
         path = Path(word)
@@ -60,14 +63,14 @@ def paths(words: Sequence[str]) -> list[Path]:
 
 
 def gaps(recording: Recording) -> str:
-    """What is not there."""
+    """Says what the ring has lost."""
     parts = [f"{recording.lost} older records overwritten"] if recording.lost else []
     parts += [f"{recording.damaged} records damaged"] if recording.damaged else []
     return ", ".join(parts)
 
 
 def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
-    """A head, then a line for each record."""
+    """Yields a head and then a line for each record."""
     routed = [
         e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
@@ -82,7 +85,7 @@ def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) 
 
 
 def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:
-    """Print the violations of these attempts and a summary; the exit code."""
+    """Prints the violations of these attempts and a summary; returns the exit code."""
     violations = [v for v in check(recordings) if v.attempt in attempts]
     for violation in violations:
         print(violation, end="\n\n")

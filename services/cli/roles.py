@@ -69,7 +69,7 @@ def limit_threads(threads: int) -> None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """A failure that the person can mend is a line, not a traceback."""
+    """Prints a failure that the person can mend as one line, without a traceback."""
     try:
         return run()
     except Exception as error:
@@ -80,5 +80,5 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def is_typed(error: BaseException) -> bool:
-    """Whether it is an exception class of ours: its message is meant to be read."""
+    """Says whether the exception is of a class of ours, whose message is written for people."""
     return type(error).__module__.startswith("pdserve.")

@@ -9,9 +9,9 @@ from pdserve.engine.handoff.lease import Lease
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
 from pdserve.services.decode.transcript import Transcript
-from pdserve.services.worker.core import WorkerSession
+from pdserve.services.worker.core import RouterSession
 
-DecodeSession = WorkerSession[DecodeEvent]
+DecodeSession = RouterSession[DecodeEvent]
 
 
 @dataclass(eq=False, slots=True)

@@ -124,7 +124,7 @@ class Leases:
         self,
         served: ServedAttempt,
         event: Event,
-        asker: DecodeSession | None = None,
+        resuming: DecodeSession | None = None,
         counts: Sequence[int] = (),
     ) -> None:
         before = served.lease
@@ -132,7 +132,7 @@ class Leases:
         self.figures.parked += served.lease.phase is LeasePhase.PARKED
         self.figures.parked -= before.phase is LeasePhase.PARKED
         for action in actions:
-            self._act(served, action, asker, counts)
+            self._act(served, action, resuming, counts)
         if served.lease.until != before.until and served.lease.until != float("inf"):
             wait_s = served.lease.until - time.monotonic() + TICK_SLACK_S
             asyncio.get_running_loop().call_later(wait_s, self._advance, served, LeaseTick())
@@ -141,7 +141,7 @@ class Leases:
         self,
         served: ServedAttempt,
         action: LeaseAction,
-        asker: DecodeSession | None,
+        resuming: DecodeSession | None,
         counts: Sequence[int],
     ) -> None:
         match action:
@@ -151,9 +151,9 @@ class Leases:
             case LeaseAction.UNPARK:
                 self._control.park(served, False)
             case LeaseAction.HAND_OVER:
-                assert asker is not None  # the session that sent Resume
+                assert resuming is not None  # the session that sent Resume
                 log.info("handed over to another router's session", extra={"request": served.name})
-                self._hand_over(served, asker, counts)
+                self._hand_over(served, resuming, counts)
             case LeaseAction.GIVE_UP:
                 log.info("no router came for it: given up", extra={"request": served.name})
                 self._control.give_up(served)
@@ -164,7 +164,7 @@ class Leases:
                 if self._kept.pop(served.attempt, None) is not None:
                     self._kept_weight -= served.transcript.weight
             case LeaseAction.SEND_GONE:
-                (asker or served.session).outbox.put(_gone(served.attempt))
+                (resuming or served.session).outbox.put(_gone(served.attempt))
             case LeaseAction.COUNT_STALE:
                 self.figures.stale += 1
             case LeaseAction.COUNT_ADOPTED:

@@ -1,5 +1,7 @@
-"""Decode's engine thread, Receiver and Sender (of requests that move away). The engine thread owns
-them; other threads post to it."""
+"""Decode's engine thread, its Receiver, and its Sender for requests that move away.
+
+The engine thread owns them; other threads post to it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +118,7 @@ class DecodeRuntime(WorkerRuntime):
     def admit_local(
         self, attempt: bytes, request: Request, sharing: SharingPolicy
     ) -> "Future[AdmissionReply | None]":
-        """The engine queues the prompt itself, at once or when what it waits for is there. The
+        """Queue the prompt in the engine: at once, or when the KV that it waits for is there. The
         future raises the engine's errors."""
         chain = self.engine.chain(request)
 
@@ -138,8 +140,8 @@ class DecodeRuntime(WorkerRuntime):
         deadline: float,
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
-        """With a ticket for `prefill_boot`, unless it waits; None: there is no room. The future
-        raises the engine's errors."""
+        """Promise room for KV from `prefill_boot`, with a ticket, unless the attempt waits for
+        another's KV; None: there is no room. The future raises the engine's errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -159,7 +161,7 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(admit)
 
     def cancel(self, attempt: bytes, choices: Sequence[int] = ()) -> None:
-        """End an attempt, or some of its choices, wherever it is; its blocks are free then."""
+        """End an attempt, or some of its choices, in whatever state; then its blocks are free."""
 
         def cancel(engine: Engine) -> None:
             self.migrations.stay(attempt)
@@ -175,7 +177,7 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def park(self, attempt: bytes, parked: bool) -> None:
-        """No steps from here on, or steps again; a hand-off goes on either way."""
+        """Stop the attempt's steps, or let them go on; a hand-off goes on either way."""
 
         def park(engine: Engine) -> None:
             self.migrations.stay(attempt)
@@ -187,8 +189,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether a hand-off is live and has no blocks yet, or it waits for KV that nobody has
-        begun to compute."""
+        """Whether its KV is not begun: its hand-off has no blocks yet, or the attempt that it
+        follows is still queued."""
 
         def look(_: Engine) -> bool:
             first = self.single_flight.first(attempt)
@@ -197,15 +199,15 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(look)
 
     def hold(self, attempt: bytes) -> "Future[Any]":
-        """Stop a request for a move: Held, or None if it cannot move."""
+        """Stop a request that is to move. The future gives Held, or None if it cannot move."""
         return self.thread.post(lambda _: self.migrations.hold(attempt))
 
     def move(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> "Future[Any]":
-        """Send a held request's KV; False: it is not held."""
+        """Send a held request's KV. The future gives False if it is not held."""
         return self.thread.post(lambda _: self.migrations.send(attempt, ticket, address, receiver))
 
     def stay(self, attempt: bytes) -> None:
-        """A held or moving request goes on here."""
+        """Let a held or moving request go on here."""
         self.thread.post(lambda _: self.migrations.stay(attempt))
 
     # on the engine thread

@@ -8,7 +8,7 @@ from pdserve.services.worker.settings import WorkerSettings
 
 @dataclass(frozen=True)
 class DecodeSettings(WorkerSettings):
-    """Where a decode worker listens, whom it joins, and how KV reaches it."""
+    """Where a decode worker listens, which routers it joins, and how KV reaches it."""
 
     data_bind: str = option("127.0.0.1:0", "host:port of the hand-off listener")
     data_advertise: str = option("", "host:port under which prefill reaches it; empty: as bound")

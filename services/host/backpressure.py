@@ -59,19 +59,25 @@ async def deliver(
     writing: asyncio.Future[Any] | None = None
     try:
         while await unread.wait():
-            item, num_bytes = unread.take(join)
-            writing = asyncio.ensure_future(write(item))
-            ends = (writing, unread.overflown) if interruptible else (writing,)
-            await asyncio.wait(ends, timeout=limits.stall_s, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                if not (interruptible and unread.overflown.done()):
-                    filling.cancel()
-                    await asyncio.gather(filling, return_exceptions=True)
-                    unread.give_up(f"nothing of the answer was read for {limits.stall_s:g} s")
-                if interruptible:
+            item = unread.take(join)
+            if interruptible:
+                try:
+                    async with asyncio.timeout(limits.stall_s) as unread.write_limit:
+                        await write(item)
+                except TimeoutError:
+                    if not isinstance(unread.error, SlowReaderError):
+                        unread.give_up(_stalled(limits))
                     break
+                finally:
+                    unread.write_limit = None
+                continue
+            writing = asyncio.ensure_future(write(item))
+            await asyncio.wait((writing,), timeout=limits.stall_s)
+            if not writing.done():
+                filling.cancel()
+                await asyncio.gather(filling, return_exceptions=True)
+                unread.give_up(_stalled(limits))
             await writing
-            unread.num_bytes -= num_bytes
         if unread.error is not None:
             raise unread.error
     finally:
@@ -81,16 +87,20 @@ async def deliver(
                 await asyncio.gather(task, return_exceptions=True)
 
 
+def _stalled(limits: Backpressure) -> str:
+    return f"nothing of the answer was read for {limits.stall_s:g} s"
+
+
 class _Unread(Generic[T]):
     """What the source has produced and the client has not taken yet."""
 
     def __init__(self, size: Callable[[T], int], max_bytes: int) -> None:
-        self.num_bytes = 0  # of the items, and of what is being written
         self.error: Exception | None = None  # how the answer ends; None: in order
-        self.overflown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.write_limit: asyncio.Timeout | None = None  # of a write that may be cut
         self._size = size
         self._max_bytes = max_bytes
         self._items: deque[T] = deque()
+        self._num_bytes = 0  # of the items; what is being written does not count
         self._more = asyncio.Event()
         self._ended = False  # the source yields nothing more
 
@@ -100,13 +110,14 @@ class _Unread(Generic[T]):
             async with aclosing(source):
                 async for item in source:
                     self._items.append(item)
-                    self.num_bytes += self._size(item)
+                    self._num_bytes += self._size(item)
                     self._more.set()
-                    if self.num_bytes > self._max_bytes:
+                    if self._num_bytes > self._max_bytes:
                         await asyncio.sleep(0)  # a burst: the writer may not have had its turn
-                    if self.num_bytes > self._max_bytes:
-                        self.give_up(f"{self.num_bytes} bytes of the answer were not read")
-                        self.overflown.set_result(None)
+                    if self._num_bytes > self._max_bytes:
+                        self.give_up(f"{self._num_bytes} bytes of the answer were not read")
+                        if self.write_limit is not None:
+                            self.write_limit.reschedule(0)  # at once
                         return
         except Exception as raised:
             self.error = raised
@@ -126,11 +137,13 @@ class _Unread(Generic[T]):
             await self._more.wait()
         return bool(self._items)
 
-    def take(self, join: Callable[[list[T]], T] | None) -> tuple[T, int]:
-        """The next write, and its bytes."""
+    def take(self, join: Callable[[list[T]], T] | None) -> T:
+        """What is to be written next."""
         if join is None:
             item = self._items.popleft()
-            return item, self._size(item)
+            self._num_bytes -= self._size(item)
+            return item
         items = list(self._items)
         self._items.clear()
-        return join(items), sum(map(self._size, items))
+        self._num_bytes = 0
+        return join(items)

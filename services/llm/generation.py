@@ -15,8 +15,11 @@ from pdserve.engine.api.request import (
     RequestFailed,
     TokenLogprob,
 )
+from pdserve.gateway.text.choice_text import ChoiceText
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.tokenizer import Tokenizer
+
+_FINISH: dict[FinishReason | None, str] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class GenerationError(Exception):
@@ -59,7 +62,7 @@ class Result:
 
 @dataclass(slots=True)
 class _Choice:
-    stops: StopMatcher
+    text: ChoiceText
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -82,9 +85,14 @@ class Generation:
         self.prompt_ids = tuple(prompt_ids)
         self.done = False
         self._choices = [
-            _Choice(StopMatcher(stop, min_tokens=min_tokens)) for _ in range(num_choices)
+            _Choice(
+                ChoiceText(
+                    tokenizer.incremental(continues=continues),
+                    StopMatcher(stop, min_tokens=min_tokens),
+                )
+            )
+            for _ in range(num_choices)
         ]
-        self._texts = [tokenizer.incremental(continues=continues) for _ in range(num_choices)]
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._cached_tokens = 0
         self._stopped: list[int] = []
@@ -106,32 +114,23 @@ class Generation:
 
     def _tokens(self, event: NewTokens) -> TextDelta:
         choice = self._choices[event.choice]
-        text, before = self._texts[event.choice], len(choice.texts)
-        for position, token in enumerate(event.ids):
-            choice.ids.append(token)
-            choice.logprobs += event.logprobs[position : position + 1]
-            ends = event.finish is FinishReason.STOP and position == len(event.ids) - 1
-            emitted = choice.stops.push("" if ends else text.push([token]))
-            choice.texts.append(emitted.text)
-            if emitted.stop is not None:
-                choice.finish = "stop"
-                if event.finish is None:
-                    self._stopped.append(event.choice)
-                break
-        if choice.finish is None and event.finish is not None:
-            rest = choice.stops.flush(text.flush())
-            choice.texts.append(rest.text)
-            stopped = event.finish is FinishReason.STOP or rest.stop is not None
-            choice.finish = "stop" if stopped else "length"
-        return TextDelta(event.choice, "".join(choice.texts[before:]), choice.finish)
+        update = choice.text.push(event.ids, _FINISH.get(event.finish))
+        count = len(update.offsets)
+        choice.ids += event.ids[:count]
+        choice.logprobs += event.logprobs[:count]
+        choice.texts.append(update.text)
+        choice.finish = update.finish
+        if update.finish is not None and event.finish is None:
+            self._stopped.append(event.choice)
+        return TextDelta(event.choice, update.text, update.finish)
 
     def take_stopped(self) -> tuple[int, ...]:
-        """Choices that a stop string has ended since last asked: the engine goes on with them."""
+        """Choices that a stop string has ended since the last call; the engine has to be told."""
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
 
     def result(self) -> Result:
-        """Once `done`."""
+        """What was generated; call it once `done`."""
         return Result(
             self.prompt_ids,
             tuple(

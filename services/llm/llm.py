@@ -16,16 +16,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Event, Request, RequestFailed, SamplingParams, Step
 from pdserve.engine.build import build_engine
 from pdserve.engine.thread import EngineThread
-from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
 from pdserve.services.llm.generation import Generation, Result, TextDelta
 from pdserve.services.options.options import options_of
 
@@ -43,15 +40,13 @@ class LLM:
 
     def __init__(self, model: str = "", *, threads: int = 0, **options: Any) -> None:
         """`model` as for `pdserve up --model`; `options` are the fields of EngineConfig
-        (`weights="bf16"`, `kv_tokens=8192`, ...); `threads` 0 leaves torch's setting alone.
+        (`weights="bf16"`, `kv_tokens=8192`, ...); `threads` 0 takes all cores.
 
         Raises TypeError for an unknown option, OptionError for a bad value, CheckpointError.
         """
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, threads=threads, **options)
         for option in options_of(EngineConfig):
             option.accept(getattr(config, option.field), "LLM")
-        if threads:
-            torch.set_num_threads(threads)
         engine, self.card = build_engine(config)
         text_card = TextCard(
             self.card.vocab_size, self.card.eos_ids, self.card.bos_id, self.card.adds_bos
@@ -81,18 +76,18 @@ class LLM:
         `params` None takes the model's defaults (`self.defaults`); a `seed` makes sampling
         repeatable. Raises TextError, InvalidRequest, ContextLengthExceeded, GenerationError.
         """
-        under_way: deque[_UnderWay] = deque()
+        submitted: deque[_SubmittedRequest] = deque()
         results: list[Result] = []
         try:
             for prompt in _as_list(prompts):
-                if len(under_way) == self._most:
-                    results.append(under_way.popleft().result())
-                under_way.append(self._begin(self._encode(prompt), params, stop, seed, True))
-            while under_way:
-                results.append(under_way.popleft().result())
+                if len(submitted) == self._most:
+                    results.append(submitted.popleft().result())
+                submitted.append(self._begin(self._encode(prompt), params, stop, seed, True))
+            while submitted:
+                results.append(submitted.popleft().result())
             return results
         finally:
-            for other in under_way:  # something was raised: nobody waits for the others
+            for other in submitted:  # after an error nobody waits for the others
                 other.close()
 
     def chat(
@@ -120,8 +115,8 @@ class LLM:
         """
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        with closing(self._begin(ids, params, stop, seed, not is_chat)) as under_way:
-            yield from under_way.deltas()
+        with closing(self._begin(ids, params, stop, seed, not is_chat)) as submitted:
+            yield from submitted.deltas()
 
     def close(self) -> None:
         """End the engine; what still runs is given up. May be called again."""
@@ -171,7 +166,7 @@ class LLM:
         stop: Sequence[str],
         seed: int | None,
         continues: bool,
-    ) -> "_UnderWay":
+    ) -> "_SubmittedRequest":
         """Submit at once. Raises what the engine refuses."""
         if self._closed.is_set():
             raise RuntimeError("this LLM is closed")
@@ -192,7 +187,7 @@ class LLM:
         except BaseException:
             del self._inboxes[key]
             raise
-        return _UnderWay(generation, inbox, lambda choices: self._abort(key, choices))
+        return _SubmittedRequest(generation, inbox, lambda choices: self._abort(key, choices))
 
     def _abort(self, key: str, choices: Sequence[int]) -> None:
         """End choices of a request, or forget all of it if none is named."""
@@ -206,7 +201,7 @@ class LLM:
                 inbox.put(event)
 
 
-class _UnderWay:
+class _SubmittedRequest:
     """A submitted request; `close` aborts what has not ended."""
 
     def __init__(

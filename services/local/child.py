@@ -1,4 +1,4 @@
-"""The first code of a process that `pdserve up` spawns.
+"""This is the first code that runs in a process which `pdserve up` spawns.
 
 It runs before torch is imported: cores and thread counts are fixed by then, and the process dies
 with its parent. Its status travels to the parent as JSON over a pipe.
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a child runs: "module:function" gives the exit code of `(*args, report=...)`."""
+    """A Task names what a child runs: "module:function" takes `(*args, report=...)` and returns the
+    exit code."""
 
     entry: str
     args: tuple[Any, ...]
@@ -59,14 +60,14 @@ def child_main(task: Task, parent: int, pipe: Connection) -> None:
 
 
 def die_with(parent: int) -> None:
-    """No orphan is left even if the parent is killed."""
+    """The kernel kills this process when its parent dies, so that no orphan is left."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def show_as(name: str) -> None:
-    """What ps and top call this process, cut by the kernel to 15 bytes: "decode 0"."""
+    """Names this process for ps and top, e.g. "decode 0"; the kernel cuts it to 15 bytes."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
@@ -82,7 +83,7 @@ def take(share: Share) -> None:
 
 
 def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
-    """A Report that any thread may call; it is silent once the parent has gone."""
+    """Returns a Report that any thread may call; it does nothing once the parent has gone."""
     lock = threading.Lock()
 
     def report(event: str, figures: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which cores each worker of a machine computes on.
+"""This module decides which cores each worker of a machine computes on.
 
 Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
 as there is one for each; gateway and router, which mostly wait, share all of them.
@@ -42,7 +42,7 @@ def machine_cores() -> tuple[tuple[int, ...], int]:
 
 
 def allot(cores: Sequence[int], worth: int, workers: int, threads: int = 0) -> list[Share]:
-    """A share for each worker; `threads` each, or 0 to deal out all there are.
+    """Returns a share for each worker: `threads` each, or with 0 all that there are, dealt out.
 
     Under a quota (`worth` below the number of cores) nothing is pinned: neighbours with the same
     quota would all choose the same cores. Raises OptionError if `threads` asks for more than there

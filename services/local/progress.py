@@ -1,4 +1,4 @@
-"""What `pdserve up` says while it starts: bars on a terminal, plain lines elsewhere."""
+"""`pdserve up` shows how far it has started: bars on a terminal, plain lines elsewhere."""
 
 from typing import Any, Protocol, TextIO
 
@@ -6,14 +6,14 @@ STEP = 0.25  # plain lines are this far apart
 
 
 class ProgressView(Protocol):
-    """Where the loading of each worker stands."""
+    """A view is told how far the loading of each worker is."""
 
     def update(self, name: str, fraction: float) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
-    """A line per worker and quarter."""
+    """Prints a line for each quarter that a worker has loaded."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -26,11 +26,11 @@ class Lines:
             print(f"{name}: loading {step:.0%}", file=self._out, flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resource is held."""
 
 
 class Bars:
-    """A bar per worker, gone when all are loaded."""
+    """Draws a bar for each worker; the bars go when all are loaded."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -58,7 +58,7 @@ class Bars:
 
 
 def progress_on(out: TextIO) -> ProgressView:
-    """Bars if `out` is a terminal and rich is installed."""
+    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines."""
     if out.isatty():
         try:
             return Bars(out)

@@ -17,7 +17,7 @@ PREFIX = "pdserve-up-"
 
 @contextmanager
 def run_dir(parent: Path | None = None) -> Iterator[Path]:
-    """A private folder, removed at the end."""
+    """Yields a private folder and removes it at the end."""
     base = parent or Path(tempfile.gettempdir())
     sweep(base)
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
@@ -31,7 +31,7 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(base: Path) -> None:
-    """Remove this user's folders whose owner has died."""
+    """Removes this user's folders whose owner has died."""
     for path in base.glob(PREFIX + "*"):
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

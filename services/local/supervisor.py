@@ -1,4 +1,4 @@
-"""Keeps a set of child processes alive, and ends them in order.
+"""The supervisor keeps a set of child processes alive and ends them in order.
 
 One thread, no polling: it sleeps until a child reports, a child dies, a restart is due or a signal
 arrives. Every child it started is gone when `stop` returns.
@@ -26,17 +26,18 @@ ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a paren
 
 
 class StartError(Exception):
-    """A child ended before it was ever ready."""
+    """A child process ended before it was ever ready."""
 
 
 def restart_delay(deaths_in_a_row: int) -> float:
-    """Seconds until a restart; the count includes this death."""
+    """Returns the seconds until a restart; the count includes this death."""
     return 0.0 if deaths_in_a_row <= 1 else min(MAX_DELAY_S, 2.0 ** (deaths_in_a_row - 2))
 
 
 @dataclass(slots=True)
 class Child:
-    """A process and how it has fared. `make` gives its task anew at each start."""
+    """A child process with the record of its starts and deaths. `make` gives its task anew at each
+    start."""
 
     name: str
     make: Callable[[], Task]
@@ -57,7 +58,7 @@ OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
 class Supervisor:
-    """Use it as a context manager on the main thread: it owns the signals meanwhile."""
+    """It is a context manager for the main thread and owns the process's signals meanwhile."""
 
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event
@@ -120,7 +121,7 @@ class Supervisor:
         return True
 
     def _turn(self, deadline: float | None) -> None:
-        """Sleep until something happens, then take note of it."""
+        """Sleeps until a child, a signal or the deadline wakes it, then records what happened."""
         due = [c.restart_at for c in self.children if c.restart_at is not None]
         until = min([*due, *([] if deadline is None else [deadline])], default=None)
         sources: list[Any] = [self._wake]
@@ -136,7 +137,7 @@ class Supervisor:
                 self._bury(child)
 
     def _read(self, child: Child) -> None:
-        """Take the reports that are there; the pipe ends with the child."""
+        """Takes the reports that have come; the pipe ends with the child."""
         while child.pipe:
             try:
                 if not child.pipe.poll():

@@ -1,7 +1,7 @@
 """`pdserve up`: a whole system on one machine, every process a child of this one.
 
-The router starts first and keeps its address over restarts; gateway and workers start together and
-find it. Nothing of it is left when `run` returns.
+All start together: the router's address is chosen before, and it keeps it over restarts. Nothing of
+it is left when `run` returns.
 """
 
 import secrets
@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ ENTRIES = {
     "decode": "pdserve.services.decode.main:run",
 }
 STOP_SLACK_S = 5.0  # beyond the drain, before what is left is killed
-ROUTER_START_S = 30.0
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 10_000  # of those that are chosen here
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -50,7 +52,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class System:
-    """The processes of one `up` and what is told to the person who started it."""
+    """A System owns the processes of one `up` and tells the person who started it how they fare."""
 
     def __init__(self, settings: Settings, entries: Mapping[str, str] = ENTRIES) -> None:
         """Raises OptionError for contradictions, OSError for a port that is taken."""
@@ -62,7 +64,7 @@ class System:
         self._check()
         self._secret = self._up.cluster_secret or secrets.token_urlsafe(32)
         self._drain_s = self._gateway.drain_s
-        self._router_address = f"127.0.0.1:{self._up.router_port}"
+        self._router_address = f"127.0.0.1:{self._up.router_port or free_port()}"
         self._progress = progress_on(sys.stderr)
         self._stopping = False
         self._started_at = time.monotonic()
@@ -84,7 +86,7 @@ class System:
             check_free(flag, host, port)
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Everything between the start and the end of the children. Raises StartError."""
+        """Starts the children, waits for a signal and ends them. Raises StartError."""
         workers = self._workers()
         cores, worth = machine_cores()
         shares = allot(cores, worth, len(workers), self._up.threads)
@@ -96,14 +98,10 @@ class System:
         children: list[Child] = []
         gateways: list[Child] = []
         try:
-            if not supervisor.run_until(lambda: "address" in router.figures, ROUTER_START_S):
-                raise StartError(f"router did not listen within {ROUTER_START_S:g} s")
-            self._router_address = router.figures.get("address", self._router_address)
-            if not supervisor.signals:
-                for (name, role, model), share in zip(workers, shares, strict=True):
-                    make = self._worker_task(role, model, share, folder)
-                    children.append(supervisor.start(name, make))
-                gateways.append(supervisor.start("gateway", self._gateway_task))
+            for (name, role, model), share in zip(workers, shares, strict=True):
+                make = self._worker_task(role, model, share, folder)
+                children.append(supervisor.start(name, make))
+            gateways.append(supervisor.start("gateway", self._gateway_task))
             everyone = [router, *children, *gateways]
             supervisor.run_until(lambda: all(child.ready for child in everyone))
             self._progress.close()
@@ -119,7 +117,8 @@ class System:
         return 0 if clean else 1
 
     def _workers(self) -> list[tuple[str, str, str]]:
-        """(name, role, model) of each; decode first: a core that is left over is theirs."""
+        """Returns (name, role, model) of each worker; decode workers come first, so that
+        a core which is left over is theirs."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
         several = len(self._models) > 1
         return [
@@ -176,7 +175,7 @@ class System:
             raise OptionError(f"--api-key-file: {error}") from None
 
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
-        """Tell what a child reports."""
+        """Tells the person what a child reports."""
         if event == "loading":
             self._progress.update(child.name, float(figures.get("fraction", 0.0)))
         elif event == "ready":
@@ -211,6 +210,22 @@ class System:
         )
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and that the system gives to nobody who asks for any: so
+    it stays free until the router listens there."""
+    try:
+        end = int(EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 32_768
+    choices = range(FIRST_PORT, end) if end > FIRST_PORT else range(FIRST_PORT, 1 << 16)
+    while True:
+        port = secrets.choice(choices)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def check_free(flag: str, host: str, port: int) -> None:
     """Raises OSError, naming flag and port, if something listens there."""
     if not port:
@@ -227,10 +242,10 @@ def check_free(flag: str, host: str, port: int) -> None:
 
 
 def outcome(code: object) -> str:
-    """An exit code in words."""
+    """Returns an exit code in words."""
     return f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
 
 
 def say(text: str) -> None:
-    """To the person at the terminal; standard output holds only what may be copied."""
+    """Prints to standard error, for the person at the terminal; standard output is for copying."""
     print(text, file=sys.stderr, flush=True)

@@ -101,9 +101,12 @@ def _parse_bool(text: str) -> bool:
 
 
 def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
-    """The options of a settings dataclass, in order of its fields, less the fields in `skip`."""
-    hints = get_type_hints(cls)
-    return [_option(f, hints[f.name]) for f in fields(cls) if f.name not in skip]
+    """The options of a settings dataclass, in order of its fields, less the fields in `skip`.
+
+    A field without help is no option: its value is given by code.
+    """
+    hints, known = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
+    return [_option(f, hints[f.name]) for f in known if f.name not in skip]
 
 
 def _option(item: "Field[Any]", hint: Any) -> Option:

@@ -1,4 +1,4 @@
-"""Options of the commands that only the command line has; services own theirs."""
+"""These settings belong to commands that are no services; each service owns its own."""
 
 from dataclasses import dataclass
 

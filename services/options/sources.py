@@ -1,4 +1,4 @@
-"""Where option values come from: flags > environment > YAML file > default.
+"""Option values are merged from their sources: flags > environment > YAML file > default.
 
 Every value remembers its source. Names that no command knows are refused, so that a typo is never
 silently a default; names of another command's options are allowed, so that one environment or one

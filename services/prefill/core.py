@@ -24,12 +24,12 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.prefill.runtime import PrefillRuntime
-from pdserve.services.worker.core import WorkerCore, WorkerSession, when_done
+from pdserve.services.worker.core import RouterSession, WorkerCore, when_done
 
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 1024  # attempts whose last event is kept, for a router that asks late
-PrefillSession = WorkerSession[wire.PrefillEvent]
+PrefillSession = RouterSession[wire.PrefillEvent]
 
 
 class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):

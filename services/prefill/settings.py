@@ -7,4 +7,4 @@ from pdserve.services.worker.settings import WorkerSettings
 
 @dataclass(frozen=True)
 class PrefillSettings(WorkerSettings):
-    """Where a prefill worker listens, whom it joins, and how its KV moves."""
+    """Where a prefill worker listens, which routers it joins, and how its KV moves."""

@@ -26,7 +26,7 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 
 @dataclass(eq=False, slots=True)
-class WorkerSession(Generic[EventT]):
+class RouterSession(Generic[EventT]):
     """One router's stream of events. The attempts that it started outlive it."""
 
     outbox: Outbox[EventT] = field(default_factory=Outbox[EventT])
@@ -42,7 +42,7 @@ class WorkerCore(Generic[RuntimeT, EventT]):
     def __init__(self) -> None:
         self.num_stale = 0  # messages about unknown attempts
         self._runtime: RuntimeT | None = None
-        self._sessions: set[WorkerSession[EventT]] = set()
+        self._sessions: set[RouterSession[EventT]] = set()
         self._session_closed = asyncio.Event()
         self._draining = False
         self._empty = asyncio.Event()
@@ -64,13 +64,13 @@ class WorkerCore(Generic[RuntimeT, EventT]):
 
     async def serve(
         self,
-        read: Callable[[WorkerSession[EventT]], Coroutine[Any, Any, None]],
+        read: Callable[[RouterSession[EventT]], Coroutine[Any, Any, None]],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[EventT], None]:
         """One Session call: `read` carries out the router's commands; yields batches of events."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
-        session = WorkerSession[EventT]()
+        session = RouterSession[EventT]()
         self._sessions.add(session)
         reader = asyncio.create_task(read(session))
         reader.add_done_callback(lambda _: session.outbox.close())
@@ -87,7 +87,7 @@ class WorkerCore(Generic[RuntimeT, EventT]):
             self._session_closed.set()
             self._session_lost(session)
 
-    def _session_lost(self, session: WorkerSession[EventT]) -> None:
+    def _session_lost(self, session: RouterSession[EventT]) -> None:
         """The stream is over. Attempts go on without it unless a subclass says otherwise."""
 
     async def _end_sessions(self) -> None:

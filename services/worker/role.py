@@ -3,13 +3,14 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import grpc.aio
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.build import build_engine, set_compute_threads
+from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
 from pdserve.services.worker.core import WorkerCore
@@ -45,9 +46,8 @@ class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
 
     def build(self, boot: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
         """Load the model; on a thread of its own. `boot` names this life of the process."""
-        if self.settings.threads:
-            set_compute_threads(self.settings.threads)
-        engine, card = build_engine(self._config, progress)
+        config = replace(self._config, threads=self.settings.threads)
+        engine, card = build_engine(config, progress)
         self.runtime = self.make_runtime(engine, card, boot)
         return self.runtime
 

@@ -7,7 +7,7 @@ from pdserve.services.host.options import LOG_LEVELS, option
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Where a worker listens, whom it joins, and how it moves KV."""
+    """Where a worker listens, which routers it joins, and how it moves KV."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     advertise: str = option("", "host:port under which others reach it; empty: as bound")

@@ -6,6 +6,7 @@ from typing import Any
 
 import accept
 import pytest
+from line9_promises import stands
 
 SCRIPT = """import json, sys
 open({ran!r}, "a").write("x")
@@ -140,3 +141,15 @@ def test_a_line_without_a_result_fails(topic: Topic) -> None:
         1,
         {"topic": "made", "commit": topic.revision, "ok": False, "lines": {}},
     )
+
+
+def test_a_promise_stands_on_this_tree_alone() -> None:
+    held = {"verdict": "held", "commit": "aaaaaaaaaaaa", "tree": "tree"}
+    assert stands(held, "tree") == {"ok": True, "commit": "aaaaaaaaaaaa"}
+    earlier = stands(held, "another")
+    assert accept.judged({"ok": True, "line": earlier})["verdict"] == "skipped"
+    assert "aaaaaaaaaaaa" in earlier["skipped"]
+    part = held | {"verdict": "skipped", "networks": {"skipped": "no namespaces"}}
+    assert "no namespaces" in stands(part, "tree")["skipped"]
+    assert not stands(held | {"verdict": "failed"}, "tree")["ok"]
+    assert not stands(None, "tree")["ok"]

@@ -127,9 +127,10 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
     for service in overlay.values():
         assert (service["ipc"], service["pid"]) == ("host", "host")
         chosen = service["build"]["args"]["WORKER_EXTRAS"].split()
-        assert chosen == ["worker", "cuda"]
+        assert chosen == ["worker", "torch", "cuda"]
         assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
     assert "ARG WORKER_EXTRAS=worker\n" in (ROOT / "Dockerfile").read_text()
+    assert not any(name.startswith("torch") for name in extras["worker"]), "CPU images have none"
 
 
 def test_the_ha_overlay_has_two_of_every_process(

@@ -39,7 +39,7 @@ def test_many_at_once_are_the_same_as_alone(window: int) -> None:
     engine = fake_engine(num_blocks=200, window=window)
     prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(1 + 7 * i)] for i in range(8)}
     events = run(engine, *(ask(key, prompt, max_tokens=24) for key, prompt in prompts.items()))
-    assert engine._runner._model.widest == 8
+    assert engine.model.widest == 8
     assert tokens(events) == {
         (key, 0): expected(prompt, 24, window) for key, prompt in prompts.items()
     }
@@ -199,8 +199,7 @@ def test_choices_are_preempted_together_and_go_on() -> None:
 
 def test_short_prompts_overtake_and_long_ones_still_come() -> None:
     now = [0.0]
-    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
-    engine._clock = lambda: now[0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
     engine.submit(ask("short", range(8), max_tokens=1))
     first = engine.step()
@@ -222,8 +221,7 @@ def test_short_prompts_overtake_and_long_ones_still_come() -> None:
 def test_a_long_prompt_that_is_computed_does_not_wait() -> None:
     """However long that takes, a short one comes at the next chunk."""
     now = [0.0]
-    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
-    engine._clock = lambda: now[0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
     for _ in range(8):  # two chunks are left, after eight seconds
         assert engine.step() is not None
@@ -242,8 +240,7 @@ def test_a_long_prompt_that_is_computed_does_not_wait() -> None:
 def test_waiting_counts_in_proportion_to_the_length() -> None:
     """Two long prompts, one behind the other: the second has waited, and is not passed for ever."""
     now = [0.0]
-    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24)
-    engine._clock = lambda: now[0]
+    engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     for key, odd in (("first", 7), ("second", 11)):
         engine.submit(ask(key, [(odd * i) % 60 for i in range(160)], max_tokens=1))
     done: list[str] = []
@@ -266,13 +263,13 @@ def test_prefill_only_holds_its_blocks() -> None:
         (16, False),
         (21, True),
     ]
-    assert engine._runner._model.kv_only_steps == 2
+    assert engine.model.kv_only_steps == 2
     assert not of(events, NewTokens)
     assert not of(events, Finished)
     (blocks,) = engine.held_blocks("p")
     assert len(blocks) == 6
     assert engine.stats().held == 1
-    keys = engine.kv.data[0][0][blocks, 0, 0].flatten(0, 1)
+    keys = torch.from_numpy(engine.kv.data[0][0][blocks, 0, 0]).flatten(0, 1)
     assert torch.equal(keys[:21], words(torch.arange(21), torch.arange(21))[:, 0])
     engine.release_held("p")
     assert_at_rest(engine)
@@ -287,9 +284,9 @@ def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
     engine = fake_engine(window=window)
     run(engine, ask("p", range(16), prefill_only=True))
     engine.release_held("p")
-    steps = engine._runner._model.steps
+    steps = engine.model.steps
     events = run(engine, ask("q", range(16), prefill_only=True))
-    assert engine._runner._model.steps == steps
+    assert engine.model.steps == steps
     assert events == [Scheduled("q", 16), PrefillComputed("q", 16, True)]
     for group, blocks in enumerate(engine.held_blocks("q")):
         first = max(0, 16 - window + 1) // 4 if engine.kv.spec.groups[group].window else 0

@@ -244,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
         for pool in self.engine.jobs.tables.pools:
             counts = pool.counts()
             assert counts.used == counts.reserved == 0
-        assert len(self.engine.jobs._free_slots) == 4
+        assert self.engine.jobs.num_free_slots == 4
 
 
 TestEngine = EngineMachine.TestCase

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.execution.memory import free_host_bytes, pool_bytes
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.backends.native import NativeBackend
+from pdserve.engine.execution.memory import free_host_bytes
 
 GIB = 1 << 30
 
@@ -39,5 +41,5 @@ def test_a_version_1_limit_counts_too(tmp_path: Path, meminfo: Path) -> None:
 
 
 def test_engines_of_a_host_share() -> None:
-    one, three = pool_bytes("cpu", 1), pool_bytes("cpu", 3)
+    one, three = (NativeBackend(EngineConfig(host_engines=n)).pool_bytes() for n in (1, 3))
     assert 0 < three < one

@@ -174,7 +174,7 @@ class Cluster:
         self.engine.abort(self.committed.pop())
 
     def findable(self) -> set[bytes]:
-        return set(self.engine.jobs.tables.pools[0]._by_hash)
+        return set(self.engine.jobs.tables.pools[0].findable())
 
     def check(self) -> None:
         known: dict[tuple[int, ...], bytes] = {}
@@ -185,9 +185,14 @@ class Cluster:
             tables = [s.block_tables[group] for job in jobs for s in job.sequences]
             in_tables = {block for table in tables for block in table if block}
             assert counts.used + counts.reserved == len(in_tables)
-            assert set(pool._by_hash.values()) == set(pool._hash_of)
-            assert len(set(pool._by_hash.values())) == len(pool._by_hash)
-            for chain_hash, block in pool._by_hash.items():
+            findable = pool.findable()
+            found = set(findable.values())
+            assert len(found) == len(findable)
+            assert counts.cached == len(found - in_tables), "a cached block that nobody can find"
+            used, reserved = pool.references()
+            for block, count in (used + reserved).items():
+                assert pool.writable(block) == (count == 1 and block not in found)
+            for chain_hash, block in findable.items():
                 for layer in range(2):
                     ids = self.held[group, layer, block]  # KeyError: cached before it was there
                     assert len(ids) % SIZE == 0, "a partial block"

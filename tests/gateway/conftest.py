@@ -11,7 +11,7 @@ import pytest
 from fake_router import FakeRouter, Play
 from starlette.types import ASGIApp
 
-from pdserve.gateway.catalog import TextPool
+from pdserve.gateway.catalog import TextExecutor
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.dialect import HttpLimits
@@ -44,7 +44,7 @@ def make_service(executor: ThreadPoolExecutor) -> Callable[..., Service]:
         clock = asyncio.get_running_loop().time
         return Service(
             router,
-            TextPool(executor, 5.0),
+            TextExecutor(executor, 5.0),
             limits or AdmissionLimits(64, 32),
             GatewayMetrics(),
             clock,

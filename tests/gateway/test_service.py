@@ -9,7 +9,7 @@ import pytest
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, saying, served
 
-from pdserve.gateway.catalog import Catalog, TextPool
+from pdserve.gateway.catalog import Catalog, TextExecutor
 from pdserve.gateway.keys import ApiKeys, read_key_file
 from pdserve.gateway.merge import merge
 from pdserve.gateway.settings import GatewaySettings
@@ -43,7 +43,7 @@ async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, monkeypatch
 
 async def test_preparing_is_bounded_in_time(anyio_backend):
     with ThreadPoolExecutor(1) as executor:
-        pool = TextPool(executor, 0.05)
+        pool = TextExecutor(executor, 0.05)
         with pytest.raises(ServiceError) as caught:
             await pool.run(lambda: time.sleep(0.2))
     assert caught.value.code == pb.UNAVAILABLE
@@ -54,9 +54,9 @@ async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
     other = served("two")[0]
     router = FakeRouter(saying("x"), [card, other], blobs)
     with ThreadPoolExecutor(1) as executor:
-        catalog = Catalog(router, TextPool(executor, 5))
+        catalog = Catalog(router, TextExecutor(executor, 5))
         one, two, again = await asyncio.gather(*map(catalog.get, ("one", "two", "one")))
-    assert one.texts is two.texts is again.texts
+    assert one.text is two.text is again.text
     assert (one.card.name, two.card.name) == ("one", "two")
 
 

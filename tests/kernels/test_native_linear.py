@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import NATIVE, formats, unpack
+from pdserve.engine.weights.format import BLOCKS as STORED_BLOCKS
+from pdserve.engine.weights.format import VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 
 FLOATS = ("F32", "F16", "BF16")
@@ -39,20 +41,22 @@ def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.u
     """Random stored bytes [rows, bytes of a row] and the values that the engine reads in them."""
     rng = np.random.default_rng(seed)
     if kind in FLOATS:
-        numbers = torch.from_numpy(rng.normal(size=(rows, cols))).to(NATIVE[kind])
-        return numbers.view(torch.uint8).reshape(rows, -1).numpy(), numbers.float().numpy()
+        exact = RawTensor({VALUES: rng.normal(size=(rows, cols))}, "F64", (rows, cols))
+        numbers = as_plain(exact, kind)
+        return numbers.parts[VALUES].view(np.uint8), unpack(numbers)
     form = formats()[kind]
+    assert isinstance(form, BlockFormat)
     blocks = rng.integers(0, 256, (rows * cols // form.block_values, form.block_bytes), np.uint8)
     for at in SCALES[kind]:
         scale = rng.normal(size=(len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8)
     data = blocks.reshape(rows, -1)
-    values = unpack(RawTensor(torch.from_numpy(data), kind, (rows, cols)), torch.float32)
-    return data, values.numpy()
+    return data, unpack(RawTensor({STORED_BLOCKS: data}, kind, (rows, cols)))
 
 
 def quantum(kind: str) -> int:
-    return 1 if kind in FLOATS else formats()[kind].block_values
+    form = formats().get(kind)
+    return form.block_values if isinstance(form, BlockFormat) else 1
 
 
 def packed(

@@ -13,7 +13,7 @@ from handoff_pair import Pair, local, request
 from pdserve.engine.handoff.connection import link as link_module
 from pdserve.engine.transport import shm, tcp
 from pdserve.engine.transport.base import SLOTS, Wire
-from pdserve.engine.transport.cuda_ipc.transport import wires
+from pdserve.engine.transport.cuda_ipc import wires
 from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]
@@ -69,7 +69,7 @@ def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
 
 
 def the_one_link(pair: Pair) -> Any:
-    (link,) = pair.sender._links
+    (link,) = pair.sender.links
     assert link.open
     return link
 
@@ -150,7 +150,7 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     small_frames(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
         link = the_one_link(pair)
-        pair.wait(lambda: link._slots.num_free == SLOTS)
+        pair.wait(lambda: link.num_free_slots == SLOTS)
         assert link.num_surplus >= len(damaged) == SLOTS
 
 
@@ -162,5 +162,5 @@ def test_the_end_of_a_hand_off_answers_its_last_frames(
     damaged = damage_credits(monkeypatch, 1 << 20)
     with handed_over(transport, tmp_path) as pair:
         link = the_one_link(pair)
-        pair.wait(lambda: link._slots.num_free == SLOTS)
+        pair.wait(lambda: link.num_free_slots == SLOTS)
         assert damaged

@@ -214,7 +214,7 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         host, port = address.rsplit(":", 1)
         sock = socket.create_connection((host, int(port)))
     else:
-        (shm,) = pair.sender._dialer._transports
+        (shm,) = pair.sender.transports
         sock = shm.dial(Target("", pair.decode_boot), 1.0).sock
     with sock:
         sock.settimeout(10)

@@ -70,7 +70,7 @@ def test_a_frame_is_asked_for_again(
         assert not left
     receiver, sender = pair.receiver.counters, pair.sender.counters
     assert receiver["misnamed"] == receiver["refused"] == sender["resent"] == len(bits)
-    assert len(pair.sender._links) == 1, "the connection goes on"
+    assert len(pair.sender.links) == 1, "the connection goes on"
     assert not pair.lost
     pair.assert_clean()
 
@@ -106,7 +106,7 @@ def test_the_end_of_an_attempt_is_heard(
     asked = fresh(request(60))
     left = change(monkeypatch, messages.Abort.TYPE, [100])
     attempt = pair.hand_off(asked)
-    pair.wait(lambda: pair.at_decode(lambda r: len(r._claims) == 1))
+    pair.wait(lambda: pair.at_decode(lambda r: len(r.claims) == 1))
     ended = pair.at_prefill if side == "prefill" else pair.at_decode
     assert ended(lambda part: part.cancel(attempt, "cancel"))
     pair.wait(lambda: attempt in pair.lost and attempt in pair.sent)

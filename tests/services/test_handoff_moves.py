@@ -61,7 +61,7 @@ class Source:
 
     def send(self, ticket: Ticket) -> None:
         address = self.pair.addresses.get("tcp", "")
-        digest = self.pair.receiver._compatibility.identity.digest
+        digest = self.pair.receiver.identity.digest
         assert self.do(lambda d: d.send(self.attempt, ticket, address, digest))
 
 
@@ -80,7 +80,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     pair: Pair, length: int, params: dict[str, Any]
 ) -> None:
     """Nothing is computed twice, and the last block is moved though it is not full."""
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(length, max_tokens=60, **params)
     source = Source(pair)
     source.run(asked, 6)
@@ -104,7 +104,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
 
 def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(40, max_tokens=60)
     pair.hand_off(fresh(replace(asked, params=replace(asked.params, max_tokens=1))))
     pair.wait(lambda: bool(pair.finished))
@@ -123,7 +123,7 @@ def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
 @pytest.mark.parametrize("window", [6, 16])
 def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) -> None:
     pair = make_pair(window=window)
-    pair.prefill._runner._model = Slow(fake_spec(window=window))
+    pair.prefill.model = Slow(fake_spec(window=window))
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)
@@ -139,7 +139,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", 0.3)
     pair = make_pair()
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)
@@ -155,7 +155,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
         source.send(ticket)
     else:
         source.send(ticket)
-        pair.wait(lambda: bool(pair.receiver._claims))
+        pair.wait(lambda: bool(pair.receiver.claims))
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":

@@ -43,7 +43,7 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
             return super().forward(batch, kv)
 
     pair = make_pair()
-    pair.prefill._runner._model = Slow(fake_spec())
+    pair.prefill.model = Slow(fake_spec())
     reserve = pair.decode.reserve
 
     def noted(asked: Request, sender: bytes = b"") -> Any:
@@ -130,7 +130,7 @@ def test_many_at_once_reuse_one_connection(pair: Pair) -> None:
         pair.hand_off(one)
     for one in asked:
         assert pair.answer(one) == local(one)
-    assert len(pair.sender._links) == len(pair.receiver._links) == 1
+    assert len(pair.sender.links) == len(pair.receiver.links) == 1
     pair.assert_clean()
 
 
@@ -198,7 +198,7 @@ def test_a_claim_waits_for_blocks_and_then_goes_on(make_pair: MakePair) -> None:
     pair.wait(lambda: hog.key in pair.tokens)
     pair.start(asked, ticket)
     waited = []
-    pair.wait(lambda: waited.append(len(pair.receiver._claims)) or ticket.attempt in pair.received)
+    pair.wait(lambda: waited.append(len(pair.receiver.claims)) or ticket.attempt in pair.received)
     assert pair.received[ticket.attempt].times.granted > 0
     assert pair.answer(asked) == local(asked)
     assert pair.answer(hog) == local(hog)
@@ -217,11 +217,11 @@ def test_a_waiting_claim_keeps_fifo_order(
     for one, ticket in zip((large, small), tickets, strict=True):
         assert ticket is not None
         pair.start(one, ticket)
-        pair.wait(lambda t=ticket: pair.receiver._by_attempt[t.attempt].state.linked)
-    assert [a.state.phase for a in pair.receiver._claims] == [Phase.CLAIMED] * 2
+        pair.wait(lambda t=ticket: pair.receiver.attempt(t.attempt).state.linked)
+    assert [a.state.phase for a in pair.receiver.claims] == [Phase.CLAIMED] * 2
     assert not pair.received, "the small one fits, but the head is first"
     pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
-    pair.receiver._wake()
+    pair.decode_thread.wake()
     for one in (large, small):
         assert pair.answer(one) == local(one)
     times = [pair.received[t.attempt].times.granted for t in tickets if t is not None]
@@ -238,7 +238,7 @@ def test_busy_beyond_the_promises(make_pair: MakePair) -> None:
     for ticket in given:
         assert pair.at_decode(lambda r, t=ticket: r.cancel(t.attempt, "cancel"))
     assert pair.admit(request(60)) is not None
-    pair.at_decode(lambda r: [r.cancel(a, "cancel") for a in list(r._by_attempt)])
+    pair.at_decode(lambda r: [r.cancel(a.ticket.attempt, "cancel") for a in r.live])
     pair.assert_clean()
 
 

@@ -40,7 +40,7 @@ class Stop:
                 self.go_on.wait(15)
 
     def _wait(self, attempt: bytes, num_tokens: int) -> None:
-        outgoing = self._pair.sender._by_attempt.get(attempt)
+        outgoing = self._pair.sender.attempt(attempt)
         if outgoing is None or not outgoing.next_blocks:
             # This thread has to be told that it may send, between this chunk and the next.
             with suppress(TimeoutError):
@@ -49,7 +49,7 @@ class Stop:
         self._pair.wait(lambda: self._arrived(attempt) >= num_tokens)
 
     def _arrived(self, attempt: bytes) -> int:
-        incoming = self._pair.receiver._by_attempt.get(attempt)
+        incoming = self._pair.receiver.attempt(attempt)
         return 0 if incoming is None else incoming.num_verified * BLOCK
 
 
@@ -60,8 +60,8 @@ def verified(pair: Pair, attempt: bytes) -> int:
 
 def cut_off(pair: Pair) -> None:
     """What decode sees of a prefill that is killed."""
-    for link in list(pair.receiver._links):
-        link._wire.interrupt()
+    for link in pair.receiver.links:
+        link.wire.interrupt()
 
 
 def lose(pair: Pair, asked: Request, tokens: int) -> int:

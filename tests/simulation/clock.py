@@ -23,7 +23,7 @@ START_S = 1000.0  # of the clock: many fields take 0 for "not reached"
 class Handle:
     """A callback that waits for its time."""
 
-    __slots__ = ("_args", "_callback", "_context", "_when", "process", "stopped")
+    __slots__ = ("_when", "args", "callback", "context", "process", "stopped")
 
     def __init__(
         self,
@@ -36,22 +36,19 @@ class Handle:
         self.process = process
         self.stopped = False
         self._when = when
-        self._callback = callback
-        self._args = args
-        self._context = contextvars.copy_context() if context is None else context
+        self.callback = callback
+        self.args = args
+        self.context = contextvars.copy_context() if context is None else context
 
     def cancel(self) -> None:
         self.stopped = True
-        self._callback, self._args = _nothing, ()
+        self.callback, self.args = _nothing, ()
 
     def cancelled(self) -> bool:
         return self.stopped
 
     def when(self) -> float:
         return self._when
-
-    def run(self) -> None:
-        self._context.run(self._callback, *self._args)
 
 
 def _nothing(*_: object) -> None:
@@ -87,7 +84,8 @@ class World:
         context: contextvars.Context | None = None,
     ) -> Handle:
         handle = Handle(when, process, callback, args, context)
-        heapq.heappush(self._heap, (max(when, self.now), next(self._order), handle))
+        due = when if when > self.now else self.now
+        heapq.heappush(self._heap, (due, next(self._order), handle))
         return handle
 
     def after(
@@ -97,15 +95,15 @@ class World:
 
     def run(self, done: Callable[[], bool], until: float) -> bool:
         """Runs callbacks until `done()`, asked after each, or the time; True: it is done."""
-        while self._heap:
-            if self._heap[0][0] > until:
-                break
-            when, _, handle = heapq.heappop(self._heap)
-            self.now = max(self.now, when)
+        heap, pop, running = self._heap, heapq.heappop, State.RUNNING
+        while heap and heap[0][0] <= until:
+            when, _, handle = pop(heap)
+            if when > self.now:
+                self.now = when
             if handle.stopped:
                 continue
             process = handle.process
-            if process.state is State.RUNNING:
+            if process.state is running:
                 self._run(handle)
                 if done():
                     return True
@@ -118,7 +116,7 @@ class World:
         self.num_callbacks += 1
         events._set_running_loop(handle.process)
         try:
-            handle.run()
+            handle.context.run(handle.callback, *handle.args)
         except Exception as error:
             self.errors.append(f"{handle.process.name}: {type(error).__name__}: {error}")
         finally:

@@ -69,7 +69,7 @@ class Model:
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
         if not self._data:
-            self._data = [data.numpy().view(np.uint32) for data in kv.data]
+            self._data = [data.view(np.uint32) for data in kv.data]
         size = self._spec.block_size
         ids = batch.token_ids.tolist()
         positions = batch.positions.tolist()

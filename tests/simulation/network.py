@@ -199,7 +199,7 @@ class Network:
 
     def tell(self, message: Message) -> None:
         if not self.closed:
-            for watch in list(self.watchers):
+            for watch in self.watchers:
                 watch(message)
 
     def delay_s(self, src: Process, dst: Process) -> float:

@@ -1,24 +1,33 @@
 """Many runs over all cells of the fault matrix, on every core.
 
-    python -m simulation.sweep --runs 10000 --first 0 [--cores 2]
+    python -m simulation.sweep --runs 10000 [--first SEED] [--jobs 2] [--resume]
 
 (with PYTHONPATH=tests; `make simulate ARGS="--runs N --first SEED"`). Seeds count up from the
-first; a seed strikes the cell of its number modulo the cells, so every cell gets its share, and
-each tenth run strikes a second time somewhere else. The last line is a JSON object; the exit code
-is 0 if the oracle has no objection and every cell that can be hit was. The shortest form of the
-first failing scenarios is written to build/simulation/, for `python -m simulation.run --scenario`.
+first, which is drawn at random and printed if none is given. A seed strikes the cell of its number
+modulo the cells, so every cell gets its share, and each tenth run strikes a second time somewhere
+else. The last line is a JSON object; the exit code is 0 if the oracle has no objection and every
+cell that can be hit was. The shortest form of the first failing scenarios is written to
+build/simulation/, for `python -m simulation.run --scenario`.
+
+The seeds run in slices, and the result of each is kept in build/simulation/. With --resume a slice
+whose result is there from the same sources is not run again.
 """
 
 import argparse
+import gc
+import hashlib
 import json
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
+from typing import Any
 
 from simulation.faults import KINDS, cells, unreachable
 from simulation.phases import PHASES
@@ -28,7 +37,12 @@ from simulation.shrink import shrunk
 
 SECOND = 10  # every so many runs have a second fault
 MAX_SHRUNK = 3
-FAILURES = Path("build/simulation")
+SLICE = 100  # runs
+COLLECT = 20  # runs between two collections of garbage
+DRAWN = range(1_000_000, 1 << 40)  # first seeds
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "simulation"
+SOURCES = ("engine", "gateway", "kernels", "protos", "services", "tests/simulation")
 
 
 @dataclass
@@ -54,6 +68,17 @@ class Tally:
         self.answers += other.answers
         self.failed += other.failed
 
+    def to_json(self) -> str:
+        return json.dumps(vars(self) | {"hits": [[*cell, n] for cell, n in self.hits.items()]})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tally":
+        data: dict[str, Any] = json.loads(text)
+        data["hits"] = Counter({(kind, phase): n for kind, phase, n in data["hits"]})
+        data["answers"] = Counter(data["answers"])
+        data["failed"] = [tuple(failed) for failed in data["failed"]]
+        return cls(**data)
+
 
 def planned(seed: int) -> tuple[str, str]:
     """The cell that a seed strikes."""
@@ -77,32 +102,74 @@ def run_seeds(seeds: range) -> Tally:
     """One core's part of a sweep."""
     tally = Tally()
     began = time.perf_counter()
-    for seed in seeds:
-        result = simulate(scenario_of(seed))
-        tally.runs += 1
-        tally.simulated_s += result.simulated_s
-        tally.callbacks += result.callbacks
-        tally.retries += result.retries
-        tally.hits.update(result.hits)
-        tally.answers.update(result.answers.values())
-        if result.violations:
-            tally.failed.append((seed, *planned(seed), result.violations))
+    with _collected_seldom() as collect:
+        for seed in seeds:
+            result = simulate(scenario_of(seed))
+            tally.runs += 1
+            tally.simulated_s += result.simulated_s
+            tally.callbacks += result.callbacks
+            tally.retries += result.retries
+            tally.hits.update(result.hits)
+            tally.answers.update(result.answers.values())
+            if result.violations:
+                tally.failed.append((seed, *planned(seed), result.violations))
+            if tally.runs % COLLECT == 0:
+                collect()
     tally.seconds = time.perf_counter() - began
     return tally
 
 
-def sweep(first: int, runs: int, cores: int) -> Tally:
+@contextmanager
+def _collected_seldom() -> Iterator[Callable[[], int]]:
+    """Garbage is collected when asked for only: a run makes many objects and keeps few."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def sweep(first: int, runs: int, jobs: int) -> Tally:
     """Runs seeds first .. first + runs - 1."""
+    return _run_slices(_slices(first, runs), jobs, lambda part, tally: None)
+
+
+def _slices(first: int, runs: int) -> list[range]:
     seeds = range(first, first + runs)
+    return [seeds[at : at + SLICE] for at in range(0, runs, SLICE)]
+
+
+def _run_slices(parts: list[range], jobs: int, done: Callable[[range, Tally], None]) -> Tally:
+    """Calls `done` with each slice and its result."""
     total = Tally()
-    if cores == 1:
-        return run_seeds(seeds)
-    size = 50
-    parts = [seeds[at : at + size] for at in range(0, runs, size)]
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        for tally in pool.imap(run_seeds, parts):
-            total.add(tally)
+
+    def add(part: range, tally: Tally) -> None:
+        done(part, tally)
+        total.add(tally)
+
+    if jobs == 1:
+        for part in parts:
+            add(part, run_seeds(part))
+        return total
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for part, tally in zip(parts, pool.imap(run_seeds, parts), strict=True):
+            add(part, tally)
     return total
+
+
+def _sources() -> str:
+    """A digest of everything that a run depends on in this repository."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".proto", ".cpp", ".h", ".inl"):
+                digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def table(tally: Tally) -> str:
@@ -128,12 +195,14 @@ def reasons() -> str:
     return "\n".join(f"- {why}: {', '.join(names)}" for why, names in found.items())
 
 
-def figures(tally: Tally, first: int, wall_s: float) -> dict[str, object]:
+def figures(tally: Tally, first: int, resumed: int, wall_s: float) -> dict[str, object]:
+    """`resumed`: how many of the runs are older; the others took `wall_s`."""
     known = cells()
     return {
         "ok": not tally.failed and all(tally.hits[cell] for cell in known),
         "runs": tally.runs,
         "seeds": [first, first + tally.runs - 1],
+        "resumed": resumed,
         "violations": len(tally.failed),
         "cells": len(known),
         "cells_hit": sum(bool(tally.hits[cell]) for cell in known),
@@ -146,16 +215,17 @@ def figures(tally: Tally, first: int, wall_s: float) -> dict[str, object]:
         "simulated_hours": round(tally.simulated_s / 3600, 2),
         "callbacks": tally.callbacks,
         "wall_s": round(wall_s, 1),
-        "runs_per_s": round(tally.runs / wall_s, 1),
+        "runs_per_s": round((tally.runs - resumed) / wall_s, 1),
+        "hits_per_cell": {f"{kind}/{phase}": tally.hits[kind, phase] for kind, phase in known},
     }
 
 
 def write_failures(tally: Tally) -> None:
-    FAILURES.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for number, (seed, kind, phase, found) in enumerate(tally.failed):
         print(f"seed {seed} ({kind}, {phase}): {'; '.join(found)[:400]}")
         if number < MAX_SHRUNK:
-            path = FAILURES / f"{seed}.json"
+            path = RESULTS / f"{seed}.json"
             path.write_text(shrunk(scenario_of(seed)).to_json() + "\n")
             print(f"  its shortest form: {path}")
 
@@ -163,19 +233,45 @@ def write_failures(tally: Tally) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--first", type=int, help="first seed; drawn if it is not given")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--resume", action="store_true", help="skip slices that were run before")
     args = parser.parse_args()
+    first = SystemRandom().choice(DRAWN) if args.first is None else args.first
+    print(f"seeds from {first} on; again: --runs {args.runs} --first {first}", flush=True)
+    kept = RESULTS / _sources()
+    kept.mkdir(parents=True, exist_ok=True)
+    tally, missing = Tally(), []
+    for part in _slices(first, args.runs):
+        path = _result_of(kept, part)
+        if args.resume and path.exists():
+            tally.add(Tally.from_json(path.read_text()))
+        else:
+            missing.append(part)
+    resumed = tally.runs
     began = time.perf_counter()
-    tally = sweep(args.first, args.runs, args.cores)
+
+    def keep(part: range, result: Tally) -> None:
+        path = _result_of(kept, part)
+        path.with_suffix(".part").write_text(result.to_json())
+        path.with_suffix(".part").rename(path)
+        rate = result.runs / result.seconds
+        print(f"{part[0]} .. {part[-1]}: {len(result.failed)} violations, {rate:.1f} runs a second",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    tally.add(_run_slices(missing, args.jobs, keep))
     wall_s = time.perf_counter() - began
     print(table(tally))
     print("Cells that cannot be hit:")
     print(reasons())
     write_failures(tally)
-    result = figures(tally, args.first, wall_s)
+    result = figures(tally, first, resumed, wall_s)
     print(json.dumps(result))
     return 0 if result["ok"] else 1
+
+
+def _result_of(folder: Path, part: range) -> Path:
+    return folder / f"{part.start}-{len(part)}.json"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The oracle sees what is wrong: each seeded bug is found, and shrunk to a short scenario."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +14,7 @@ from pdserve.engine.handoff.protocol.keys import TagKey
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import worker_pb2 as wire
-from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.decode.core import DecodeCore
 from pdserve.services.host.request_progress import RequestProgress
 from simulation.model import Model, spec
@@ -44,15 +42,8 @@ def blocks_of_ended_sequences_are_kept() -> AbstractContextManager[Any]:
 
 
 def positions_are_ignored() -> AbstractContextManager[Any]:
-    """Router and gateway take every id that comes."""
-    both = ExitStack()
-    both.enter_context(patch.object(RequestProgress, "take", lambda _, tokens: tokens))
-    both.enter_context(
-        patch.object(
-            ResumableRequest, "_take_tokens", lambda _, tokens: RequestEvent(tokens=tokens)
-        )
-    )
-    return both
+    """Router and gateway, which share this bookkeeping, take every id that comes."""
+    return patch.object(RequestProgress, "take", lambda _, tokens: tokens)
 
 
 def nobody_is_adopted() -> AbstractContextManager[Any]:
@@ -125,7 +116,7 @@ def test_every_bit_of_kv_decides_the_token(window: int) -> None:
     clean = int(model.forward(batch(21, 22), kv)[0, 0])
     changed = 0
     for number, group in enumerate(layout.groups):
-        words = kv.data[number].numpy().view(np.uint32)
+        words = kv.data[number].view(np.uint32)
         first = max(0, 22 - group.window) if group.window else 0
         for p in range(first, 21):
             where = words[:, table[0, p // 4], :, 0, p % 4, :]

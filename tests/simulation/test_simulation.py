@@ -28,7 +28,7 @@ MORE = 40  # tries for a cell that the first round missed
 @pytest.mark.timeout(300)
 def test_every_cell_is_hit_and_nothing_is_lost_leaked_or_changed() -> None:
     known = cells()
-    tally = sweep(0, len(known), cores=2)
+    tally = sweep(0, len(known), jobs=2)
     for kind, phase in [cell for cell in known if not tally.hits[cell]]:
         for seed in range(1, MORE):
             result = simulate(make(seed, kind, phase))

@@ -1,7 +1,8 @@
 """Builds engines over the fake decoder and runs requests to their end."""
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fake_decoder import VOCAB, FakeDecoder, fake_spec
@@ -23,15 +24,21 @@ def fake_engine(
     window: int = 0,
     prefix_cache: bool = True,
     model: Any = None,
+    clock: Callable[[], float] = time.monotonic,
     **limits: Any,
 ) -> Engine:
     spec = fake_spec(block_size, window)
-    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, limits))
+    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, clock, limits))
     return engine
 
 
 def _engine(
-    spec: KvSpec, num_blocks: int, prefix_cache: bool, model: Any, limits: dict[str, Any]
+    spec: KvSpec,
+    num_blocks: int,
+    prefix_cache: bool,
+    model: Any,
+    clock: Callable[[], float],
+    limits: dict[str, Any],
 ) -> Engine:
     options: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -48,6 +55,7 @@ def _engine(
         select("cpu"),
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
+        clock=clock,
     )
 
 
@@ -97,4 +105,4 @@ def assert_at_rest(engine: Engine) -> None:
         assert counts.total == pool.num_blocks
         assert counts.used == counts.reserved == 0, counts
     assert not engine.jobs.by_key
-    assert len(engine.jobs._free_slots) == engine.limits.max_running
+    assert engine.jobs.num_free_slots == engine.limits.max_running

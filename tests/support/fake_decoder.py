@@ -8,9 +8,10 @@ or a value an error; no weights, exact in any batch.
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, Ints, on
+from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.models.decoder import on
 
 VOCAB = 64
 
@@ -46,8 +47,9 @@ class FakeDecoder:
         assert all(batch.starts[r + 1] - batch.starts[r] == 1 for r in range(batch.num_decode_rows))
         seen = torch.zeros(batch.num_tokens)
         for number, group in enumerate(self.spec.groups):
-            data, at = kv.layer(group.layers[0])
+            pool, at = kv.layer(group.layers[0])
             assert at == number
+            data = torch.from_numpy(pool)
             table = batch.groups[number]
             block, offset = table.slots // self.spec.block_size, table.slots % self.spec.block_size
             assert (block > 0).all(), "a write into the null block"

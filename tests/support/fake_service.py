@@ -72,9 +72,7 @@ def stubborn(report: Report) -> int:
 def router(settings: Any, report: Report) -> int:
     """As `pdserve up` starts it."""
     block()
-    port = settings.bind.rpartition(":")[2]
-    address = f"127.0.0.1:{4000 if port == '0' else port}"
-    facts = {"bind": settings.bind, "address": address, "secret": settings.cluster_secret}
+    facts = {"bind": settings.bind, "address": settings.bind, "secret": settings.cluster_secret}
     limits = {"api_keys": settings.api_keys, "queue_timeout_s": settings.queue_timeout_s}
     report("listening", facts | limits | {"trace_dir": settings.trace_dir})
     report("ready", {"pid": os.getpid()})

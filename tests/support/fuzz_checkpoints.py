@@ -11,15 +11,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.models.spec import parse_config
-from pdserve.engine.weights.registry import unpack_into
+from pdserve.engine.weights.plain import empty
+from pdserve.engine.weights.unpack import unpack_into
 
 ROOM_BYTES = 256 << 20
 
@@ -29,11 +29,12 @@ EDGES += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]
 numbers = st.sampled_from(EDGES).flatmap(
     lambda n: st.sampled_from([n.to_bytes(8, "little"), (n % 2**32).to_bytes(4, "little")])
 )
+letters = st.text("abcxyz_.019", min_size=1, max_size=2).map(str.encode)  # names stay names
 mutations = st.lists(
     st.tuples(
         st.floats(0, 1, exclude_max=True),  # where
         st.sampled_from(["put", "insert", "cut", "end", "copy"]),
-        st.one_of(numbers, st.binary(min_size=1, max_size=9)),
+        st.one_of(numbers, letters, st.binary(min_size=1, max_size=9)),
     ),
     min_size=1,
     max_size=4,
@@ -64,7 +65,7 @@ def read_everything(path: Path) -> str:
         for name in checkpoint.names():
             raw = checkpoint.tensor(name)
             assert raw.shape == checkpoint.layout(name).shape
-            unpack_into(raw, raw.data.new_empty(raw.shape, dtype=torch.float32))
+            unpack_into(raw, empty(raw.shape, "F32"), "F32")
         checkpoint.text_files()
         parse_config(checkpoint.hf_config)
     except CheckpointError:

@@ -104,7 +104,7 @@ class Pair:
         address = self.addresses.get("tcp", "")
         self.prefill_thread.post(
             lambda _: self.sender.start_sending(
-                ticket, address, chosen, b"", INF, self.receiver._compatibility.identity.digest
+                ticket, address, chosen, b"", INF, self.receiver.identity.digest
             )
         ).result(10)
 

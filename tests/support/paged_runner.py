@@ -15,10 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.models.spec import parse_config
+from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights.plain import PLAIN
 from pdserve.kernels.cpu import CpuKernels
 from pdserve.kernels.ops import select
 
@@ -46,12 +49,18 @@ def load_decoder(
 ) -> Decoder | NativeDecoder:
     """The decoder of a Hugging Face directory, without the checkpoint reader."""
     config = parse_config(read_config(path))
-    tensors = {name: tensor.to(device) for name, tensor in read_tensors(path).items()}
+    stored = {name: as_raw(tensor.to(dtype)) for name, tensor in read_tensors(path).items()}
     kv = TORCH_NAMES[kv_dtype or dtype]
     if kernels == "native":
-        as_dtype = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        return NativeDecoder(config, as_dtype.pop, CpuKernels(threads=2), kv)
-    return Decoder(config, tensors.pop, select(device), dtype, kv, torch.device(device))
+        return NativeDecoder(config, stored.pop, CpuKernels(threads=2), kv)
+    return Decoder(config, stored.pop, select(device), dtype, kv, torch.device(device))
+
+
+def as_raw(tensor: Tensor) -> RawTensor:
+    """A tensor of plain numbers as a checkpoint would give it."""
+    format = HELD[tensor.dtype]
+    values = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(PLAIN[format])
+    return RawTensor({VALUES: values.reshape(tensor.shape)}, format, tuple(tensor.shape))
 
 
 class PoisonedKv:
@@ -60,6 +69,7 @@ class PoisonedKv:
     def __init__(
         self, decoder: Decoder | NativeDecoder, num_blocks: int, block_size: int, device: str
     ) -> None:
+        self._native = isinstance(decoder, NativeDecoder)
         self._layers: dict[int, tuple[Tensor, int]] = {}
         for index, group in enumerate(decoder.kv_groups):
             two, heads, size = group.block_shape
@@ -74,8 +84,13 @@ class PoisonedKv:
                     pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
                 self._layers[n] = (pool, index)
 
-    def layer(self, n: int) -> tuple[Tensor, int]:
-        return self._layers[n]
+    def layer(self, n: int) -> tuple[Any, int]:
+        """As a tensor for the torch decoder, as bytes for the native one."""
+        pool, index = self._layers[n]
+        return (pool.view(torch.uint8).numpy() if self._native else pool), index
+
+    def values(self, n: int) -> Tensor:
+        return self._layers[n][0]
 
     def poison(self, group: int, block: int) -> None:
         for pool, index in self._layers.values():

@@ -33,6 +33,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "mistral": {"sliding_window": 24},
     "gemma2": {"num_hidden_layers": 4, "sliding_window": 11, "query_pre_attn_scalar": 17},
+    "qwen3_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "gemma3": {
         "num_hidden_layers": 4,
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
@@ -47,9 +54,10 @@ _CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")  # gemma2: for tests to add
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")  # the others: for tests to add
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

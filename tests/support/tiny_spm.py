@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.card import TextCard
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
 
 
 def spm_metadata(**more: Any) -> dict[str, Any]:

@@ -100,11 +100,11 @@ class Victim:
         def read(_: Any) -> dict[str, Any]:
             pool = hashlib.sha256()
             for data in self.engine.kv.data:
-                pool.update(data.numpy().tobytes())
+                pool.update(data.tobytes())
             bitmaps = {
-                ticket.hex(): repr(live.bitmap._have)
-                for ticket in tickets
-                if (live := self.receiver._live.get(ticket)) is not None and live.bitmap
+                live.ticket.id.hex(): repr(live.bitmap._have)
+                for live in self.receiver.live
+                if live.ticket.id in tickets and live.bitmap
             }
             return {"pool": pool.hexdigest(), "bitmaps": bitmaps, "writes": self.writes}
 

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from pdserve.engine.checkpoints.gguf.config import common_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
@@ -15,8 +14,10 @@ from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import NATIVE, formats
+from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.unpack import unpack
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -42,7 +43,7 @@ class GgufCheckpoint:
         factors: list[float] = []
         if ROPE_FACTORS in stored:
             file, info = stored.pop(ROPE_FACTORS)
-            factors = _raw(file, info, ROPE_FACTORS).data.float().tolist()
+            factors = unpack(_raw(file, info, ROPE_FACTORS)).tolist()
         if "token_embd.weight" not in stored:
             raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
         self._tensors: dict[str, tuple[MappedFile, TensorInfo]] = {}
@@ -70,6 +71,10 @@ class GgufCheckpoint:
     def files(self) -> tuple[str, ...]:
         return self._paths
 
+    @property
+    def text_paths(self) -> tuple[str, ...]:
+        return self._paths[:1]
+
     def names(self) -> Collection[str]:
         return self._tensors.keys()
 
@@ -81,18 +86,17 @@ class GgufCheckpoint:
         if name not in self._tensors:
             raise unknown_tensor(name, self._tensors)
         raw = _raw(*self._tensors[name], name)
-        if self._mapping.permuted and ".self_attn.q_proj." in name:
-            return _unpermuted(raw, self._config["num_attention_heads"], name)
-        if self._mapping.permuted and ".self_attn.k_proj." in name:
-            heads = self._config.get("num_key_value_heads", self._config["num_attention_heads"])
+        if key := self._mapping.heads_key(name):
+            heads = self._config.get(key, self._config["num_attention_heads"])
             return _unpermuted(raw, heads, name)
         if self._mapping.norm_offset and name.endswith("norm.weight") and raw.format == "F32":
-            return RawTensor(raw.data - self._mapping.norm_offset, raw.format, raw.shape)
+            values = raw.parts[VALUES] - np.float32(self._mapping.norm_offset)
+            return RawTensor({VALUES: values}, raw.format, raw.shape)
         return raw
 
     def release(self, name: str) -> None:
         file, info = self._tensors[name]
-        file.release(info.start, _raw(file, info, name).data.nbytes)
+        file.release(info.start, _raw(file, info, name).nbytes)
 
     def text_files(self) -> TextFiles:
         with _well_formed(self._paths[0]):
@@ -141,15 +145,15 @@ def _merge(readers: list[GgufReader]) -> dict[str, tuple[MappedFile, TensorInfo]
 
 def _raw(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
     """A view of the file."""
-    if info.format in NATIVE:
-        return RawTensor(
-            file.tensor(NATIVE[info.format], info.shape, info.start), info.format, info.shape
-        )
-    if info.format not in formats():
+    if info.format in PLAIN:
+        values = file.array(PLAIN[info.format], info.shape, info.start)
+        return RawTensor({VALUES: values}, info.format, info.shape)
+    kind = formats().get(info.format)
+    if not isinstance(kind, BlockFormat):
         raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, which is no weight")
-    row = formats()[info.format].row_bytes(info.shape[-1])
-    data = file.tensor(torch.uint8, (*info.shape[:-1], row), info.start)
-    return RawTensor(data, info.format, info.shape)
+    shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
+    blocks = file.array(np.dtype(np.uint8), shape, info.start)
+    return RawTensor({BLOCKS: blocks}, info.format, info.shape)
 
 
 def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
@@ -159,5 +163,5 @@ def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
     """
     if not isinstance(heads, int) or heads < 1 or raw.shape[0] % (2 * heads):
         raise CheckpointError(f"{name}: {raw.shape[0]} rows are no pairs of {heads} heads")
-    rows: Tensor = raw.data.view(heads, raw.shape[0] // (2 * heads), 2, -1)
-    return RawTensor(rows.transpose(1, 2).reshape(raw.data.shape), raw.format, raw.shape)
+    order = np.arange(raw.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2)
+    return raw.rows(order.reshape(-1))

@@ -26,6 +26,8 @@ TENSORS = {
     "blk.{n}.ffn_up": "model.layers.{n}.mlp.up_proj",
     "blk.{n}.ffn_down": "model.layers.{n}.mlp.down_proj",
 }
+# Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
+PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def no_config(metadata: Metadata) -> dict[str, Any]:
@@ -53,3 +55,9 @@ class GgufMapping:
         key = f"blk.{{n}}.{parts[2]}" if layer else stem
         target = self.tensors.get(key) or TENSORS.get(key)
         return target.replace("{n}", layer) + dot + leaf if target else None
+
+    def heads_key(self, hf_name: str) -> str:
+        """Where config.json counts the heads of a tensor whose rows are permuted; empty for one
+        whose rows are not."""
+        module = hf_name.split(".")[-2:-1]
+        return PERMUTED.get(module[0], "") if self.permuted and module else ""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
-
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError
 
@@ -35,6 +33,43 @@ NUMBERS = {
     10: "Q",
     11: "q",
     12: "d",
+}
+# Number of a tensor's type -> (name, values of a block, bytes of a block).
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
@@ -186,14 +221,12 @@ def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor
 
 def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
     """(type name, bytes) of a tensor; the product of its dims is exact, so it cannot wrap."""
-    try:
-        known = gguf.GGMLQuantizationType(kind)
-    except ValueError as error:
-        raise cursor.fail(f"tensor {name!r} of unknown type {kind}") from error
-    block_values, block_bytes = gguf.GGML_QUANT_SIZES[known]
+    if kind not in TYPES:
+        raise cursor.fail(f"tensor {name!r} of unknown type {kind}")
+    type_name, block_values, block_bytes = TYPES[kind]
     if 0 in shape or shape[-1] % block_values:
-        raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {known.name}")
-    return known.name, math.prod(shape) // block_values * block_bytes
+        raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {type_name}")
+    return type_name, math.prod(shape) // block_values * block_bytes
 
 
 def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:

@@ -1,4 +1,8 @@
-"""A Hugging Face model directory: config.json and safetensors, in one file or sharded."""
+"""A Hugging Face model directory: config.json and safetensors, in one file or sharded.
+
+A weight is one tensor of plain numbers, or the several parts of a storage format
+(engine/weights/format.py): those of `x.weight` are then `x.qweight`, `x.scales` and the like.
+"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -8,7 +12,9 @@ from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.hf.text import directory_text_files
 from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
 
@@ -33,6 +39,7 @@ class DirectoryCheckpoint:
             if claimed - there:
                 missing = ", ".join(sorted(claimed - there)[:5])
                 raise CheckpointError(f"{path / shard} lacks tensors that {INDEX} names: {missing}")
+        self._parts = _grouped(self._owner)
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -42,22 +49,58 @@ class DirectoryCheckpoint:
     def files(self) -> tuple[str, ...]:
         return tuple(str(reader.path) for reader in self._readers.values())
 
+    @property
+    def text_paths(self) -> tuple[str, ...]:
+        return tuple(str(path) for path in sorted(self._path.glob("*.j*")))
+
     def names(self) -> Collection[str]:
-        return self._owner.keys()
+        return self._parts.keys()
 
     def layout(self, name: str) -> Layout:
-        return self._readers[self._owner[name]].layout(name)
+        if (format := self._parts[name][0]) is None:
+            return self._readers[self._owner[name]].layout(name)
+        return Layout(format, self.tensor(name).shape)
 
     def tensor(self, name: str) -> RawTensor:
-        if name not in self._owner:
-            raise unknown_tensor(name, self._owner)
-        return self._readers[self._owner[name]].tensor(name)
+        if name not in self._parts:
+            raise unknown_tensor(name, self._parts)
+        format, stored = self._parts[name]
+        parts = {part: self._reader(full).array(full) for part, full in stored.items()}
+        if format is None:
+            kind, shape = self.layout(name)
+            if kind not in PLAIN:
+                path = self._reader(name).path
+                known = ", ".join(PLAIN)
+                raise CheckpointError(f"{path}: tensor {name} is {kind}; supported: {known}")
+            return RawTensor(parts, kind, shape)
+        try:
+            return RawTensor(parts, format, formats()[format].shape(parts))
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {name}, stored as {format}: {error}") from error
 
     def release(self, name: str) -> None:
-        self._readers[self._owner[name]].release(name)
+        for stored in self._parts[name][1].values():
+            self._reader(stored).release(stored)
 
     def text_files(self) -> TextFiles:
         return directory_text_files(self._path, self._config)
+
+    def _reader(self, stored: str) -> SafetensorsReader:
+        return self._readers[self._owner[stored]]
+
+
+def _grouped(stored: Collection[str]) -> dict[str, tuple[str | None, dict[str, str]]]:
+    """Name of a weight -> (format, or None for one tensor as it is; part -> stored name)."""
+    found: dict[str, tuple[str | None, dict[str, str]]] = {}
+    taken: set[str] = set()
+    for format in formats().values():
+        for name in stored if format.hf_parts else ():
+            prefix = name.removesuffix(format.hf_parts[0])
+            parts = {part: prefix + part for part in format.hf_parts}
+            if prefix.endswith(".") and all(full in stored for full in parts.values()):
+                found[prefix + "weight"] = (format.name, parts)
+                taken.update(parts.values())
+    return found | {name: (None, {VALUES: name}) for name in stored if name not in taken}
 
 
 def _shards(path: Path) -> tuple[list[str], dict[str, str]]:

@@ -9,28 +9,30 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import NATIVE
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
+# What numpy has no type for is held as whole numbers of the same size.
+TYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E5M2": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
 }
 
 
@@ -64,16 +66,14 @@ class SafetensorsReader:
         kind, shape, _ = self._tensors[name]
         return Layout(kind, shape)
 
-    def tensor(self, name: str) -> RawTensor:
-        """A view of the file. Raises CheckpointError if its dtype is none of weights."""
+    def array(self, name: str) -> NDArray[Any]:
+        """A view of the file."""
         kind, shape, start = self._tensors[name]
-        if kind not in NATIVE:
-            raise self._fail(f"tensor {name} is {kind}; supported: {', '.join(NATIVE)}")
-        return RawTensor(self.file.tensor(NATIVE[kind], shape, start), kind, shape)
+        return self.file.array(TYPES[kind], shape, start)
 
     def release(self, name: str) -> None:
         """See Checkpoint.release."""
-        self.file.release(self._tensors[name][2], self.tensor(name).data.nbytes)
+        self.file.release(self._tensors[name][2], self.array(name).nbytes)
 
     def _fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}")
@@ -108,14 +108,14 @@ class SafetensorsReader:
         kind: Any = entry.get("dtype")
         shape: Any = entry.get("shape")
         span: Any = entry.get("data_offsets")
-        if not isinstance(kind, str) or kind not in BITS:
+        if not isinstance(kind, str) or kind not in TYPES:
             raise self._fail(f"tensor {name} has unknown dtype {kind!r}")
         if not _naturals(shape) or len(shape) > 8:
             raise self._fail(f"tensor {name} has a malformed shape")
         if not _naturals(span) or len(span) != 2:
             raise self._fail(f"tensor {name} has malformed data_offsets")
         first, last = span
-        needed = math.prod(shape) * BITS[kind] // 8
+        needed = math.prod(shape) * TYPES[kind].itemsize
         if last - first != needed:
             raise self._fail(f"tensor {name} needs {needed} bytes and has {last - first}")
         return kind, tuple(shape), first, last

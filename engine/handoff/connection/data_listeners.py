@@ -1,7 +1,8 @@
-"""Where prefill processes connect to decode, and which of them are let in.
+"""Where prefill processes connect to decode, and which of them are accepted.
 
-A connection is a stranger until a message under a ticket has proven it; few are let in at a time,
-so whoever can reach the port cannot take threads and memory without end.
+A connection is unproven until a message under a ticket has shown that its peer knows the ticket.
+Few unproven connections are accepted at a time, so nobody who merely reaches the port can take
+threads and memory without end.
 """
 
 from collections import Counter
@@ -17,8 +18,8 @@ MAX_UNPROVEN = 16
 
 
 class DataListeners:
-    """The listeners of one decode process. `links` and `counters` are its endpoint's: each
-    connection is added to the one, `unproven_refused` to the other."""
+    """The listeners of one decode process. `links` and `counters` belong to the Receiver: each
+    accepted connection is added to `links`, each refused one to `unproven_refused`."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class DataListeners:
         links: dict[DataLink, None],
         counters: Counter[str],
     ) -> None:
-        self.refusals: Counter[str] = Counter()  # by transport: it cannot listen here
+        self.refusals: Counter[str] = Counter()  # transports that cannot listen here
         self._boot = boot
         self._compatibility = compatibility
         self._handler = handler
@@ -37,16 +38,18 @@ class DataListeners:
         self._listeners: list[Listener] = []
 
     def open(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Open the listeners: name -> address. A transport that was asked for by name
-        (`chosen`) must work; otherwise one that does not is left out. Raises TransportRefused,
-        OSError."""
+        """Opens the listeners: transport name -> address.
+
+        A transport that was asked for by name (`chosen`) must work; otherwise one that does not
+        work is left out. Raises TransportRefused, OSError.
+        """
         opened = listen_all(transports, chosen, self._boot, self._accepted)
         self.refusals.update(t.name for t in transports if t.name not in opened)
         self._listeners += opened.values()
         return {name: listener.address for name, listener in opened.items()}
 
     def refusal(self, link: DataLink, hello: messages.Hello) -> str:
-        """Why a process that has introduced itself is turned away; empty: it is not."""
+        """Why a process that has introduced itself is refused; empty if it is not."""
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
         if link.direct and self._compatibility.encrypted:
@@ -54,7 +57,7 @@ class DataListeners:
         return self._compatibility.refusal(hello)
 
     def close(self) -> None:
-        """No more connections."""
+        """Accepts no more connections."""
         for listener in self._listeners:
             listener.close()
 

@@ -1,6 +1,6 @@
-"""Which transport a pair uses: the first that works, or the one asked for by name.
+"""Chooses the transport of a pair: the first that works, or the one that was asked for by name.
 
-Every refusal is kept with its reason, logged and counted; nothing is replaced silently.
+Every refusal is logged with its reason and counted; no transport is replaced silently.
 """
 
 import logging
@@ -16,12 +16,12 @@ from pdserve.engine.transport.base import KvTransport, Listener, Target, Transpo
 
 log = logging.getLogger(__name__)
 
-DIAL_S = 1.0  # in all; later the attempt is lost and the router tries again
+DIAL_S = 1.0  # for all transports together; then the attempt is lost and the router tries again
 
 
 def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]:
-    """Those that this process has what they need for. One that was asked for by name (`chosen`)
-    must be: raises TransportRefused."""
+    """The transports that can work in this process. Raises TransportRefused if one that was asked
+    for by name (`chosen`) cannot."""
     found = []
     for transport in transports:
         try:
@@ -41,8 +41,8 @@ def listen_all(
     boot: bytes,
     accept: Callable[[str, Wire], None],
 ) -> dict[str, Listener]:
-    """decode: by name the listeners of those that can listen here. One that was asked for by name
-    (`chosen`) must: raises TransportRefused. Raises OSError."""
+    """decode: the listeners of the transports that can listen here, by name. Raises OSError, and
+    TransportRefused if one that was asked for by name (`chosen`) cannot listen."""
     opened: dict[str, Listener] = {}
     for transport in transports:
         try:
@@ -57,18 +57,18 @@ def listen_all(
 
 
 class Dialer:
-    """Opens links from prefill. `refusals` counts (transport, reason without its address)."""
+    """Opens connections from prefill; `refusals` counts refused tries by transport."""
 
     def __init__(self, transports: Sequence[KvTransport], handler: DataLinkHandler) -> None:
-        self._transports = transports
+        self.transports = transports
         self._handler = handler
         self.refusals: Counter[str] = Counter()
 
     def dial(self, target: Target, hello: Hello) -> DataLink:
-        """Blocks for at most DIAL_S. Raises TransportRefused with every reason."""
+        """Connects; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
         end = time.monotonic() + DIAL_S
         reasons = []
-        for transport in self._transports:
+        for transport in self.transports:
             left = max(0.01, end - time.monotonic())
             try:
                 wire = transport.dial(target, left)

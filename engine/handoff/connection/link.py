@@ -1,10 +1,11 @@
 """One connection between a prefill and a decode process: its two threads, records and credits.
 
-Ownership: the reader thread owns the wire and closes it when both threads have ended; the writer
-thread alone writes, but for records that are posted while it is idle and that the socket takes at
-once. Whoever uses a link only posts. At most SLOTS frames are in flight: a slot belongs to prefill
-until sent, then to decode until its Credit arrives, which goes out when nothing reads the payload
-any more: on a device when the copy from the slot is done, else when the handler has returned.
+Ownership: the reader thread owns the wire and closes it when both threads have ended. Only the
+writer thread writes, except for records that are posted while it is idle and that the socket takes
+at once. Users of a link only post. At most SLOTS frames are in flight: a slot belongs to prefill
+until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when
+nothing reads the payload any more: on a device when the copy from the slot is done, otherwise when
+the handler has returned.
 """
 
 import contextlib
@@ -39,49 +40,49 @@ from pdserve.engine.transport.base import (
 log = logging.getLogger(__name__)
 
 INTRODUCTION_S = 5.0  # from accept to the first genuine message
-MAX_POSTED = 4096  # control records waiting for a peer that does not read
+MAX_POSTED = 4096  # control records that may wait for a peer that does not read
 
 
 class DataLinkHandler(Protocol):
-    """Called on the link's threads; must not block. A FrameError closes the link."""
+    """Is called on the link's threads and must not block. A FrameError closes the link."""
 
     def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
-        """decode: why this peer is refused; empty: welcome."""
+        """decode: why this peer is refused; empty if it is welcome."""
 
     def message(self, link: "DataLink", message: messages.Message) -> None: ...
 
     def frame(self, link: "DataLink", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        """decode: may its payload be received? The header's tag is checked here. What is refused
-        is passed over; the connection goes on."""
+        """decode: checks the header's tag; returns whether the payload may be received. If not, it
+        is skipped, and the connection goes on."""
 
     def payload(self, link: "DataLink", header: FrameHeader, payload: Payload) -> None:
-        """decode: not yet verified: bytes that stay as they are until it returns, or a slot on the
-        device, which it is to `credit` when done with."""
+        """decode: takes a payload that is not verified yet: bytes that stay as they are until it
+        returns, or a slot on the device, which it must `credit` when it is done with it."""
 
     def closed(self, link: "DataLink", reason: str) -> None:
-        """Once, whatever the cause."""
+        """The link has ended; called once, whatever the cause."""
 
 
 class DataLink:
-    """Use `DataLink.dial` at prefill; `DataLink(...)`, then `accept()`, at decode."""
+    """A connection. Prefill uses `DataLink.dial`; decode uses `DataLink(...)`, then `accept()`."""
 
     def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
         self.hello: messages.Hello | None = None  # decode: what the peer said of itself
-        self._wire = wire
+        self.wire = wire
         self._handler = handler
         self._wake = threading.Condition()
         self._posted: deque[memoryview] = deque()
         self._writing = True  # the writer thread has work, or has not begun
         self._jobs: deque[FrameJob] = deque()
-        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # prefill's
-        self._lent = ReaderSlots(SLOTS)  # decode's
+        self._slots = WriterSlots(SLOTS if wire.writable else 0)  # at prefill
+        self._lent = ReaderSlots(SLOTS)  # at decode
         self._credits: list[bytes] = []  # decode's reader thread: records to be posted
-        self.num_surplus = 0  # prefill: credits of doubled records, damaged, later than an answer
+        self.num_surplus = 0  # prefill: credits of doubled or damaged records, or after an answer
         self._genuine = False
         self._reason = ""
-        self._busy_s = 0.0  # moving payloads, since last taken
+        self._busy_s = 0.0  # seconds of moving payloads since take_busy_s
         self._reader = threading.Thread(target=self._read_loop, name=f"kv-{transport}-read")
         self._writer = threading.Thread(target=self._write_loop, name=f"kv-{transport}-write")
 
@@ -94,7 +95,7 @@ class DataLink:
         hello: messages.Hello,
         timeout_s: float,
     ) -> "DataLink":
-        """prefill: introduce ourselves on a new wire. Raises TransportRefused."""
+        """prefill: sends Hello on a new wire and waits for Welcome. Raises TransportRefused."""
         link = cls(wire, transport, handler)
         link.peer = hello.decode_boot
         try:
@@ -120,14 +121,15 @@ class DataLink:
         return link
 
     def accept(self) -> None:
-        """decode: hear the peer out on the reader thread; memory stays small until `trust`."""
-        self._wire.deadline = time.monotonic() + INTRODUCTION_S
+        """decode: starts the threads; the reader waits for Hello. Memory stays small until
+        `trust`."""
+        self.wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
     @property
     def heard(self) -> float:
         """When the last byte arrived (time.monotonic)."""
-        return self._wire.heard
+        return self.wire.heard
 
     @property
     def open(self) -> bool:
@@ -135,17 +137,22 @@ class DataLink:
 
     @property
     def direct(self) -> bool:
-        """Payloads go from pool to pool on a device."""
-        return self._wire.direct
+        """Whether payloads go from pool to pool on a device."""
+        return self.wire.direct
 
     @property
     def slot_bytes(self) -> int:
         """The largest payload."""
-        return self._wire.slot_bytes
+        return self.wire.slot_bytes
+
+    @property
+    def num_free_slots(self) -> int:
+        """prefill: slots that no frame has."""
+        return self._slots.num_free
 
     @property
     def ended(self) -> bool:
-        """Its threads are over and its socket is closed."""
+        """Whether its threads have ended and its socket is closed."""
         return not self.open and not self._reader.is_alive()
 
     def take_busy_s(self) -> float:
@@ -158,15 +165,16 @@ class DataLink:
         return self._genuine
 
     def trust(self) -> None:
-        """decode: a tagged Claim has arrived; called by the handler on the reader thread."""
+        """decode: a message with a right tag has arrived; the handler calls it on the reader
+        thread."""
         if not self._genuine:
             self._genuine = True
-            self._wire.trust()
-            if window := self._wire.window():
+            self.wire.trust()
+            if window := self.wire.window():
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
-        """Send a control record, ahead of waiting frames. Never blocks; closed links drop it."""
+        """Sends a control record, ahead of waiting frames. Never blocks; a closed link drops it."""
         failed = ""
         with self._wake:
             self._posted.append(memoryview(record))
@@ -180,10 +188,11 @@ class DataLink:
             self.end(failed)
 
     def _write_now(self) -> str:
-        """Spare the idle writer thread a turn; with the lock. Returns why the wire is closed."""
+        """Writes at once instead of waking the idle writer thread; called with the lock. Returns
+        why the wire is closed, if it is."""
         if not self._reason:
             try:
-                self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
+                self.wire.write_some(self._posted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 pass
             except WireClosed as err:
@@ -191,19 +200,22 @@ class DataLink:
         return ""
 
     def push(self, *jobs: FrameJob) -> None:
-        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
+        """Queues frames; their jobs run on the writer thread, each when a slot is free."""
         with self._wake:
             self._jobs.extend(jobs)
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode, direct: that frame's slot is done with. Raises KeyError: it was before."""
+        """decode, direct: nothing reads that frame's slot any more. Raises KeyError if it was
+        credited before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def landed(self, slot: int, mark: bytes) -> bool:
-        """prefill: decode does not have that frame's slot any more; False: it was known. Its Credit
-        says so, and an answer to the frame does, should that have come damaged. What an ended
-        attempt has sent gets no answer."""
+        """prefill: decode is done with that frame's slot; False if that was known already.
+
+        Both the Credit and an answer to the frame say so: a Credit may be damaged on the way, and a
+        frame of an ended attempt gets no answer.
+        """
         with self._wake:
             if not self._slots.expects(slot, mark):
                 return False
@@ -212,19 +224,19 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed here") -> None:
-        """End it and wait for its threads, unless called on one of them."""
+        """Ends the link and waits for its threads, unless it is called on one of them."""
         self.end(reason)
         if threading.current_thread() not in (self._reader, self._writer):
             self._reader.join()
 
     def end(self, reason: str) -> None:
-        """Wake both threads to end; never waits. The first reason counts."""
+        """Makes both threads end; never waits. The first reason counts."""
         with self._wake:
             if self._reason:
                 return
             self._reason = reason
             self._wake.notify_all()
-        self._wire.interrupt()
+        self.wire.interrupt()
         self._handler.closed(self, reason)
 
     def _start(self) -> None:
@@ -246,14 +258,14 @@ class DataLink:
             self.end("internal error")
         finally:
             self._writer.join()
-            self._wire.close()
+            self.wire.close()
 
     def _hear_out(self) -> None:
-        self._wire.setup()
+        self.wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
-        except OtherVersion as err:  # its own reader finds our version in the answer, and says so
-            self._wire.write(messages.encode(messages.Refused(str(err))))
+        except OtherVersion as err:  # the peer finds our version in the answer and says so
+            self.wire.write(messages.encode(messages.Refused(str(err))))
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
@@ -263,25 +275,26 @@ class DataLink:
         if not reason and hello.transport != self.transport:
             reason = f"transport {hello.transport} on a {self.transport} listener"
         try:
-            reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
+            reply = messages.Refused(reason) if reason else messages.Welcome(self.wire.proof())
         except TransportRefused as err:
             reply = messages.Refused(str(err))
         self.peer = hello.prefill_boot
         if isinstance(reply, messages.Refused):
-            self._wire.write(messages.encode(reply))  # the writer has nothing to send yet
+            self.wire.write(messages.encode(reply))  # the writer has nothing to send yet
             raise TransportRefused(reply.reason)
         self.post(messages.encode(reply))
 
     def _skip_rest(self) -> None:
-        """Until the peer closes: closing before it would reset the connection, answer and all."""
+        """Reads until the peer closes: closing first would reset the connection and lose the
+        answer."""
         with contextlib.suppress(WireClosed):
             while True:
-                self._wire.take(1)
+                self.wire.take(1)
 
     def _turn(self) -> None:
-        """A record, then the credits that need not wait for another."""
+        """Reads a record, then posts the credits if no more records wait."""
         self._read_record()
-        if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
+        if len(self._credits) >= SLOTS // 2 or (self._credits and not self.wire.readable):
             self.post(b"".join(self._credits))
             self._credits.clear()
 
@@ -299,39 +312,39 @@ class DataLink:
             self._handler.message(self, message)
 
     def _read_prefix(self) -> Prefix:
-        return Prefix.unpack(self._wire.take(PREFIX_BYTES))
+        return Prefix.unpack(self.wire.take(PREFIX_BYTES))
 
     def _read_control(self, prefix: Prefix) -> messages.Message:
-        return messages.decode(prefix.pack() + self._wire.take(prefix.length))
+        return messages.decode(prefix.pack() + self.wire.take(prefix.length))
 
     def _read_frame(self, prefix: Prefix) -> None:
         if not self._genuine:
             raise FrameError("a frame before a genuine claim")
-        record = prefix.pack() + self._wire.take(prefix.length)
+        record = prefix.pack() + self.wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
-        if header.payload_bytes > self._wire.slot_bytes:
+        if header.payload_bytes > self.wire.slot_bytes:
             raise FrameError("payload larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
-            self._wire.skip_payload(header.slot, header.payload_bytes)
-            if not lent:  # else it is here twice: the first one will be credited
+            self.wire.skip_payload(header.slot, header.payload_bytes)
+            if not lent:  # otherwise it came twice, and the first one will be credited
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
         start = time.monotonic()
-        payload = self._wire.payload(header.slot, header.payload_bytes)
+        payload = self.wire.payload(header.slot, header.payload_bytes)
         self._handler.payload(self, header, payload)
         self._busy_s += time.monotonic() - start
-        if not self._wire.direct:
+        if not self.wire.direct:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
-        """Several in one write if there is more to read: each wakes a thread of prefill's."""
+        """Collects a credit; several go out in one write, since each write wakes a thread."""
         self._credits.append(_credit(slot, mark))
 
     def _opened(self, window: bytes) -> None:
-        """prefill: from now on there are slots."""
-        self._wire.open_window(window)
+        """prefill: the window is open, so there are slots from now on."""
+        self.wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
             self._wake.notify()
@@ -361,7 +374,7 @@ class DataLink:
             return work
 
     def _ready(self) -> bytes | tuple[int, FrameJob] | None:
-        """What to write now; None: nothing, or the link has ended."""
+        """What to write now; None if there is nothing, or if the link has ended."""
         if self._reason:
             return None
         if self._posted:
@@ -374,20 +387,20 @@ class DataLink:
 
     def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
         if isinstance(work, bytes):
-            self._wire.write(work)
+            self.wire.write(work)
         else:
             self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         with ExitStack() as held:
-            frame = held.enter_context(job(slot, self._wire.sink(slot)))
+            frame = held.enter_context(job(slot, self.wire.sink(slot)))
             with self._wake:
                 if frame is None:
                     self._slots.put_back(slot)
                     return
                 self._slots.sent(slot, mark_of(frame.record))
             start = time.monotonic()
-            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self.wire.send_frame(frame.record, slot, frame.parts, held.close)
             self._busy_s += time.monotonic() - start
 
 

@@ -1,12 +1,12 @@
-"""Who owns each slot of a connection; pure.
+"""Knows who owns each slot of a connection; pure.
 
     free -- take --> filling -- sent --> in flight == frame ==> lent -- credit --> (Credit) --> free
                         '-- put back --> free
 
-Prefill owns a slot until its frame is sent, then decode until it credits it, once; an answer to the
-frame tells the same, before or after it. A frame that is sent again takes a slot like any other, so
-never the one that decode still has. A credit says which frame it is for: of a record that the
-network has doubled, the second one's comes when the slot may have another frame.
+Prefill owns a slot until its frame is sent, then decode until it credits the slot, once. An answer
+to the frame says the same, before or after the credit. A frame that is sent again takes a slot like
+any other, so never one that decode still has. A credit names its frame by a mark: if the network
+doubles a record, the second credit comes when the slot may already have another frame.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from pdserve.engine.handoff.protocol.frames import FrameError
 
 
 class WriterSlots:
-    """prefill's side. Not thread-safe: the link's lock guards it."""
+    """The slots at prefill. Not thread-safe: the link's lock guards it."""
 
     def __init__(self, count: int) -> None:
         self._free = deque(range(count))
@@ -27,7 +27,7 @@ class WriterSlots:
         return len(self._free)
 
     def open(self, count: int) -> None:
-        """There are slots from now on. Raises FrameError if there were before."""
+        """There are slots from now on. Raises FrameError if there were some before."""
         if self._free or self._filling or self._in_flight:
             raise FrameError("a second window")
         self._free.extend(range(count))
@@ -38,7 +38,7 @@ class WriterSlots:
         return slot
 
     def put_back(self, slot: int) -> None:
-        """Nothing was sent."""
+        """Nothing was sent in the slot."""
         self._filling.remove(slot)
         self._free.appendleft(slot)
 
@@ -47,11 +47,11 @@ class WriterSlots:
         self._in_flight[slot] = mark
 
     def expects(self, slot: int, mark: bytes) -> bool:
-        """The slot is in flight with that frame."""
+        """Whether the slot is in flight with that frame."""
         return self._in_flight.get(slot) == mark
 
     def credited(self, slot: int) -> None:
-        """Raises FrameError."""
+        """The slot is free again. Raises FrameError if it is not in flight."""
         if slot not in self._in_flight:
             raise FrameError("credit for a slot that is not in flight")
         del self._in_flight[slot]
@@ -59,24 +59,24 @@ class WriterSlots:
 
 
 class ReaderSlots:
-    """decode's side; one thread lends, any thread credits."""
+    """The slots at decode. One thread lends, any thread credits."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._lent: dict[int, bytes] = {}  # the frame's mark
 
     def check(self, slot: int) -> bool:
-        """Whether the slot is lent. Raises FrameError if there is none."""
+        """Whether the slot is lent. Raises FrameError if there is no such slot."""
         if slot >= self._count:
             raise FrameError("slot out of range")
         return slot in self._lent
 
     def lend(self, slot: int, mark: bytes = b"") -> None:
-        """A frame in that slot has arrived. Raises FrameError."""
+        """A frame in that slot has arrived. Raises FrameError if the slot is lent already."""
         if self.check(slot):
             raise FrameError("slot used without credit")
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:
-        """The mark of the frame that was in it. Raises KeyError: it was credited before."""
+        """Returns the mark of the frame that was in it. Raises KeyError if it is not lent."""
         return self._lent.pop(slot)

@@ -1,4 +1,4 @@
-"""What decode and prefill must agree on before the first Claim, as decode compares it; pure."""
+"""What prefill and decode must agree on before the first Claim; decode compares it. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompatibility:
-    """Of one process."""
+    """What one process demands of its peers."""
 
     identity: KvIdentity
     spec: KvSpec
@@ -19,7 +19,7 @@ class HandoffCompatibility:
     encrypted: bool
 
     def refusal(self, hello: Hello) -> str:
-        """What differs and is not admitted, in words; empty if nothing does. Raises FrameError."""
+        """Says what differs and is not admitted; empty if the peer fits. Raises FrameError."""
         if hello.encrypted != self.encrypted:
             here, there = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
             return f"KV encryption: {here} here, {there} there (--encrypt-kv)"

@@ -1,9 +1,9 @@
-"""The binary records of a data connection: a prefix on everything, and the header of a KV frame.
+"""The binary records of a data connection: the prefix of every record and the header of a KV frame.
 
 Every record starts with Prefix (8 bytes). A frame's record is FRAME_BYTES long: header fields, the
-payload's tag, the header's own tag; its payload follows in the transport's own way. Decoders raise
-FrameError and nothing else, and allocate nothing beyond the bounds given here. Physical block ids
-never travel: a frame names absolute tokens.
+payload's tag, and the header's own tag; its payload follows in the transport's own way. Decoders
+raise FrameError and nothing else, and allocate nothing beyond the bounds given here. Physical block
+ids never travel: a frame names absolute tokens.
 """
 
 import struct
@@ -12,7 +12,7 @@ from typing import NamedTuple
 MAGIC = 0x4B50
 WIRE_VERSION = 5
 TAG_BYTES = 16
-MARK_BYTES = 8  # of a frame's header tag: which record a credit is for
+MARK_BYTES = 8  # the leading bytes of a header's tag, by which a Credit names the frame's record
 ID_BYTES = 16
 MAX_CONTROL_BYTES = 8192
 MAX_SLOT_BYTES = 64 << 20
@@ -26,11 +26,11 @@ FRAME_BYTES = PREFIX_BYTES + FRAME_BODY_BYTES
 
 
 class FrameError(Exception):
-    """Bytes from a peer that are not what the wire allows."""
+    """A peer has sent bytes that the wire format does not allow."""
 
 
 class OtherVersion(FrameError):
-    """A record of another major version of this wire."""
+    """A record has another version of the wire format."""
 
 
 class Prefix(NamedTuple):
@@ -58,7 +58,7 @@ class Prefix(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """What a payload is: whole blocks of a run of layers of one group."""
+    """Says what a payload is: whole blocks of a run of layers of one group."""
 
     ticket: bytes
     sequence: int  # unique per ticket: also the nonce of both tags
@@ -107,11 +107,11 @@ class FrameHeader(NamedTuple):
 
 
 def renamed(covered: bytes, ticket: bytes) -> bytes:
-    """What the tag of a frame or of a message about an attempt covers, under another ticket's id;
-    in both it follows the prefix."""
+    """The bytes that the tag of a frame or message would cover if it named another ticket; in both
+    the ticket's id follows the prefix."""
     return covered[:PREFIX_BYTES] + ticket + covered[PREFIX_BYTES + ID_BYTES :]
 
 
 def mark_of(record: bytes) -> bytes:
-    """What tells a frame's record from every other one of its connection."""
+    """MARK_BYTES that differ from those of every other record of the connection."""
     return record[-TAG_BYTES:][:MARK_BYTES]

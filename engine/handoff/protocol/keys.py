@@ -1,9 +1,9 @@
-"""Tags of frames and control messages: keys from a ticket's secret, AES-GMAC per record.
+"""Tags of frames and control messages: keys derived from a ticket's secret, one AES-GMAC a record.
 
 The secret never travels on the data connection. Each direction has its own key, and a nonce is
 (domain, sequence): a sequence number is used once per ticket, direction and domain. A frame that is
 sent again is a new record with a new number. Encrypted payloads have a domain of their own, so even
-processes that disagree about encryption would not use one nonce for both.
+processes that disagree about encryption never use one nonce for both.
 """
 
 import hmac
@@ -40,7 +40,8 @@ class Ticket:
 
 
 class TagKey:
-    """Makes and checks the tags of one direction of one ticket. Thread-safe: it has no state."""
+    """Makes and checks the tags of one direction of one ticket. Thread-safe, since it has no
+    state."""
 
     def __init__(self, key: bytes) -> None:
         self._gcm = AESGCM(key)
@@ -48,8 +49,8 @@ class TagKey:
         self._copy_key = hmac.digest(key, b"pdserve copy hash", "sha256")
 
     def tag(self, domain: Domain, sequence: int, *parts: bytes | memoryview) -> bytes:
-        """GMAC (NIST SP 800-38D) of the parts, one behind the other: AES-GCM over no plaintext, the
-        data as associated data."""
+        """GMAC (NIST SP 800-38D) of the parts in order: AES-GCM without plaintext, where the parts
+        are the associated data."""
         if len(parts) == 1:
             return self._gcm.encrypt(_nonce(domain, sequence), b"", parts[0])
         mac = Cipher(AES(self._key), GCM(_nonce(domain, sequence))).encryptor()
@@ -62,11 +63,11 @@ class TagKey:
         return hmac.compare_digest(self.tag(domain, sequence, data), tag)
 
     def seal(self, sequence: int, plain: bytes | memoryview) -> memoryview:
-        """AES-GCM of a payload: as many bytes as `plain`, then the tag."""
+        """A payload encrypted by AES-GCM: as many bytes as `plain`, then the tag."""
         return memoryview(self._gcm.encrypt(_nonce(Domain.SEALED, sequence), plain, None))
 
     def unseal(self, sequence: int, sealed: bytes | memoryview, tag: bytes) -> memoryview | None:
-        """The payload, or None if this key has not sealed it so."""
+        """The payload; None if it is not what this key has sealed."""
         nonce = _nonce(Domain.SEALED, sequence)
         try:
             return memoryview(self._gcm.decrypt(nonce, b"".join((sealed, tag)), None))
@@ -96,9 +97,11 @@ def verified_payload(
 
 
 def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKeys:
-    """HKDF-SHA256 (RFC 5869) over everything that both sides must agree on: another attempt,
-    boot id, KV layout or KV identity (the digest of decode's) gives other keys, so frames made
-    with them fail their check. The ticket's id is the salt."""
+    """Derives the keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree on.
+
+    Another attempt, boot id, KV layout or KV identity (decode's digest) gives other keys, so frames
+    made with them fail their check. The ticket's id is the salt.
+    """
     parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
     info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)
     key = HKDF(algorithm=SHA256(), length=64, salt=ticket.id, info=info).derive(ticket.secret)

@@ -1,7 +1,7 @@
-"""How a prompt's blocks are cut into frames, and which of them have arrived; pure.
+"""Cuts a prompt's blocks into frames and knows which of them have arrived; pure.
 
-Invariant: a frame is whole blocks of a run of layers of one group, and nothing before the block
-that the receiver asked for is ever named or written: those are shared prefix blocks.
+Invariant: a frame is whole blocks of a run of layers of one group. No frame names or writes a block
+before the first one that the receiver asked for, since those are shared prefix blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.kv.spec import KvSpec
 
-SLOT_BYTES = 4 << 20  # of a frame's payload; more only if one block of one layer is larger
+SLOT_BYTES = 4 << 20  # the largest payload of a frame, unless one block of one layer is larger
 
 
 def slot_bytes(spec: KvSpec) -> int:
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     blocks: range  # logical: block i holds tokens [i * block_size, (i + 1) * block_size)
 
     def overlaps(self, other: "Piece") -> bool:
-        """They have a block of a layer in common."""
+        """Whether the two have a block of a layer in common."""
         return (
             self.group == other.group
             and max(self.layers.start, other.layers.start)
@@ -52,7 +52,7 @@ def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
 
 
 class Bitmap:
-    """Which (group, layer, block) cells of one prompt have been verified and written."""
+    """Knows which (group, layer, block) cells of one prompt have been verified and written."""
 
     def __init__(self, spec: KvSpec, num_tokens: int, first_blocks: Sequence[int]) -> None:
         self._spec = spec
@@ -70,7 +70,7 @@ class Bitmap:
 
     @property
     def missing_blocks(self) -> float:
-        """What is missing in blocks of all layers."""
+        """The missing cells as a number of blocks of all layers."""
         return self._missing / sum(len(g.layers) for g in self._spec.groups)
 
     @property
@@ -79,7 +79,7 @@ class Bitmap:
 
     @property
     def num_leading(self) -> int:
-        """Leading blocks that every layer of every group has, as far as they were asked for."""
+        """Leading blocks that every layer of every group has; blocks not asked for count."""
         lead = self._end
         for layers, first in zip(self._have, self._first, strict=True):
             have = (1 << first) - 1
@@ -113,7 +113,7 @@ class Bitmap:
         return all(have[layer] & mask == mask for layer in piece.layers)
 
     def touches(self, piece: Piece) -> bool:
-        """Some of it is there."""
+        """Whether some of the piece is there."""
         mask = self._mask(piece)
         return any(self._have[piece.group][layer] & mask for layer in piece.layers)
 

@@ -1,4 +1,4 @@
-"""The one state machine of a remote prefill, run by both sides; pure: time is an argument.
+"""The state machine of a hand-off, which both sides run; pure: time is an argument.
 
     RECEIVE (decode)                            SEND (prefill)
     ----------------                            --------------
@@ -44,9 +44,9 @@ class Phase(Enum):
 
 
 class Action(Enum):
-    """What the shell does after a step, in the order given."""
+    """What the Sender or Receiver does after a step, in the order given."""
 
-    QUEUE_CLAIM = "queue_claim"  # receive: wait in line for blocks
+    QUEUE_CLAIM = "queue_claim"  # receive: wait for blocks, first come first served
     SEND_CLAIM = "send_claim"
     SEND_GRANTED = "send_granted"
     SEND_COMPLETE = "send_complete"
@@ -110,7 +110,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnded:
-    """Something ends it. `told`: the peer knows already, or cannot be told."""
+    """Something ends the attempt. `peer_notified`: the peer knows already or cannot be reached."""
 
     reason: str
     peer_notified: bool = False
@@ -142,19 +142,19 @@ class Handoff:
 
     @property
     def holds(self) -> bool:
-        """Blocks are held for this attempt."""
+        """Whether blocks are held for this attempt."""
         if self.side is Side.SEND:
             return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
         return self.phase is Phase.RECEIVING
 
     @property
     def promised(self) -> bool:
-        """receive: its promise is counted."""
+        """receive: whether its promise is counted."""
         return self.side is Side.RECEIVE and self.phase in (Phase.ADMITTED, Phase.CLAIMED)
 
     @property
     def linked(self) -> bool:
-        """Between Claim and the last acknowledgement: both sides send Progress."""
+        """Whether it is between Claim and the last acknowledgement, when both send Progress."""
         return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
 
 
@@ -180,7 +180,7 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
 
 
 def _advance(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """The steps down the drawing; any other message is a duplicate or stale."""
+    """The steps downwards in the drawing; any other event is a duplicate or stale."""
     match state.side, state.phase, event:
         case Side.RECEIVE, Phase.ADMITTED, Claimed():
             return _linked(state, now), (Action.QUEUE_CLAIM,)

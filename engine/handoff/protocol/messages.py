@@ -30,11 +30,11 @@ PROOF_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """prefill -> decode, first. `spec` is the encoded KvSpec, so a difference can be named."""
+    """prefill -> decode, first. `spec` is the encoded KvSpec, so a refusal can say what differs."""
 
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
-    decode_boot: bytes  # who it thinks it is talking to
+    decode_boot: bytes  # the process that it wants to talk to
     identity: KvIdentity
     transport: str
     spec: bytes
@@ -65,7 +65,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """decode -> prefill: decode is done with the frame of that mark, so its slot is free."""
+    """decode -> prefill: decode is done with the frame that has this mark, so its slot is free."""
 
     TYPE: ClassVar[int] = 6
     slot: int
@@ -74,7 +74,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class SlotWindow:
-    """decode -> prefill, once trusted: what a device transport needs to open the window."""
+    """decode -> prefill, after a genuine Claim: what a device transport opens the window with."""
 
     TYPE: ClassVar[int] = 7
     data: bytes
@@ -82,11 +82,11 @@ class SlotWindow:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """prefill -> decode: the blocks of `num_tokens` tokens are held here; yours?"""
+    """prefill -> decode: prefill holds blocks for `num_tokens` tokens and wants decode's."""
 
     TYPE: ClassVar[int] = 16
     num_tokens: int
-    age_ms: int  # since its first step began: what decode counts as prefill, not as queueing
+    age_ms: int  # since prefill began; decode counts that time as prefill, not as queueing
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +132,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """decode -> prefill: every block is there and verified; an Ack of all that had none yet."""
+    """decode -> prefill: every block is there and verified. It acknowledges all frames."""
 
     TYPE: ClassVar[int] = 22
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Both ways: the attempt has ended here."""
+    """Both ways: the attempt has ended at the process that sends this."""
 
     TYPE: ClassVar[int] = 23
     reason: str

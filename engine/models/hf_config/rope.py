@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.engine.models.config import ROPE_KINDS, RopeConfig, UnsupportedModel
+from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive, positives, table
+from pdserve.engine.models.rope import ROPE_KINDS, RopeConfig
 
 
 def read_rope(

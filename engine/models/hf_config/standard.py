@@ -6,9 +6,11 @@ Whatever is malformed or unknown raises UnsupportedModel naming the field.
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.engine.models.config import Activation, LayerConfig, ModelConfig, UnsupportedModel
+from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
 from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
 from pdserve.engine.models.hf_config.rope import read_rope
+from pdserve.engine.models.layer import PRE_NORMS
+from pdserve.engine.models.parts import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -81,6 +83,7 @@ def standard(hf: HfConfig, **own: Any) -> ModelConfig:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim(hf),
         "context_len": integer(hf, "max_position_embeddings"),
+        "norms": PRE_NORMS,
         "norm_eps": positive(hf, "rms_norm_eps", 1e-6),
         "activation": activation(hf),
         "attn_scale": head_dim(hf) ** -0.5,

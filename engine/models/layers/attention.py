@@ -1,67 +1,80 @@
-"""Self-attention of one layer over the paged KV cache."""
+"""Self-attention of one layer over the paged KV cache: norms over heads, rope, the cache itself.
 
-import torch
+x is [tokens, (q + 2 kv) heads * dim], the product with the matrices of q, k and v.
+"""
+
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.layers.linear import Linear
-from pdserve.engine.models.layers.rope import RopeTable
-from pdserve.kernels.ops import Ops
+from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.parts import Attention, HeadNorm, Heads, Rope
 
 
-class Attention:
-    """q, k, v from one product; optional norms over heads, rope, cache, output product.
+def in_heads(x: Tensor, heads: Heads) -> Tensor:
+    """x as [tokens, q + 2 kv, dim], sharing its memory."""
+    return x.view(len(x), -1, heads.dim)
 
-    Owns no keys or values: they go to the cache that is handed to each call.
-    """
 
-    def __init__(
-        self,
-        ops: Ops,
-        config: ModelConfig,
-        window: int,
-        rope: RopeTable,
-        qkv: Linear,
-        out: Linear,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-    ) -> None:
-        self._ops = ops
-        self._config = config
-        self._window = window
-        self._rope = rope
-        self._qkv = qkv
-        self._out = out
-        self._q_norm = q_norm
-        self._k_norm = k_norm
+@computes(HeadNorm)
+class TorchHeadNorm:
+    """Changes q and k in place."""
 
-    def __call__(self, x: Tensor, batch: Batch[Tensor], kv: Tensor, group: int) -> Tensor:
-        """x [T, hidden] to [T, hidden]; kv is this layer's, `group` its index in batch.groups."""
-        q = self.store(x, batch, kv, group)
+    def __init__(self, part: HeadNorm, setup: Setup) -> None:
+        self._part = part
+        self._ops = setup.ops
+        self._q = setup.vector(part.q, part.offset)
+        self._k = setup.vector(part.k, part.offset)
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        heads, eps = self._part.heads, self._part.eps
+        rows = in_heads(x, heads)
+        q, k = rows[:, : heads.q], rows[:, heads.q : heads.q + heads.kv]
+        q.copy_(self._ops.rms_norm(q, self._q, eps))
+        k.copy_(self._ops.rms_norm(k, self._k, eps))
+        return x
+
+
+@computes(Rope)
+class TorchRope:
+    """Changes q and k in place."""
+
+    def __init__(self, part: Rope, setup: Setup) -> None:
+        self._heads = part.heads
+        self._ops = setup.ops
+        self._table = setup.ropes[part.config]
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        qk = in_heads(x, self._heads)[:, : self._heads.q + self._heads.kv]
+        table = self._table
+        qk.copy_(self._ops.rope(qk, step.batch.positions, table.cos, table.sin))
+        return x
+
+
+@computes(Attention)
+class TorchAttention:
+    """Owns no keys or values: they go to the cache that comes with each step."""
+
+    def __init__(self, part: Attention, setup: Setup) -> None:
+        self._part = part
+        self._ops = setup.ops
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Stores keys and values; [T, q heads * dim] of what the queries attend to, or nothing
+        where only keys and values are wanted of the batch's last layer."""
+        part, batch = self._part, step.batch
+        rows, first_v = in_heads(x, part.heads), part.heads.q + part.heads.kv
+        k, v = rows[:, part.heads.q : first_v], rows[:, first_v:]
+        self._ops.write_kv(step.kv, k, v, batch.groups[step.group].slots)
+        if step.kv_only:
+            return x[:0]
         attended = self._ops.paged_attention(
-            q,
-            kv,
-            batch.groups[group].block_table,
+            rows[:, : part.heads.q],
+            step.kv,
+            batch.groups[step.group].block_table,
             batch.starts,
             batch.kv_lens,
             batch.num_decode_rows,
-            self._config.attn_scale,
-            self._window,
-            self._config.attn_soft_cap,
+            part.scale,
+            part.window,
+            part.soft_cap,
         )
-        return self._out(attended.flatten(1))
-
-    def store(self, x: Tensor, batch: Batch[Tensor], kv: Tensor, group: int) -> Tensor:
-        """Write the keys and values of x to the cache; returns the queries [T, H, D]."""
-        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        qkv = self._qkv(x).view(len(x), -1, self._config.head_dim)  # [T, H + 2K, D]
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self._q_norm is not None and self._k_norm is not None:
-            eps = self._config.norm_eps
-            q = self._ops.rms_norm(qk[:, :heads], self._q_norm, eps)
-            k = self._ops.rms_norm(qk[:, heads:], self._k_norm, eps)
-            qk = torch.cat((q, k), dim=1)
-        qk = self._ops.rope(qk, batch.positions, self._rope.cos, self._rope.sin)
-        self._ops.write_kv(kv, qk[:, heads:], v, batch.groups[group].slots)
-        return qk[:, :heads]
+        return attended.flatten(1)

@@ -1,29 +1,19 @@
-"""The feed-forward part of a layer."""
-
-from typing import Protocol
+"""The gate of a feed-forward."""
 
 from torch import Tensor
 
-from pdserve.engine.models.config import Activation
-from pdserve.engine.models.layers.linear import Linear
-from pdserve.kernels.ops import Ops
+from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.parts import Gate
 
 
-class FeedForward(Protocol):
-    """Token-wise: [T, hidden] to [T, hidden]. A mixture of experts is another one of these."""
+@computes(Gate)
+class TorchGate:
+    """x [T, 2 N] to activation(x[:, :N]) * x[:, N:]."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __init__(self, part: Gate, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._activation = part.activation
 
-
-class GatedMlp:
-    """down(activation(gate x) * up x), gate and up from one product."""
-
-    def __init__(self, ops: Ops, activation: Activation, gate_up: Linear, down: Linear) -> None:
-        self._ops = ops
-        self._activation: Activation = activation
-        self._gate_up = gate_up
-        self._down = down
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=1)
-        return self._down(self._ops.gated(gate, up, self._activation))
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return self._ops.gated(gate, up, self._activation)

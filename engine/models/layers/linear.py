@@ -1,37 +1,33 @@
 """A linear layer over one or several weights that share their input."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from pdserve.engine.weights.stored import Weight, expand, stack
-from pdserve.kernels.ops import Ops
+from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.layers.stored import expand, stack
+from pdserve.engine.models.parts import Linear
 
 
-class Linear:
-    """y = x W^T + b for the rows of all `weights` in order.
+@computes(Linear)
+class TorchLinear:
+    """y = x W^T + b for the rows of all weights in order.
 
     With stored (quantized) weights each use expands them: slow, and the oracle for kernels that
     compute on the blocks.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        weights: Sequence[Weight],
-        biases: Sequence[Weight] = (),
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self._ops = ops
-        self._dtype = dtype
-        self._parts = stack(weights, dtype)
-        self._bias = torch.cat([expand(bias, dtype) for bias in biases]) if biases else None
+    def __init__(self, part: Linear, setup: Setup) -> None:
+        self._setup = setup
+        dtype, device = setup.dtype, setup.device
+        self._parts = stack([setup.weights(w.name) for w in part.weights], dtype, device)
+        biases = [expand(setup.weights(b.name), dtype, device) for b in part.biases]
+        self._bias = torch.cat(biases) if biases else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
         """x [T, N] to [T, rows of all weights]."""
+        ops, dtype, device = self._setup.ops, self._setup.dtype, self._setup.device
         if len(self._parts) == 1:
-            return self._ops.linear(x, expand(self._parts[0], self._dtype), self._bias)
-        products = [self._ops.linear(x, expand(part, self._dtype)) for part in self._parts]
+            return ops.linear(x, expand(self._parts[0], dtype, device), self._bias)
+        products = [ops.linear(x, expand(part, dtype, device)) for part in self._parts]
         y = torch.cat(products, dim=1)
         return y if self._bias is None else y + self._bias

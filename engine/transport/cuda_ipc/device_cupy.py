@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.pages import Pages
@@ -28,8 +27,8 @@ _VERDICT_BYTES = 16
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
     """What opens the device that a pool lies on; None: it lies in host memory."""
-    where = kv.data[0].device
-    if where.type != "cuda":
+    index = kv.device
+    if index is None:
         return None
 
     def open_device() -> Device:
@@ -39,7 +38,7 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
             size = group.block_bytes(kv.spec.block_size)
             if size % UNIT_BYTES:
                 raise DeviceError(f"blocks of {size} bytes, not a multiple of {UNIT_BYTES}")
-        return CudaDevice(where.index if where.index is not None else torch.cuda.current_device())
+        return CudaDevice(index)
 
     return open_device
 
@@ -53,13 +52,16 @@ class CudaDevice:
             import cupy
         except ImportError as err:
             raise DeviceError(f"CuPy is not installed (the extra `cuda`): {err}") from None
+        import torch  # where the pool lies, and the stream on which the engine computes
+
+        self._torch = torch.cuda
         self._cuda: Any = cupy.cuda.runtime
         self._index = index
         self._lock = threading.Lock()
         self._spare: list[_Scratch] = []
         with self.active():
             self.uuid = _uuid(index)
-            self.name = torch.cuda.get_device_name(index)
+            self.name = self._torch.get_device_name(index)
             self._kernel = CopyHash(cupy, index)
             self._stream = int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
 
@@ -114,7 +116,7 @@ class CudaDevice:
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         with self.active():
-            stream = int(torch.cuda.current_stream(self._index).cuda_stream)
+            stream = int(self._torch.current_stream(self._index).cuda_stream)
             return self._launch(pages, slot, key, stream, to_slot=False)
 
     def release(self, slot: Slot) -> None:
@@ -272,4 +274,6 @@ class _Copy:
 
 
 def _uuid(index: int) -> bytes:
+    import torch
+
     return uuids.UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes

@@ -1,0 +1,32 @@
+"""The storage formats by name. A family of formats is one module here with a tuple FORMATS, which
+is found by discovery; a module elsewhere calls `register`.
+"""
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+
+from pdserve.engine.weights.format import Format
+
+_formats: dict[str, Format] = {}
+
+
+def register(*added: Format) -> None:
+    """Make formats known. Raises ValueError if one of their names is taken."""
+    for item in added:
+        if _formats.setdefault(item.name, item) is not item:
+            raise ValueError(f"format {item.name} is registered twice")
+
+
+@cache
+def _discover() -> None:
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        register(*getattr(import_module(module.name), "FORMATS", ()))
+
+
+def formats() -> Mapping[str, Format]:
+    """Every format but those of plain numbers (engine/weights/plain.py)."""
+    _discover()
+    return MappingProxyType(_formats)

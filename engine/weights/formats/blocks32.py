@@ -3,49 +3,48 @@
 The low nibbles of a block's bytes are its first 16 values, the high ones the rest.
 """
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from pdserve.engine.weights.format import Format
-from pdserve.engine.weights.formats.bits import fields, half
+from pdserve.engine.weights.format import BlockFormat, Floats
+from pdserve.engine.weights.formats.bits import Bytes, fields, floats, half, signed
 
 
-def nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Bytes) -> Bytes:
     """uint8 [blocks, 16] -> uint8 [blocks, 32]."""
-    return fields(packed, 4).flatten(1)
+    return fields(packed, 4).reshape(len(packed), -1)
 
 
-def fifth_bits(packed: Tensor) -> Tensor:
+def fifth_bits(packed: Bytes) -> Bytes:
     """uint8 [blocks, 4], little-endian bit mask -> uint8 [blocks, 32] of 0 or 16."""
-    return fields(packed, 1).transpose(1, 2).flatten(1) << 4
+    return fields(packed, 1).swapaxes(1, 2).reshape(len(packed), -1) << np.uint8(4)
 
 
-def unpack_q4_0(blocks: Tensor) -> Tensor:
-    return (nibbles(blocks[:, 2:]).float() - 8) * half(blocks, 0)
+def unpack_q4_0(blocks: Bytes) -> Floats:
+    return (floats(nibbles(blocks[:, 2:])) - 8) * half(blocks, 0)
 
 
-def unpack_q4_1(blocks: Tensor) -> Tensor:
-    return (nibbles(blocks[:, 4:]).float().mul_(half(blocks, 0))).add_(half(blocks, 2))
+def unpack_q4_1(blocks: Bytes) -> Floats:
+    return floats(nibbles(blocks[:, 4:])) * half(blocks, 0) + half(blocks, 2)
 
 
-def unpack_q5_0(blocks: Tensor) -> Tensor:
+def unpack_q5_0(blocks: Bytes) -> Floats:
     levels = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
-    return (levels.float() - 16) * half(blocks, 0)
+    return (floats(levels) - 16) * half(blocks, 0)
 
 
-def unpack_q5_1(blocks: Tensor) -> Tensor:
+def unpack_q5_1(blocks: Bytes) -> Floats:
     levels = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
-    return levels.float().mul_(half(blocks, 0)).add_(half(blocks, 2))
+    return floats(levels) * half(blocks, 0) + half(blocks, 2)
 
 
-def unpack_q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
+def unpack_q8_0(blocks: Bytes) -> Floats:
+    return signed(blocks[:, 2:]) * half(blocks, 0)
 
 
 FORMATS = (
-    Format("Q4_0", 32, 18, unpack_q4_0),
-    Format("Q4_1", 32, 20, unpack_q4_1),
-    Format("Q5_0", 32, 22, unpack_q5_0),
-    Format("Q5_1", 32, 24, unpack_q5_1),
-    Format("Q8_0", 32, 34, unpack_q8_0),
+    BlockFormat("Q4_0", 32, 18, unpack_q4_0),
+    BlockFormat("Q4_1", 32, 20, unpack_q4_1),
+    BlockFormat("Q5_0", 32, 22, unpack_q5_0),
+    BlockFormat("Q5_1", 32, 24, unpack_q5_1),
+    BlockFormat("Q8_0", 32, 34, unpack_q8_0),
 )

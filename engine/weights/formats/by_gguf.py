@@ -1,22 +1,19 @@
-"""Unpacking by the gguf package, for formats too rare to be worth code of our own."""
+"""Unpacking by the gguf package, for formats too rare to be worth code of our own.
 
-import functools
+The package is imported at the first use: it is slow to import, and most models need none of it.
+"""
 
-import gguf
-import torch
-from torch import Tensor
-
-from pdserve.engine.weights.format import Format
+from pdserve.engine.weights.format import BlockFormat, Floats
+from pdserve.engine.weights.formats.bits import Bytes
 
 
-def unpack_by_gguf(kind: gguf.GGMLQuantizationType, blocks: Tensor) -> Tensor:
-    """uint8 [blocks, bytes] -> float32 [blocks, values]; computes on the CPU."""
-    values = gguf.quants.dequantize(blocks.cpu().numpy(), kind)
-    return torch.from_numpy(values).to(blocks.device)
+def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:
+    """The format of that GGUF type name."""
 
+    def expand(blocks: Bytes) -> Floats:
+        import gguf
 
-def gguf_format(name: str) -> Format:
-    """The format of that GGUF type name, its sizes taken from the package's table."""
-    kind = gguf.GGMLQuantizationType[name]
-    block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return Format(name, block_values, block_bytes, functools.partial(unpack_by_gguf, kind))
+        values: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        return values
+
+    return BlockFormat(name, block_values, block_bytes, expand)

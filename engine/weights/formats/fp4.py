@@ -2,5 +2,4 @@
 
 from pdserve.engine.weights.formats.by_gguf import gguf_format
 
-NAMES = "MXFP4 NVFP4"
-FORMATS = tuple(gguf_format(name) for name in NAMES.split())
+FORMATS = (gguf_format("MXFP4", 32, 17), gguf_format("NVFP4", 64, 36))

@@ -3,70 +3,75 @@
 Where a format has no minimum its levels are centred on zero by a constant.
 """
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from pdserve.engine.weights.format import Format
-from pdserve.engine.weights.formats.bits import fields, half
+from pdserve.engine.weights.format import BlockFormat, Floats
+from pdserve.engine.weights.formats.bits import Bytes, fields, flat, floats, half, signed
 
 
-def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
     """Q4_K's and Q5_K's twelve bytes -> float32 [blocks, 8] scales and minima of 6 bits each.
 
     Bytes 0-3 and 4-7 hold the low six bits of scales and minima 0-3 and, in their top two bits,
     the top two of 4-7, whose low four are the nibbles of bytes 8-11.
     """
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), 1)
-    minima = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), 1)
-    return scales.float(), minima.float()
+    scales = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), 1)
+    minima = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), 1)
+    return floats(scales), floats(minima)
 
 
-def unpack_q2_k(blocks: Tensor) -> Tensor:
+def levels_of(packed: Bytes, bytes_at_once: int, width: int, values: int) -> Bytes:
+    """Fields of `width` bits out of runs of bytes -> uint8 [blocks, 256 / values, values]."""
+    runs = packed.reshape(len(packed), -1, bytes_at_once)
+    return fields(runs, width).reshape(len(packed), -1, values)
+
+
+def unpack_q2_k(blocks: Bytes) -> Floats:
     packed = blocks[:, :16]
-    scales = ((packed & 15).float() * half(blocks, 80)).unsqueeze(2)
-    minima = ((packed >> 4).float() * half(blocks, 82)).unsqueeze(2)
-    levels = fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    return levels.float().mul_(scales).sub_(minima).flatten(1)
+    scales = (floats(packed & 15) * half(blocks, 80))[:, :, None]
+    minima = (floats(packed >> 4) * half(blocks, 82))[:, :, None]
+    levels = levels_of(blocks[:, 16:80], 32, 2, 16)
+    return flat(floats(levels) * scales - minima)
 
 
-def unpack_q3_k(blocks: Tensor) -> Tensor:
-    low = fields(blocks[:, 96:104], 4).flatten(1)  # [blocks, 16]
-    high = fields(blocks[:, 104:108], 2).flatten(1)
-    scales = ((low | (high << 4)).float() - 32) * half(blocks, 108)
-    levels = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    top = fields(blocks[:, :32], 1).reshape(-1, 16, 16)  # a clear bit takes four off
-    centred = (levels | (top << 2)).float() - 4
-    return centred.mul_(scales.unsqueeze(2)).flatten(1)
+def unpack_q3_k(blocks: Bytes) -> Floats:
+    low = fields(blocks[:, 96:104], 4).reshape(len(blocks), -1)  # [blocks, 16]
+    high = fields(blocks[:, 104:108], 2).reshape(len(blocks), -1)
+    scales = (floats(low | (high << 4)) - 32) * half(blocks, 108)
+    levels = levels_of(blocks[:, 32:96], 32, 2, 16)
+    top = fields(blocks[:, :32], 1).reshape(len(blocks), 16, 16)  # a clear bit takes four off
+    centred = floats(levels | (top << 2)) - 4
+    return flat(centred * scales[:, :, None])
 
 
-def unpack_q4_k(blocks: Tensor) -> Tensor:
+def unpack_q4_k(blocks: Bytes) -> Floats:
     scales, minima = scales_and_minima(blocks[:, 4:16])
-    levels = fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    scaled = levels.float().mul_((scales * half(blocks, 0)).unsqueeze(2))
-    return scaled.sub_((minima * half(blocks, 2)).unsqueeze(2)).flatten(1)
+    levels = levels_of(blocks[:, 16:], 32, 4, 32)
+    scaled = floats(levels) * (scales * half(blocks, 0))[:, :, None]
+    return flat(scaled - (minima * half(blocks, 2))[:, :, None])
 
 
-def unpack_q5_k(blocks: Tensor) -> Tensor:
+def unpack_q5_k(blocks: Bytes) -> Floats:
     scales, minima = scales_and_minima(blocks[:, 4:16])
-    low = fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    low = levels_of(blocks[:, 48:], 32, 4, 32)
     levels = low | (fields(blocks[:, 16:48], 1) << 4)
-    scaled = levels.float().mul_((scales * half(blocks, 0)).unsqueeze(2))
-    return scaled.sub_((minima * half(blocks, 2)).unsqueeze(2)).flatten(1)
+    scaled = floats(levels) * (scales * half(blocks, 0))[:, :, None]
+    return flat(scaled - (minima * half(blocks, 2))[:, :, None])
 
 
-def unpack_q6_k(blocks: Tensor) -> Tensor:
-    low = fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
-    high = fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    scales = blocks[:, 192:208].view(torch.int8).float() * half(blocks, 208)
-    centred = (low | (high << 4)).float() - 32
-    return centred.mul_(scales.unsqueeze(2)).flatten(1)
+def unpack_q6_k(blocks: Bytes) -> Floats:
+    low = levels_of(blocks[:, :128], 64, 4, 16)
+    high = levels_of(blocks[:, 128:192], 32, 2, 16)
+    scales = signed(blocks[:, 192:208]) * half(blocks, 208)
+    centred = floats(low | (high << 4)) - 32
+    return flat(centred * scales[:, :, None])
 
 
 FORMATS = (
-    Format("Q2_K", 256, 84, unpack_q2_k),
-    Format("Q3_K", 256, 110, unpack_q3_k),
-    Format("Q4_K", 256, 144, unpack_q4_k),
-    Format("Q5_K", 256, 176, unpack_q5_k),
-    Format("Q6_K", 256, 210, unpack_q6_k),
+    BlockFormat("Q2_K", 256, 84, unpack_q2_k),
+    BlockFormat("Q3_K", 256, 110, unpack_q3_k),
+    BlockFormat("Q4_K", 256, 144, unpack_q4_k),
+    BlockFormat("Q5_K", 256, 176, unpack_q5_k),
+    BlockFormat("Q6_K", 256, 210, unpack_q6_k),
 )

@@ -2,5 +2,4 @@
 
 from pdserve.engine.weights.formats.by_gguf import gguf_format
 
-NAMES = "TQ1_0 TQ2_0"
-FORMATS = tuple(gguf_format(name) for name in NAMES.split())
+FORMATS = (gguf_format("TQ1_0", 256, 54), gguf_format("TQ2_0", 256, 66))

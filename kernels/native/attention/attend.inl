@@ -18,7 +18,7 @@ struct Layout {
   int64_t q, running, tile, s, keys, values, end;
 };
 
-// From how many queries on unpacking a tile pays.
+// Whether the task has so many queries that unpacking a tile pays.
 static bool unpacks(const Attend& task) { return task.tokens * task.group > 2 * kRowTile; }
 
 static Layout layout(const Attend& task) {

@@ -17,14 +17,14 @@ struct KeyTile {
   int64_t key_stride = 0, value_stride = 0;  // bytes
 };
 
-// Groups of the tile that hold a key some query sees; what is outside may not exist.
+// Groups of the tile that hold a key which some query sees; the others may not be in the pool.
 struct Groups { int64_t begin, end; };
-// Keys of the tile that a query sees.
+// Keys of a tile, counted from its first.
 struct Span { int64_t begin, end; };
 
 PDS_INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
-// Of the token-th token of the task.
+// The keys of the tile that the token-th token of the task sees.
 static Span seen(const Attend& task, int64_t token, int64_t tile) {
   int64_t end = task.position + token + 1 - tile * kKeyTile;
   int64_t begin = task.window > 0 ? end - task.window : -tile * kKeyTile;

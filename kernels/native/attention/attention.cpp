@@ -5,9 +5,9 @@
 namespace pdserve {
 namespace {
 
-constexpr int64_t kChunkQueries = 192;   // of a piece: enough to pay for unpacking the keys once
-constexpr int64_t kSplitQueries = 16;    // more than that are not split by keys
-constexpr int64_t kPiecesPerThread = 4;  // of the mean cost or less, so that threads end together
+constexpr int64_t kChunkQueries = 192;   // in a piece: enough to pay for unpacking the keys once
+constexpr int64_t kSplitQueries = 16;    // a piece with more queries is not split by keys
+constexpr int64_t kPiecesPerThread = 4;  // small enough that threads end at about the same time
 
 template <class T>
 void grow(T& memory, int64_t& size, int64_t floats) {
@@ -57,7 +57,7 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
   int64_t total = 0, states = 0, scratch = 0;
   for (int64_t row = 0; row < batch.rows; ++row) {
     int64_t num_tokens = batch.starts[row + 1] - batch.starts[row];
-    // The head in the inner loop: a row's blocks are read at about the same time.
+    // Heads are the inner loop, so that a row's blocks are read at about the same time.
     for (int64_t token = 0; token < num_tokens; token += chunk) {
       for (int64_t kv_head = 0; kv_head < batch.kv.kv_heads; ++kv_head) {
         Piece piece{row, kv_head, token, std::min(chunk, num_tokens - token), -1, 0, 0, 0};
@@ -108,7 +108,7 @@ void Attention::piece(const Kernels& kernels, const AttentionBatch& batch, int64
                       int worker) {
   const Piece& piece = pieces_[static_cast<size_t>(index)];
   Attend work = locate(batch, piece), next;
-  // Its turn comes when the other threads have taken the pieces between.
+  // This thread probably takes that piece next: the others take the pieces between.
   if (index + threads_ < pieces()) {
     next = locate(batch, pieces_[static_cast<size_t>(index + threads_)]);
     work.next = &next;

@@ -34,21 +34,21 @@ struct AttentionBatch {
 
 class Attention {
  public:
-  // Cuts the batch. Looks at its sizes, starts, kv_lens and window only, so that one plan serves
-  // all layers that agree in these; q, out, kv.data and block_table may still be null.
+  // Cuts the batch into pieces. Reads its sizes, starts, kv_lens and window only, so that one plan
+  // serves all layers that agree in these; q, out, kv.data and block_table may still be null.
   void plan(const AttentionBatch& batch, const Kernels& kernels, int threads);
 
-  // A batch of the planned shape, on a pool of the planned number of threads.
+  // Computes a batch of the planned shape, on a pool of the planned number of threads.
   void run(Pool& pool, const Kernels& kernels, const AttentionBatch& batch) {
     pool.run(pieces(), [&](int64_t index, int worker) { piece(kernels, batch, index, worker); });
   }
 
-  // The same for a thread that takes rows through a layer by itself: all of the rows
-  // [begin, end), of one token each, as one of the planned number of workers.
+  // Computes the rows [begin, end), of one token each, on the calling thread, for threads that take
+  // rows through all layers by themselves; `worker` is below the planned number of threads.
   void run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin, int64_t end,
                 int worker);
 
-  // Of a planned row, in the unit of a tile of keys for one query head.
+  // The cost of a planned row; a tile of keys for one query head costs 1.
   int64_t cost(int64_t row) const { return row_costs_[static_cast<size_t>(row)]; }
 
  private:

@@ -24,7 +24,7 @@ struct Chunk {
     const auto address = reinterpret_cast<uintptr_t>(at);
     begin = memory + (round_up(address, kPage) - address);
     end = begin + bytes;
-    madvise(begin, bytes, MADV_HUGEPAGE);  // a wish: small pages are correct, too
+    madvise(begin, bytes, MADV_HUGEPAGE);  // only advice: small pages work as well
   }
   ~Chunk() { munmap(memory, mapped); }
   Chunk(const Chunk&) = delete;

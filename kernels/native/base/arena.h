@@ -1,8 +1,8 @@
-// Memory for packed weights: taken one behind the other from chunks of huge pages.
+// Memory for packed weights: pieces of large chunks of huge pages, one behind the other.
 //
-// Small matrices share pages of 2 MiB, so that streaming through a model misses no address
-// translations, and one packed after another lies behind it. A chunk is given back when the last of
-// its users goes.
+// Small matrices share pages of 2 MiB, so that reading a whole model misses few address
+// translations, and matrices lie in the order in which they were packed. A chunk is unmapped when
+// the last matrix in it is gone.
 #pragma once
 #include <cstdint>
 #include <memory>

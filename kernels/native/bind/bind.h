@@ -40,6 +40,9 @@ std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
   return {static_cast<T*>(std::aligned_alloc(pdserve::kAlign, bytes)), &std::free};
 }
 
+// silu, gelu_tanh or gelu; throws std::invalid_argument for another name.
+pdserve::Activation activation_of(const std::string& name);
+
 void bind_context(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_elementwise(nb::module_& m);

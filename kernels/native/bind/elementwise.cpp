@@ -42,13 +42,6 @@ void norm(Context& context, const ConstRows& x, const float* residual, const Con
   });
 }
 
-Activation activation(const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "gelu") return Activation::kGelu;
-  throw std::invalid_argument("activation must be silu, gelu_tanh or gelu, not '" + name + "'");
-}
-
 void rope(Context& context, const Array<const float, 3>& x,
           const Array<const int64_t, 1>& positions, const ConstRows& cos, const ConstRows& sin,
           const Array<float, 3>& out) {
@@ -81,6 +74,13 @@ void in_place(Context& context, const Rows& y, const Body& body) {
 
 }  // namespace
 
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "gelu") return Activation::kGelu;
+  throw std::invalid_argument("activation must be silu, gelu_tanh or gelu, not '" + name + "'");
+}
+
 void bind_elementwise(nb::module_& m) {
   m.def("rms_norm",
         [](Context& context, const ConstRows& x, const ConstRow& weight, float eps,
@@ -104,7 +104,7 @@ void bind_elementwise(nb::module_& m) {
            const Rows& out) {
           require_same(gate, up, "gate and up must have one shape");
           require_same(gate, out, "out must have the shape of gate");
-          Activation kind = activation(name);
+          Activation kind = activation_of(name);
           int64_t cols = static_cast<int64_t>(gate.shape(1));
           each_row(context, static_cast<int64_t>(gate.shape(0)), [&](int64_t r) {
             context.kernels.gated(gate.data() + r * cols, up.data() + r * cols, kind, cols,

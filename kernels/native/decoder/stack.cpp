@@ -2,34 +2,64 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <utility>
-
-#include "linear/linear.h"
 
 namespace pdserve {
 namespace {
 
 constexpr int64_t kInline = 8192;  // values below which a job is not worth waking helpers for
 constexpr int64_t kRowsPerPiece = 4;
-// Rows that one thread takes through a part of a layer: fewer read the weights too often, more leave
-// its second cache.
+// Rows that one thread takes through some parts: fewer read the weights too often, more leave its
+// second cache.
 constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
 // Rows of decode that a thread takes through all layers: fewer read the weights too often.
 constexpr int64_t kFewestShare = 16;
 constexpr double kUneven = 1.1;  // how much dearer than the mean a share may be
 
-const float* data_or_null(const std::vector<float>& values) {
-  return values.empty() ? nullptr : values.data();
+void fit(Part& part, const char* name, int64_t inputs) {
+  try {
+    part.fit(inputs);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string(name) + ": " + error.what());
+  }
 }
 
 }  // namespace
 
-int64_t Product::outputs() const {
-  int64_t total = 0;
-  for (const Matrix& part : parts) total += part.rows;
-  return total;
+void Stack::add_layer(Parts parts) {
+  if (complete()) throw std::invalid_argument("layers come before the head");
+  check_layer(parts, hidden_, layers_.size());
+  for (std::unique_ptr<Part>& part : parts) {
+    auto* attention = dynamic_cast<AttentionPart*>(part.get());
+    if (!attention) continue;
+    for (const AttentionPart* other : attentions_) {
+      if (other->group == attention->group && !other->planned_like(*attention)) {
+        throw std::invalid_argument("layer " + std::to_string(layers_.size()) +
+                                    " (attention): other heads or another window than the layers "
+                                    "before it of group " + std::to_string(other->group));
+      }
+    }
+    attentions_.push_back(attention);
+  }
+  layers_.push_back(std::move(parts));
 }
 
+void Stack::set_head(NormPart norm, LinearPart head) {
+  if (complete()) throw std::invalid_argument("the head is set already");
+  if (layers_.empty()) throw std::invalid_argument("the head comes after the layers");
+  fit(norm, "the last norm", hidden_);
+  fit(head, "the head", hidden_);
+  norm_.emplace(std::move(norm));
+  plan_ = make_plan(layers_, *norm_, hidden_);
+  head_.emplace(std::move(head));
+  places_ = std::vector<Place>(plan_.widths.size());
+  for (size_t i = 0; i < places_.size(); ++i) places_[i].width = plan_.widths[i];
+  cuts_ = std::vector<Attention>(plan_.groups.size());
+}
+
+// Calls `body` with all rows, or with some at a time on each thread if there are many.
 template <class Body>
 void Stack::over_rows(const Body& body) {
   const int64_t threads = pool_.threads();
@@ -54,184 +84,67 @@ void Stack::each_row(const Rows& rows, int64_t cols, const Body& body) {
   });
 }
 
-// Before threads write to them: no buffer moves from here on.
-void Stack::reserve(int64_t tokens) {
-  for (const Layer& layer : layers) {
-    for (const Product* product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
-      Activations row = activations(nullptr, Rows{0, 1, true}, *product);
-      encoding_bytes_ = std::max(encoding_bytes_, round_up(encoding_bytes(row), kAlign));
-    }
-    qkv_.at_least(tokens * layer.qkv.outputs());
-  }
-  residual_.at_least(tokens * shape_.hidden);
-  normed_.at_least(tokens * shape_.hidden);
-  delta_.at_least(tokens * shape_.hidden);
-  attended_.at_least(tokens * shape_.heads * shape_.head_dim);
-  gate_up_.at_least(tokens * 2 * shape_.ffn);
-  gated_.at_least(tokens * shape_.ffn);
-  encodings_.at_least(tokens * encoding_bytes_);
-}
-
-// x: the first of `rows`.
-Activations Stack::activations(const float* x, const Rows& rows, const Product& product) {
-  Activations a;
-  a.rows = rows.count;
-  a.cols = product.parts.front().cols;
-  for (const Matrix& part : product.parts) a.needs |= encoding_of(part);
-  a.f32 = x;
-  place(a, encodings_.get() + rows.begin * encoding_bytes_);
-  return a;
-}
-
-void Stack::multiply(const Product& product, const Activations& x, const Rows& rows, float* y) {
-  const Matrix* parts[kMaxParts];
-  const int count = static_cast<int>(product.parts.size());
-  for (int i = 0; i < count; ++i) parts[i] = &product.parts[i];
-  const float* bias = data_or_null(product.bias);
-  const int64_t outputs = product.outputs();
-  if (rows.alone) {
-    linear_here(kernels_, parts, count, x, 0, total_tiles(parts, count), y, outputs, bias);
-  } else {
-    run_linear(pool_, kernels_, parts, count, x, y, outputs, bias);
-  }
-}
-
-void Stack::embed(const StepBatch& batch) {
-  const int64_t hidden = shape_.hidden;
+// Gives every place its memory before threads write to it: none moves until `keep_outputs`.
+Step Stack::begin_step(const StepBatch& batch, float* hidden) {
   rows_ = batch.tokens;
-  each_row(Rows{0, rows_, false}, hidden, [&](int64_t token) {
-    float* to = delta_.get() + token * hidden;
-    kernels_.matrix_row(embedding, batch.token_ids[token], to);
-    if (shape_.embed_scale != 1) kernels_.scale(to, shape_.embed_scale, hidden);
+  for (size_t i = 0; i < places_.size(); ++i) {
+    Place& place = places_[i];
+    place.at = i == kHiddenPlace ? hidden : place.memory.at_least(batch.tokens * place.width);
+  }
+  uint8_t* encodings = encodings_.at_least(batch.tokens * plan_.encoding_bytes);
+  float* stream = places_[kStreamPlace].at;
+  return {pool_, kernels_, batch, stream, hidden_, encodings, plan_.encoding_bytes};
+}
+
+void Stack::embed(const Step& step) {
+  each_row(Rows{0, rows_, false}, hidden_, [&](int64_t token) {
+    float* to = step.stream + token * hidden_;
+    kernels_.matrix_row(embedding, step.batch.token_ids[token], to);
+    if (embed_scale_ != 1) kernels_.scale(to, embed_scale_, hidden_);
   });
 }
 
-void Stack::join(const Norm& after, bool residual, const Norm& before, int64_t row,
-                 float* normed) {
-  const int64_t hidden = shape_.hidden;
-  float* d = delta_.get() + row * hidden;
-  float* r = residual_.get() + row * hidden;
-  if (!after.empty()) {
-    kernels_.rms_norm(d, nullptr, after.data(), shape_.eps, hidden, nullptr, d);
-  }
-  kernels_.rms_norm(d, residual ? r : nullptr, data_or_null(before), shape_.eps, hidden, r, normed);
-}
-
-void Stack::enter(const Norm& after, bool residual, const Norm& before, const Product& product,
-                  const Rows& rows, float* y) {
-  const int64_t hidden = shape_.hidden;
-  float* normed = before.empty() ? residual_.get() : normed_.get();
-  const Activations x = activations(normed + rows.begin * hidden, rows, product);
-  each_row(rows, hidden, [&](int64_t row) {
-    join(after, residual, before, row, before.empty() ? nullptr : normed + row * hidden);
-    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
-  });
-  multiply(product, x, rows, y + rows.begin * product.outputs());
-}
-
-void Stack::until_attention(size_t n, const StepBatch& batch, const Rows& rows) {
-  static const Norm kNone;
-  if (n) end_layer(layers[n - 1], rows);
-  const Layer& layer = layers[n];
-  const Norm& after = n ? layers[n - 1].ffn_out : kNone;
-  enter(after, n > 0, layer.attn_in, layer.qkv, rows, qkv_.get());
-  each_row(rows, layer.qkv.outputs(), [&](int64_t token) { store(layer, batch, token); });
-}
-
-void Stack::end_layer(const Layer& layer, const Rows& rows) {
-  const int64_t width = shape_.heads * shape_.head_dim, ffn = shape_.ffn;
-  Activations x = activations(attended_.get() + rows.begin * width, rows, layer.out);
-  each_row(rows, width, [&](int64_t row) {
-    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
-  });
-  multiply(layer.out, x, rows, delta_.get() + rows.begin * shape_.hidden);
-  enter(layer.attn_out, true, layer.ffn_in, layer.gate_up, rows, gate_up_.get());
-  x = activations(gated_.get() + rows.begin * ffn, rows, layer.down);
-  each_row(rows, ffn, [&](int64_t row) {
-    const float* gate = gate_up_.get() + row * 2 * ffn;
-    kernels_.gated(gate, gate + ffn, shape_.activation, ffn, gated_.get() + row * ffn);
-    kernels_.encode(x, row - rows.begin, row - rows.begin + 1);
-  });
-  multiply(layer.down, x, rows, delta_.get() + rows.begin * shape_.hidden);
-}
-
-void Stack::all_layers(const StepBatch& batch, const Rows& rows, int worker) {
-  for (size_t n = 0; n < layers.size(); ++n) {
-    until_attention(n, batch, rows);
-    attentions_[layers[n].group].run_rows(kernels_, attention_of(layers[n], batch), rows.begin,
-                                          rows.begin + rows.count, worker);
+// All passes of a segment on some rows; not its attention.
+void Stack::run(const Segment& segment, const Step& step, const Rows& rows) {
+  for (const Pass& pass : segment.passes) {
+    each_row(rows, pass.cols, [&](int64_t row) {
+      for (const Op& op : pass.ops) {
+        op.part->row(step, rows, row, places_[op.in].row(row), places_[op.out].row(row));
+      }
+    });
+    const Op& last = pass.ops.back();
+    last.part->together(step, rows, places_[last.in].row(rows.begin),
+                        places_[last.out].row(rows.begin));
   }
 }
 
-void Stack::store(const Layer& layer, const StepBatch& batch, int64_t token) {
-  const RopeTable& rope = ropes[layer.rope];
-  int64_t size = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
-  float* q = qkv_.get() + token * (heads + 2 * kv_heads) * size;
-  float* k = q + heads * size;
-  for (int64_t head = 0; head < heads && !layer.q_norm.empty(); ++head) {
-    float* x = q + head * size;
-    kernels_.rms_norm(x, nullptr, layer.q_norm.data(), shape_.eps, size, nullptr, x);
-  }
-  for (int64_t head = 0; head < kv_heads && !layer.k_norm.empty(); ++head) {
-    float* x = k + head * size;
-    kernels_.rms_norm(x, nullptr, layer.k_norm.data(), shape_.eps, size, nullptr, x);
-  }
-  int64_t row = batch.positions[token] * rope.half;
-  kernels_.rope(q, rope.cos.data() + row, rope.sin.data() + row, heads + kv_heads, size, rope.half);
-  kernels_.store_kv(layer.kv, batch.groups[layer.group].slots[token], k, k + kv_heads * size);
-}
-
-AttentionBatch Stack::attention_of(const Layer& layer, const StepBatch& batch) {
-  int64_t width = shape_.heads * shape_.head_dim;
-  int64_t stride = width + 2 * shape_.kv_heads * shape_.head_dim;
-  const StepGroup& group = batch.groups[layer.group];
-  AttentionBatch task;
-  task.q = qkv_.get();
-  task.q_stride = stride;
-  task.heads = shape_.heads;
-  task.kv = layer.kv;
-  task.block_table = group.block_table;
-  task.table_stride = group.width;
-  task.rows = batch.rows;
-  task.starts = batch.starts;
-  task.kv_lens = batch.kv_lens;
-  task.scale = shape_.attn_scale;
-  task.window = layer.window;
-  task.soft_cap = shape_.attn_soft_cap;
-  task.out = attended_.get();
-  task.out_stride = width;
-  return task;
+AttentionBatch Stack::attention_of(const Segment& segment, const StepBatch& batch) const {
+  const Op& op = segment.attend;
+  return segment.attention->task(batch, places_[op.in].at, places_[op.out].at);
 }
 
 void Stack::plan_attention(const StepBatch& batch) {
-  attentions_.resize(std::max(attentions_.size(), batch.groups.size()));
-  std::vector<bool> planned(attentions_.size());
-  for (const Layer& layer : layers) {
-    if (planned[layer.group]) continue;
-    attentions_[layer.group].plan(attention_of(layer, batch), kernels_, pool_.threads());
-    planned[layer.group] = true;
+  for (size_t g = 0; g < cuts_.size(); ++g) {
+    const AttentionPart* first = plan_.groups[g];
+    if (first) cuts_[g].plan(first->task(batch, nullptr, nullptr), kernels_, pool_.threads());
   }
 }
 
 // Where the rows of decode are cut, so that each thread can take a share through all layers without
 // waiting for others or reading what they wrote: the first row of each, and the end. Empty if there
 // are too few, or if the contexts are too unlike.
-std::vector<int64_t> Stack::cut(const StepBatch& batch) {
+std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
   const int64_t threads = pool_.threads();
   if (threads < 2 || batch.rows < kFewestShare * threads) return {};
   if (batch.tokens != batch.rows || batch.num_outputs == 0) return {};
-  int64_t products = 0;
-  std::vector<int64_t> tiles(batch.rows);
-  for (const Layer& layer : layers) {
-    for (const Product* product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
-      products += product->outputs() * product->parts.front().cols;
-    }
-    for (int64_t row = 0; row < batch.rows; ++row) tiles[row] += attentions_[layer.group].cost(row);
-  }
-  // A tile of keys for one head takes about three times as long as that many products.
-  const int64_t tile = 3 * 2 * kKeyTile * shape_.head_dim;
   std::vector<int64_t> until{0};  // the cost of all rows before
-  for (int64_t count : tiles) until.push_back(until.back() + products + tile * count);
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    int64_t cost = plan_.products;
+    for (size_t g = 0; g < cuts_.size(); ++g) {
+      if (plan_.groups[g]) cost += plan_.tile_costs[g] * cuts_[g].cost(row);
+    }
+    until.push_back(until.back() + cost);
+  }
   std::vector<int64_t> cuts{0};
   const double mean = static_cast<double>(until.back()) / static_cast<double>(threads);
   for (int64_t n = 1; n <= threads; ++n) {
@@ -242,57 +155,70 @@ std::vector<int64_t> Stack::cut(const StepBatch& batch) {
   return cuts;
 }
 
-void Stack::keep_outputs(const StepBatch& batch) {
-  int64_t width = shape_.heads * shape_.head_dim, hidden = shape_.hidden;
-  float* attended = qkv_.at_least(batch.num_outputs * width);
-  float* residual = normed_.at_least(batch.num_outputs * hidden);
-  for (int64_t i = 0; i < batch.num_outputs; ++i) {
-    int64_t token = batch.outputs[i];
-    std::memcpy(attended + i * width, attended_.get() + token * width, width * sizeof(float));
-    std::memcpy(residual + i * hidden, residual_.get() + token * hidden, hidden * sizeof(float));
+// After the last attention only the rows of wanted tokens go on, in the order in which they are
+// wanted: what attention made of them, and the stream.
+void Stack::keep_outputs(Step& step, Place& attended) {
+  const StepBatch& batch = step.batch;
+  Buffer<float>* spare = spare_;
+  for (Place* place : {&attended, &places_[kStreamPlace]}) {
+    float* kept = spare->at_least(batch.num_outputs * place->width);
+    const size_t bytes = static_cast<size_t>(place->width) * sizeof(float);
+    for (int64_t i = 0; i < batch.num_outputs; ++i) {
+      std::memcpy(kept + i * place->width, place->row(batch.outputs[i]), bytes);
+    }
+    std::swap(place->memory, *spare++);
+    place->at = kept;
   }
-  std::swap(attended_, qkv_);
-  std::swap(residual_, normed_);
+  step.stream = places_[kStreamPlace].at;
   rows_ = batch.num_outputs;
 }
 
 void Stack::forward(const StepBatch& batch, float* hidden) {
-  reserve(batch.tokens);
-  embed(batch);
+  Step step = begin_step(batch, hidden);
+  embed(step);
   plan_attention(batch);
   const std::vector<int64_t> cuts = cut(batch);
   shares_ = cuts.empty() ? 0 : static_cast<int64_t>(cuts.size()) - 1;
+  const size_t layers = plan_.segments.size() - 1;
+  const auto cut_of = [&](const Segment& segment) -> Attention& {
+    return cuts_[static_cast<size_t>(segment.attention->group)];
+  };
   if (shares_) {
     pool_.run(shares_, [&](int64_t n, int worker) {
-      all_layers(batch, Rows{cuts[n], cuts[n + 1] - cuts[n], true}, worker);
+      const Rows rows{cuts[n], cuts[n + 1] - cuts[n], true};
+      for (size_t i = 0; i < layers; ++i) {
+        const Segment& segment = plan_.segments[i];
+        run(segment, step, rows);
+        cut_of(segment).run_rows(kernels_, attention_of(segment, batch), rows.begin,
+                                 rows.begin + rows.count, worker);
+      }
     });
   } else {
-    for (size_t n = 0; n < layers.size(); ++n) {
-      over_rows([&](const Rows& rows) { until_attention(n, batch, rows); });
-      if (n + 1 == layers.size() && batch.num_outputs == 0) return;
-      const Layer& layer = layers[n];
-      attentions_[layer.group].run(pool_, kernels_, attention_of(layer, batch));
+    for (size_t i = 0; i < layers; ++i) {
+      const Segment& segment = plan_.segments[i];
+      over_rows([&](const Rows& rows) { run(segment, step, rows); });
+      if (i + 1 == layers && batch.num_outputs == 0) return;
+      cut_of(segment).run(pool_, kernels_, attention_of(segment, batch));
     }
   }
-  keep_outputs(batch);
-  over_rows([&](const Rows& rows) {
-    end_layer(layers.back(), rows);
-    each_row(rows, shape_.hidden, [&](int64_t row) {
-      join(layers.back().ffn_out, true, norm, row, hidden + row * shape_.hidden);
-    });
-  });
+  keep_outputs(step, places_[plan_.segments[layers - 1].attend.out]);
+  over_rows([&](const Rows& rows) { run(plan_.segments.back(), step, rows); });
 }
 
 void Stack::logits(const float* hidden, int64_t rows, float* logits) {
+  const LinearPart& head = *head_;
   const Rows all{0, rows, false};
-  Activations x = activations(hidden, all, head);
-  place(x, encodings_.at_least(encoding_bytes(x)));
-  each_row(all, shape_.hidden, [&](int64_t row) { kernels_.encode(x, row, row + 1); });
-  multiply(head, x, all, logits);
-  if (shape_.logit_soft_cap == 0) return;
-  int64_t vocab = head.outputs();
+  const int64_t row_bytes = head.encoding_bytes(), vocab = vocabulary();
+  uint8_t* encodings = encodings_.at_least(rows * row_bytes);
+  const StepBatch none;
+  const Step step{pool_, kernels_, none, nullptr, hidden_, encodings, row_bytes};
+  each_row(all, hidden_, [&](int64_t row) {
+    head.row(step, all, row, hidden + row * hidden_, nullptr);
+  });
+  head.together(step, all, hidden, logits);
+  if (logit_soft_cap_ == 0) return;
   each_row(all, vocab, [&](int64_t row) {
-    kernels_.soft_cap(logits + row * vocab, shape_.logit_soft_cap, vocab);
+    kernels_.soft_cap(logits + row * vocab, logit_soft_cap_, vocab);
   });
 }
 

@@ -1,4 +1,4 @@
-// Inputs of a linear product: rows of floats, and the same rows in the encodings that weights want.
+// Inputs of a linear product: rows of floats, and the same rows as products read them.
 //
 // Owns nothing; whoever runs a step owns the buffers, sized for it (linear.h).
 #pragma once
@@ -6,7 +6,8 @@
 
 namespace pdserve {
 
-enum Encoding : uint32_t { kFloat = 0, kInt8 = 1, kBf16 = 2 };  // a mask: needed beside floats
+// Bits of a mask: what a product needs beside the floats.
+enum Encoding : uint32_t { kFloat = 0, kInt8 = 1, kBf16 = 2 };
 
 // 32 columns of a row: value = scale * q. One record holds all that a kernel reads of a block, so
 // that a row is one stream and one pointer.

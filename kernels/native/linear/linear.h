@@ -1,6 +1,6 @@
-// A linear product spread over the pool: which piece of work is whose, and nothing of how.
+// A linear product spread over the threads of the pool. The arithmetic is in linear*.inl.
 //
-// How the work is cut never shows in the result: every output is computed whole by one thread.
+// How the work is divided never changes a result: each output is computed whole by one thread.
 #pragma once
 #include "threads/pool.h"
 #include "dispatch/table.h"

@@ -1,6 +1,6 @@
 // Products of encoded activations with packed weights, whatever their layout.
 
-// Groups of 32; kShift: of the offset where there are no minima.
+// Weights in groups of 32. Where there are no minima, the offset is 2 to the power of kShift.
 template <Quants kQuants, int kShift>
 static void quants_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
                           int64_t begin, int64_t end) {

@@ -7,7 +7,7 @@ static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kSingleRows = 2 * kFewRows;  // more: kManyTiles at once
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
-enum class Quants { kNibbles, kFives, kSmall, kBytes };  // kSmall: a byte each, but 0 to 31
+enum class Quants { kNibbles, kFives, kSmall, kBytes };  // kSmall: bytes of 0 to 31
 
 template <Quants kQuants_, bool kWide_, bool kMinima_, int kShift_ = 0, int kGroup_ = 32>
 struct Kind {
@@ -20,13 +20,13 @@ struct Kind {
   static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256
                                      : kQuants == Quants::kFives ? 320 : 512;
   static constexpr int kScaleBytes = 32 / kGroup * (kWide ? 64 : 32);
-  // How far ahead of one row's product memory is fetched: as measured on Zen 4, within the first
-  // cache for packed ones, whose arithmetic is slower, and within the second for bytes.
+  // How many bytes ahead the product of few rows prefetches, as measured on Zen 4: packed weights
+  // into the first cache, because their arithmetic is slower, and weights of 8 bits into the second.
   static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
   static constexpr int kStreamBytes = kBlockBytes + (kMinima ? 2 : 1) * kScaleBytes;
-  // Of many rows' product each register tile fetches so much of the next panel, a block.
+  // How many bytes of the next panel each register tile prefetches for each block, if rows are many.
   static constexpr int kFetch = kQuants == Quants::kBytes ? 256 : kPacked ? 192 : 128;
-  // More rows: packed weights are expanded first, once for all of them.
+  // If there are more rows than this, packed weights are expanded first, once for all rows.
   static constexpr int64_t kDirectRows = kQuants == Quants::kNibbles ? 64 : 32;
 };
 
@@ -88,7 +88,7 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
   for (int64_t b = 0; b < w.blocks; ++b) {
     const uint8_t* q = w.q + b * K::kBlockBytes;
     if constexpr (kTiles == 1 && K::kQuants != Quants::kSmall) {
-      // Of few rows, the arithmetic is faster than the memory. A matrix is one stream of bytes.
+      // With few rows the arithmetic waits for the memory, and a matrix is one stream of bytes.
       const uint8_t* ahead = w.q + K::kAhead + b * K::kStreamBytes;
 #pragma GCC unroll 16
       for (int at = 0; at < K::kStreamBytes; at += 64) __builtin_prefetch(ahead + at);

@@ -243,7 +243,7 @@ void pack_tile(const StoredFormat& format, const Matrix& m, const uint8_t* const
   }
 }
 
-// The empty matrix for `rows` times `cols` values of the format: where what lies in a tile.
+// A matrix without memory yet for `rows` times `cols` values: says what lies where in a tile.
 Matrix lay_out(const StoredFormat& format, int64_t rows, int64_t cols) {
   Matrix m;
   m.layout = format.layout;

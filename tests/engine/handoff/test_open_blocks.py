@@ -179,7 +179,7 @@ class World:
         ticket = self.receiver.admit(self.attempt, request, b"p" * 16, 1e9)
         assert ticket is not None
         self.ticket = ticket.id
-        (self.incoming,) = self.receiver._live.values()
+        (self.incoming,) = self.receiver.live
         self.link: Any = MemoryLink(self.receiver, b"p" * 16, 1 << 16, lambda: 0.0)
         self.link.hello = SimpleNamespace(identity=KvIdentity(b"test"))
         self.incoming.link = self.link

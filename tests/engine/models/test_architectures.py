@@ -158,7 +158,7 @@ def test_kv_only_writes_the_same_keys_and_values(arch: str, kernels: str, tmp_pa
     assert whole.shape == (11, 259)
     assert nothing.shape == (0, 259)
     for n in range(decoder.config.num_layers):
-        caches = [runner.kv.layer(n)[0] for runner in runners]
+        caches = [runner.kv.values(n) for runner in runners]
         assert torch.equal(caches[0].nan_to_num(0), caches[1].nan_to_num(0))
         assert caches[0].isfinite().any()
 

@@ -8,8 +8,8 @@ import pytest
 from paged_runner import read_config
 from tiny_models import write_tiny
 
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.models.spec import parse_config
 
 YARN = {
     "rope_theta": 5e5,

@@ -4,6 +4,7 @@ it, whatever else is computed, in which pieces, by how many threads and from who
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,12 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def decoder_of(config: EngineConfig, threads: int) -> NativeDecoder:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        decoder = load_model(config, lambda what, fraction: None).decoder
-    finally:
-        torch.set_num_threads(before)
+    decoder = load_model(replace(config, threads=threads), lambda what, fraction: None).decoder
     assert isinstance(decoder, NativeDecoder)
     return decoder
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from paged_runner import PagedRunner, read_config, read_tensors
+from paged_runner import PagedRunner, as_raw, read_config, read_tensors
 from tiny_models import write_tiny
-from torch import Tensor
 
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.spec import parse_config
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import unpack
+from pdserve.engine.models.layers.stored import HELD
+from pdserve.engine.weights.format import BLOCKS, RawTensor
+from pdserve.engine.weights.unpack import as_plain
 from pdserve.kernels.ops import select
 
 # Rows of stored blocks are whole blocks of 32.
@@ -25,10 +25,10 @@ def quantized(path: Path, format_of: dict[str, str]) -> dict[str, RawTensor]:
     for name, tensor in read_tensors(path).items():
         format = next((f for key, f in format_of.items() if key in name), "F32")
         if tensor.dim() == 1 or format == "F32":
-            stored[name] = RawTensor(tensor, "F32", tuple(tensor.shape))
+            stored[name] = as_raw(tensor)
             continue
         blocks = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType[format])
-        stored[name] = RawTensor(torch.from_numpy(blocks), format, tuple(tensor.shape))
+        stored[name] = RawTensor({BLOCKS: blocks}, format, tuple(tensor.shape))
     return stored
 
 
@@ -41,7 +41,7 @@ def test_logits_equal_those_of_expanded_weights(
     config = parse_config(read_config(path))
     # q, k and v share a product but not a format.
     stored = quantized(path, {"embed": "Q8_0", "v_proj": "Q5_1", "proj": "Q4_0", "lm_head": "Q4_1"})
-    expanded: dict[str, Tensor] = {name: unpack(raw, dtype) for name, raw in stored.items()}
+    expanded = {name: as_plain(raw, HELD[dtype]) for name, raw in stored.items()}
     asked: list[str] = []
 
     def as_stored(name: str) -> RawTensor:

@@ -5,8 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.registry import NATIVE, formats, unpack, unpack_into
+from pdserve.engine.checkpoints.gguf.reader import TYPES
+from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN, empty
+from pdserve.engine.weights.unpack import as_plain, unpack, unpack_into
+
+BLOCK_FORMATS = {name: kind for name, kind in formats().items() if isinstance(kind, BlockFormat)}
 
 
 def dequantized_by_gguf() -> list[str]:
@@ -25,51 +30,82 @@ def dequantized_by_gguf() -> list[str]:
 
 def random_raw(name: str, rows: int, blocks_per_row: int, seed: int) -> RawTensor:
     """Random bytes whose float16 scales are finite: a set exponent bit 14 is cleared."""
-    kind = formats()[name]
-    generator = torch.Generator().manual_seed(seed)
+    kind = BLOCK_FORMATS[name]
     size = (rows, blocks_per_row * kind.block_bytes)
-    data = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     # Which bytes are scales differs by format; every odd byte may be a float16's upper one.
     data[:, 1::2] &= 0xBF
-    return RawTensor(data, name, (rows, blocks_per_row * kind.block_values))
+    return RawTensor({BLOCKS: data}, name, (rows, blocks_per_row * kind.block_values))
 
 
 def test_every_type_that_gguf_expands_is_known() -> None:
-    assert set(dequantized_by_gguf()) == {*formats(), *NATIVE} - {"F64"}
+    assert set(dequantized_by_gguf()) == {*BLOCK_FORMATS, *PLAIN} - {"F64"}
 
 
-@pytest.mark.parametrize("name", sorted(formats()))
+@pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))
 def test_sizes_are_ggufs(name: str) -> None:
-    kind = formats()[name]
+    kind = BLOCK_FORMATS[name]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (
         kind.block_values,
         kind.block_bytes,
     )
     assert kind.row_bytes(3 * kind.block_values) == 3 * kind.block_bytes
+    assert kind.shape({BLOCKS: np.empty((2, 3 * kind.block_bytes))}) == (2, 3 * kind.block_values)
     with pytest.raises(ValueError, match=name):
         kind.row_bytes(kind.block_values + 1)
+    with pytest.raises(ValueError, match=name):
+        kind.shape({BLOCKS: np.empty((2, kind.block_bytes + 1))})
 
 
-@pytest.mark.parametrize("name", sorted(formats()))
+def test_the_readers_types_are_ggufs() -> None:
+    assert {
+        int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
+    } == TYPES
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))
 def test_unpack_equals_gguf_bit_for_bit(name: str) -> None:
     raw = random_raw(name, rows=37, blocks_per_row=5, seed=1)
     kind = gguf.GGMLQuantizationType[name]
-    expected = torch.from_numpy(gguf.quants.dequantize(raw.data.numpy(), kind))
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(raw.parts[BLOCKS], kind)
     assert expected.shape == raw.shape
     assert len(set(expected.flatten().tolist())) > 2
-    got = unpack(raw, torch.float32)
     # Equal as numbers: zero may carry either sign.
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    np.testing.assert_array_equal(unpack(raw), expected)
+    half = as_plain(raw, "BF16").parts[VALUES].view(np.int16)
     torch.testing.assert_close(
-        unpack(raw, torch.bfloat16), expected.bfloat16(), rtol=0, atol=0, equal_nan=True
+        torch.from_numpy(half).view(torch.bfloat16),
+        torch.from_numpy(expected).bfloat16(),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
     )
 
 
-@pytest.mark.parametrize("name", sorted(NATIVE))
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
 def test_plain_numbers_are_shared_or_rounded_once(name: str) -> None:
-    data = torch.randn(4, 6).to(NATIVE[name])
-    raw = RawTensor(data, name, (4, 6))
-    assert unpack(raw, NATIVE[name]).data_ptr() == data.data_ptr()
-    out = torch.empty(4, 6)
-    unpack_into(raw, out)
-    assert torch.equal(out, data.float())
+    data = torch.randn(4, 6).to(DTYPES[name])
+    stored = data.view(torch.uint8).numpy().view(PLAIN[name])
+    raw = RawTensor({VALUES: stored}, name, (4, 6))
+    assert as_plain(raw, name) is raw
+    assert np.shares_memory(unpack(raw), stored) == (name == "F32")
+    assert np.array_equal(unpack(raw), data.float().numpy())
+    for other, dtype in DTYPES.items():
+        out = empty((4, 6), other)
+        unpack_into(raw, out, other)
+        assert torch.equal(torch.from_numpy(out.view(np.uint8)), data.to(dtype).view(torch.uint8))
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
+    edges = [0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x7F7FFFFF, 0x3F808000, 0x3F818000]
+    values = np.concatenate([bits, np.array(edges, np.uint32)]).view(np.float32)
+    out = empty(values.shape, "BF16")
+    unpack_into(RawTensor({VALUES: values}, "F32", values.shape), out, "BF16")
+    expected = torch.from_numpy(values).bfloat16()
+    got = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

@@ -110,9 +110,9 @@ def test_credits_of_waiting_frames_share_writes(
     monkeypatch.setattr(decode_link, "post", seen)
     for i in range(SLOTS):
         link.push(frame_job(bytes([i]) * 1000, i))
-    wait_until(lambda: not link._slots.num_free and not link._writing, "all on their way")
+    wait_until(lambda: not link.num_free_slots and not link._writing, "all on their way")
     ends.decode.go_on()
-    wait_until(lambda: link._slots.num_free == SLOTS, "every credit")
+    wait_until(lambda: link.num_free_slots == SLOTS, "every credit")
     credit = len(messages.encode(messages.Credit(0, bytes(MARK_BYTES))))
     assert sum(given) == SLOTS * credit
     if link.direct:  # the engine thread gives them back as they are done with
@@ -203,7 +203,7 @@ def test_garbage_and_silence_cost_nothing(
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for stranger in ends.decode.links:
-        assert not getattr(stranger._wire, "_private", None), "no memory for strangers"
+        assert not getattr(stranger.wire, "_private", None), "no memory for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)

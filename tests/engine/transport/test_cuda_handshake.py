@@ -65,7 +65,7 @@ def refused(
         assert any("cuda_ipc.wires" in r.name for r in said), "decode's log"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
-    for transport in dial._transports:
+    for transport in dial.transports:
         transport.close()
 
 
@@ -86,7 +86,7 @@ def test_a_gpu_with_peer_access_is_used(ends: Ends, tmp_path: Path) -> None:
     link = dial.dial(ends.target, replace(HELLO, transport="cuda_ipc"))
     assert device.num["out"] == 1, "the 4 KiB"
     link.close()
-    for transport in dial._transports:
+    for transport in dial.transports:
         transport.close()
 
 
@@ -184,7 +184,7 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(TransportRefused, match="window_memory: out of memory"):
         second.dial(ends.target, HELLO)
     assert first.open
-    for transport in second._transports:
+    for transport in second.transports:
         transport.close()
     ends.close()
 
@@ -215,7 +215,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     wait_until(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
     link = dial.dial(ends.target, HELLO)
     link.close()
-    for transport in dial._transports:
+    for transport in dial.transports:
         transport.close()
 
 
@@ -264,7 +264,7 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     link = dial.dial(cuda.target, HELLO)
     assert link.transport == "cuda_ipc"
     link.close()
-    for transport in dial._transports:
+    for transport in dial.transports:
         transport.close()
     cuda.close()
     far = dialer(tmp_path, lambda: FakeDevice(OTHER), "auto")

@@ -9,8 +9,7 @@ from tiny_spm import spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.card import TextCard
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
 
 
 @pytest.fixture(scope="session")

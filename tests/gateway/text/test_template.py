@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
 SPECIALS = (

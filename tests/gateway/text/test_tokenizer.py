@@ -9,9 +9,8 @@ import tokenizers
 from hard_strings import HARD_STRINGS
 from tiny_spm import spm_tokenizer
 
-from pdserve.gateway.text.card import TextCard
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
+from pdserve.gateway.text.tokenizer import Rendered, TextCard, Tokenizer
 
 CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
 

@@ -122,7 +122,7 @@ async def claiming(pair: Pair) -> bytes:
     hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
     attempt = await pair.hand_off(prompt(LONG))
     part: Any = pair.decode_worker.runtime
-    await eventually(lambda: part.receiver._claims)
+    await eventually(lambda: part.receiver.claims)
     assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
     assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt

@@ -224,8 +224,8 @@ def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: 
             pair.decode.send(wire.DecodeCommand(cancel=cancel))
         elif how == "lost":
             part: Any = pair.decode_worker.runtime
-            for link in list(part.receiver._links):
-                link._wire.interrupt()
+            for link in list(part.receiver.links):
+                link.wire.interrupt()
         for attempt in others:
             again = await pair.decode.wait("place_again", attempt)
             assert CHUNK <= again.tokens < 199

@@ -4,7 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.host.stall_detector import FROZEN_S
 from pdserve.services.router.fleet.fleet import (
     SILENCE_S,
@@ -18,7 +21,12 @@ from pdserve.services.router.fleet.prefix_index import PrefixIndex
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:
-    return pb.WorkerHello(role=pb.DECODE, boot=bytes([name, life]) * 8, address=f"10.0.0.{name}:1")
+    return pb.WorkerHello(
+        role=pb.DECODE,
+        boot=bytes([name, life]) * 8,
+        address=f"10.0.0.{name}:1",
+        card=ModelCard(kv_spec=encode_spec(KvSpec(16, ()))),
+    )
 
 
 def joined(now: float = 0.0) -> tuple[Fleet, Worker]:

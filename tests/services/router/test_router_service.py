@@ -10,6 +10,8 @@ import grpc
 import pytest
 from eventually import LIMIT_S, eventually
 
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos import worker_pb2 as wire
@@ -149,6 +151,13 @@ async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> Non
             WorkerHello(),
             WorkerHello(role=2, boot=b"short", address="a:1"),
             WorkerHello(role=2, boot=b"b" * 16, address="nowhere"),
+            WorkerHello(role=2, boot=b"b" * 16, address="a:1", card=pb.ModelCard(name="m")),
+            WorkerHello(
+                role=2,
+                boot=b"b" * 16,
+                address="a:1",
+                card=pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, ())) + b"?"),
+            ),
         ):
             call = FleetStub(channel).Join(iter([WorkerReport(hello=hello)]))
             assert (await failure_of(call)).code == pb.INVALID_ARGUMENT

@@ -67,7 +67,7 @@ class ShellsMachine(RuleBasedStateMachine):
 
         def guarded(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
             for block in blocks:
-                if pools[group]._reserved[block] != 1:
+                if pools[group].references()[1][block] != 1:
                     self.wrong.append(f"a write into another's block {block}")
                 if not pools[group].writable(block):
                     self.wrong.append(f"a write into the cached block {block}")
@@ -121,7 +121,7 @@ class ShellsMachine(RuleBasedStateMachine):
         """What the ticker thread does ten times a second."""
         if self.now >= self.next_tick.get(side, 0.0):
             self.next_tick[side] = self.now + PROGRESS_S
-            for attempt in side._live.values():
+            for attempt in side.live:
                 if attempt.state.linked:
                     attempt.post(messages.Progress(self.steps, True))
 
@@ -245,12 +245,12 @@ class ShellsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100), at_decode=st.booleans())
     def cancel(self, which: int, at_decode: bool) -> None:
         sides: list[Any] = [self.receiver] if at_decode else [w.sender for w in self.workers]
-        live = [(side, attempt) for side in sides for attempt in list(side._by_attempt)]
+        live = [(side, attempt) for side in sides for attempt in side.live]
         if live and self.rarely():
             side, attempt = live[which % len(live)]
-            state = side._by_attempt[attempt].state
+            state = attempt.state
             HITS[f"cancelled {state.side.value} {state.phase.value}"] += 1
-            assert side.cancel(attempt, "cancel")
+            assert side.cancel(attempt.ticket.attempt, "cancel")
 
     @rule(which=st.integers(0, 1))
     def crash(self, which: int) -> None:
@@ -258,7 +258,7 @@ class ShellsMachine(RuleBasedStateMachine):
         if not self.rarely():
             return
         dead, self.workers[which] = self.workers[which], Worker(self, BLOCKS, WINDOW)
-        HITS["crashed while sending"] += any(a.next_blocks for a in dead.sender._live.values())
+        HITS["crashed while sending"] += any(a.next_blocks for a in dead.sender.live)
         for link in dead.links:
             link.reason = link.reason or "dead"
             for record in link.other.frames if link.other.open and self.rarely() else ():
@@ -283,7 +283,7 @@ class ShellsMachine(RuleBasedStateMachine):
     def promises_are_those_of_live_attempts(self) -> None:
         if not hasattr(self, "receiver"):
             return
-        live = self.receiver._live.values()
+        live = self.receiver.live
         assert self.receiver.promises.blocks == sum(a.promised for a in live if a.state.promised)
         for engine in (self.decode, *(w.engine for w in self.workers)):
             for pool in engine.jobs.tables.pools:

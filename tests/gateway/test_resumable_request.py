@@ -28,21 +28,21 @@ def start(**fields) -> pb.Start:
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.booleans()), max_size=40))
 def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
     """Routers that send any overlapping piece, of any epoch, with re-issues in between."""
-    flight = ResumableRequest(start(), 0.0)
-    first = flight.issue(0.0)
+    request = ResumableRequest(start(), 0.0)
+    first = request.issue(0.0)
     assert first is not None
     epoch, got = first.epoch, []
     for position, length, reissue in pieces:
         if reissue:
-            again = flight.issue(1.0)
+            again = request.issue(1.0)
             assert again is not None
             assert again.epoch == epoch + 1
             epoch = again.epoch
             assert (list(again.choices[0].generated_ids) if again.choices else []) == got
             stale = tokens(epoch - 1, len(got), ANSWER[len(got) :][:1])
-            assert flight.take(stale) is None
+            assert request.take(stale) is None
         position = min(position, len(got))  # a router never leaves a gap
-        taken = flight.take(tokens(epoch, position, ANSWER[position : position + length]))
+        taken = request.take(tokens(epoch, position, ANSWER[position : position + length]))
         if taken is not None:
             assert taken.tokens.position == len(got)
             assert len(taken.tokens.logprobs) == len(taken.tokens.ids) > 0
@@ -52,90 +52,90 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
 
 
 def test_a_gap_ends_it_with_an_error() -> None:
-    flight = ResumableRequest(start(), 0.0)
-    flight.issue(0.0)
-    taken = flight.take(tokens(0, 1, [5]))
+    request = ResumableRequest(start(), 0.0)
+    request.issue(0.0)
+    taken = request.take(tokens(0, 1, [5]))
     assert taken is not None
     assert taken.failed.failure.code == pb.INTERNAL
-    assert flight.take(tokens(0, 0, [5])) is None
+    assert request.take(tokens(0, 0, [5])) is None
 
 
 def test_remaining_time_shrinks_and_ends() -> None:
-    flight = ResumableRequest(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
-    first = flight.issue(10.25)
+    request = ResumableRequest(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
+    first = request.issue(10.25)
     assert first is not None
     assert (first.remaining_ms, first.queue_remaining_ms) == (750, 150)
-    again = flight.issue(10.75)
+    again = request.issue(10.75)
     assert again is not None
     assert (again.remaining_ms, again.queue_remaining_ms) == (250, 1)
-    assert flight.issue(11.0) is None
-    assert flight.expired(11.0)
+    assert request.issue(11.0) is None
+    assert request.expired(11.0)
 
 
 def test_what_has_ended_is_not_asked_for_again() -> None:
-    flight = ResumableRequest(start(params=pb.SamplingParams(n=2)), 0.0)
-    flight.issue(0.0)
-    assert flight.take(tokens(0, 0, [5], pb.STOP)) is not None
-    again = flight.issue(1.0)
+    request = ResumableRequest(start(params=pb.SamplingParams(n=2)), 0.0)
+    request.issue(0.0)
+    assert request.take(tokens(0, 0, [5], pb.STOP)) is not None
+    again = request.issue(1.0)
     assert again is not None
     assert [choice.finish for choice in again.choices] == [pb.STOP, 0]
-    flight.abort([1])
-    assert flight.issue(2.0) is None
-    assert flight.finish() is not None
-    assert flight.finish() is None
+    request.abort([1])
+    assert request.issue(2.0) is None
+    assert request.finish() is not None
+    assert request.finish() is None
 
 
 def test_prompt_logprobs_come_once_in_parts() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
-    flight = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
-    flight.issue(0.0)
+    request = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
+    request.issue(0.0)
     truth = [pb.TokenLogprob(logprob=-i) for i in range(1, 5)]
 
     def scored(begin: int, end: int) -> Event:
         part = pb.PromptLogprobs(request="r", position=begin, logprobs=truth[begin - 1 : end - 1])
         return Event(prompt_logprobs=part)
 
-    assert flight.take(scored(1, 3)) == scored(1, 3)
-    again = flight.issue(1.0)
+    assert request.take(scored(1, 3)) == scored(1, 3)
+    again = request.issue(1.0)
     assert again is not None
     assert again.params.HasField("prompt_logprobs"), "the rest is still wanted"
-    assert flight.take(scored(1, 2)) is None
-    assert flight.take(scored(2, 5)) == scored(3, 5)
-    assert flight.take(scored(1, 5)) is None
-    again = flight.issue(1.0)
+    assert request.take(scored(1, 2)) is None
+    assert request.take(scored(2, 5)) == scored(3, 5)
+    assert request.take(scored(1, 5)) is None
+    again = request.issue(1.0)
     assert again is not None
     assert not again.params.HasField("prompt_logprobs")
 
 
 def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
-    flight = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
+    request = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     part = pb.PromptLogprobs(request="r", position=2, logprobs=[pb.TokenLogprob()])
-    taken = flight.take(Event(prompt_logprobs=part))
+    taken = request.take(Event(prompt_logprobs=part))
     assert taken is not None
     assert taken.failed.failure.code == pb.INTERNAL
 
 
 def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
-    flight = ResumableRequest(start(), 0.0)
-    flight.issue(0.0)
-    flight.issue(1.0)
+    request = ResumableRequest(start(), 0.0)
+    request.issue(0.0)
+    request.issue(1.0)
     old = Event(failed=pb.Failed(request="r", epoch=0))
-    assert flight.take(old) is None
+    assert request.take(old) is None
     now = Event(finished=pb.Finished(request="r", epoch=1))
-    assert flight.take(now) is now
-    assert flight.ended
-    assert flight.take(now) is None
+    assert request.take(now) is now
+    assert request.ended
+    assert request.take(now) is None
 
 
 def test_where_it_ran_and_its_strikes_travel_with_it() -> None:
-    flight = ResumableRequest(start(crash_count=0), 0.0)
-    flight.issue(0.0)
-    assert not flight.placed
+    request = ResumableRequest(start(crash_count=0), 0.0)
+    request.issue(0.0)
+    assert not request.placed
     placement = pb.Placement(attempt=b"a" * 16, decode_boot=b"d" * 16, decode_address="d:1")
     placed = router_pb2.Placed(request="r", epoch=0, placement=placement, crash_count=1)
-    assert flight.take(Event(placed=placed)) is not None
-    assert flight.placed
-    again = flight.issue(1.0)
+    assert request.take(Event(placed=placed)) is not None
+    assert request.placed
+    again = request.issue(1.0)
     assert again is not None
     assert (again.epoch, again.placement, again.crash_count) == (1, placement, 1)

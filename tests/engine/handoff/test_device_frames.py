@@ -125,10 +125,10 @@ class Run:
 
     def check(self) -> None:
         """Whatever is verified is whole."""
-        have = self.attempt.bitmap._have[0]
-        for layer, mask in enumerate(have):
+        for layer in range(len(SPEC.groups[0].layers)):
             for block in range(NUM_TOKENS // 4):
-                if mask >> block & 1:
+                cell = Piece(0, range(layer, layer + 1), range(block, block + 1))
+                if self.attempt.bitmap.has(cell):
                     assert self.pool.cells[layer, block] == GOOD
 
     def something_happens(self) -> bool:
@@ -160,7 +160,7 @@ def test_any_order_of_duplicates_and_damage() -> None:
             run.something_happens()
             run.check()
             run.frames.poll()
-            deferred += len(run.frames._waiting)
+            deferred += run.frames.num_waiting
             run.check()
         assert run.attempt.bitmap.complete
         assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)

@@ -74,8 +74,9 @@ def test_without_work_nothing_needs_to_move() -> None:
 
 def test_an_engine_knows_what_its_steps_may_take() -> None:
     clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
-    engine = fake_engine(chunk_size=64, max_running=4, num_blocks=256)
-    engine._clock = lambda: float(next(clock))
+    engine = fake_engine(
+        chunk_size=64, max_running=4, num_blocks=256, clock=lambda: float(next(clock))
+    )
     engine.submit(ask("a", range(48), max_tokens=3))
     while (plan := engine.schedule()) is not None:
         engine.collect(engine.launch(plan))

@@ -7,8 +7,10 @@ import pytest
 
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.kv.identity import KvIdentity, Mixing, differences, refusal
-from pdserve.engine.models.config import LayerConfig, ModelConfig, RopeConfig
+from pdserve.engine.models.config import LayerConfig, ModelConfig
 from pdserve.engine.models.identity import configuration_digest, kv_identity
+from pdserve.engine.models.layer import PRE_NORMS
+from pdserve.engine.models.rope import RopeConfig
 
 CARD = CardData(
     name="m",
@@ -96,7 +98,8 @@ def test_rope_counts_and_the_context_length_does_not() -> None:
     rope = RopeConfig(theta=10000.0, rotary_dim=8)
     config = ModelConfig(
         architecture="Llama", vocab_size=64, hidden_size=8, ffn_size=8, num_heads=1,
-        num_kv_heads=1, head_dim=8, context_len=100, layers=(LayerConfig(rope),), norm_eps=1e-5,
+        num_kv_heads=1, head_dim=8, context_len=100, layers=(LayerConfig(rope),), norms=PRE_NORMS,
+        norm_eps=1e-5,
     )  # fmt: skip
     ours = configuration_digest(config)
     assert configuration_digest(replace(config, context_len=200)) == ours

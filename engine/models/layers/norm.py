@@ -1,0 +1,19 @@
+"""RMS norm of the stream or of a branch."""
+
+from torch import Tensor
+
+from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.parts import Norm
+
+
+@computes(Norm)
+class TorchNorm:
+    """x [..., hidden] to the same shape, in x's dtype."""
+
+    def __init__(self, part: Norm, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._eps = part.eps
+        self._weight = setup.vector(part.weight, part.offset)
+
+    def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
+        return self._ops.rms_norm(x, self._weight, self._eps)

@@ -1,0 +1,97 @@
+"""What the torch decoder needs of whatever computes a part, and which class computes which kind.
+
+Every module of this folder is found by discovery; a module elsewhere uses `computes` as well.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.execution.batch import Batch
+from pdserve.engine.models.layers.stored import Weights, expand
+from pdserve.engine.models.parts import Part, TensorSpec
+from pdserve.engine.models.rope import RopeConfig, RopeTable
+from pdserve.kernels.ops import Ops
+
+
+@dataclass(slots=True)
+class RopeTensors:
+    """cos and sin on a device, float32 [positions, rotary_dim / 2]; all layers of a kind share
+    one."""
+
+    table: RopeTable
+    device: torch.device
+    cos: Tensor
+    sin: Tensor
+
+    def reserve(self, num_positions: int) -> None:
+        """Make the tables hold positions [0, num_positions)."""
+        if num_positions > len(self.cos):
+            self.table.reserve(num_positions)
+            self.cos = torch.from_numpy(self.table.cos).to(self.device)
+            self.sin = torch.from_numpy(self.table.sin).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What parts are made with."""
+
+    ops: Ops
+    weights: Weights
+    dtype: torch.dtype
+    device: torch.device
+    ropes: dict[RopeConfig, RopeTensors]
+
+    def vector(self, spec: TensorSpec, offset: float = 0.0) -> Tensor:
+        """A tensor as norms take it: float32, the architecture's offset added."""
+        return expand(self.weights(spec.name), torch.float32, self.device) + offset
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One step as a layer sees it."""
+
+    batch: Batch[Tensor]
+    kv: Tensor  # this layer's, [blocks, 2, K, block_size, D]
+    group: int  # its index in batch.groups
+    kv_only: bool = False  # nothing but keys and values is wanted of this layer
+
+
+class PartModule(Protocol):
+    """A part, ready to run."""
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """x [tokens, ...] to what the part makes of it; it may change x."""
+
+
+_kinds: dict[type[Part], Callable[[Any, Setup], PartModule]] = {}
+Maker = TypeVar("Maker", bound=Callable[[Any, Setup], PartModule])
+
+
+def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
+    """Decorates the class that computes a kind of part; it is made of (part, setup)."""
+
+    def note(maker: Maker) -> Maker:
+        _kinds[kind] = maker
+        return maker
+
+    return note
+
+
+@cache
+def _discover() -> None:
+    folder = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(import_module(folder).__path__, f"{folder}."):
+        import_module(module.name)
+
+
+def made(part: Part, setup: Setup) -> PartModule:
+    """What computes a part."""
+    _discover()
+    return _kinds[type(part)](part, setup)

@@ -1,0 +1,113 @@
+"""Rotary position embedding: its settings, and tables of cosines and sines that grow.
+
+Tables are computed in float64 and rounded once, so that every machine has the same ones.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+_FIRST_LEN = 2048  # positions of the first table
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of a layer (RoFormer, arXiv:2104.09864) and its scaling.
+
+    Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor);
+    `yarn` (arXiv:2309.00071); `factors` (a divisor per frequency, as GGUF's rope_freqs.weight).
+    """
+
+    theta: float
+    rotary_dim: int  # the first dims of a head that rotate; even
+    kind: str = "default"  # one of ROPE_KINDS
+    factor: float = 1.0
+    original_context_len: int = 0  # tokens before scaling: llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole dims as borders of the ramp
+    attention_factor: float = 1.0  # multiplies cos and sin
+    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors
+
+
+def inverse_frequencies(rope: RopeConfig) -> Floats:
+    """Radians per position, float32 [rotary_dim / 2]; the kinds are described at RopeConfig."""
+    exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    powers: Any = np.power(rope.theta, exponent.astype(np.float64))
+    plain: Floats = np.float32(1) / powers.astype(np.float32)
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / np.float32(rope.factor)
+        case "factors":
+            factors: Floats = np.array(rope.factors, dtype=np.float32)
+            return plain / factors
+        case "llama3":
+            return _llama3(plain, rope)
+        case "yarn":
+            return _yarn(plain, rope)
+    raise ValueError(f"rope kind {rope.kind!r}")
+
+
+def _llama3(plain: Floats, rope: RopeConfig) -> Floats:
+    """Long waves are divided by the factor, short ones kept, those between interpolated."""
+    turns = np.float32(rope.original_context_len) * plain / np.float32(2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((turns - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    return _mixed(keep, plain, rope)
+
+
+def _yarn(plain: Floats, rope: RopeConfig) -> Floats:
+    """Dims that turn more than beta_fast times over the original context are kept, those that
+    turn less than beta_slow times are divided by the factor, with a linear ramp between.
+    """
+
+    def dim_that_turns(times: float) -> float:
+        turns_of_last = math.log(rope.original_context_len / (times * 2 * math.pi))
+        return rope.rotary_dim * turns_of_last / (2 * math.log(rope.theta))
+
+    low, high = dim_that_turns(rope.beta_fast), dim_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low or 0.001
+    dims = np.arange(rope.rotary_dim // 2, dtype=np.float32)
+    divided = ((dims - np.float32(low)) / np.float32(width)).clip(0, 1)
+    return _mixed(1 - divided, plain, rope)
+
+
+def _mixed(keep: Any, plain: Floats, rope: RopeConfig) -> Floats:
+    """`keep` of each frequency as it is, the rest divided by the factor."""
+    mixed: Floats = keep * plain + (1 - keep) * plain / np.float32(rope.factor)
+    return mixed
+
+
+class RopeTable:
+    """cos and sin of one RopeConfig, float32 [positions, rotary_dim / 2]."""
+
+    def __init__(self, rope: RopeConfig, context_len: int) -> None:
+        self._frequencies = inverse_frequencies(rope)
+        self._scale = rope.attention_factor
+        self._context_len = context_len
+        self.cos: Floats = np.empty((0, rope.rotary_dim // 2), np.float32)
+        self.sin = self.cos
+        self.reserve(min(_FIRST_LEN, context_len))
+
+    def reserve(self, num_positions: int) -> None:
+        """Make the tables hold positions [0, num_positions)."""
+        have = len(self.cos)
+        if num_positions <= have:
+            return
+        length = max(num_positions, min(2 * have, self._context_len))
+        positions = np.arange(length, dtype=np.float32)
+        angles = (positions[:, None] * self._frequencies).astype(np.float64)
+        self.cos = (np.cos(angles) * self._scale).astype(np.float32)
+        self.sin = (np.sin(angles) * self._scale).astype(np.float32)

@@ -1,0 +1,52 @@
+"""The values of a stored weight, whatever its format."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.weights.format import VALUES, Floats, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN, empty, widened, write_rounded
+
+CHUNK_VALUES = 1 << 18  # smaller pieces are slower, larger ones only take memory
+
+
+def unpack(raw: RawTensor) -> Floats:
+    """The values of `raw`, float32 of raw.shape; float32 ones as they are, without a copy.
+
+    Raises KeyError for a format that nobody has registered.
+    """
+    if raw.format in PLAIN:
+        return widened(raw.parts[VALUES], raw.format)
+    out = empty(raw.shape, "F32")
+    unpack_into(raw, out, "F32")
+    return out
+
+
+def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
+    """Writes the values of `raw` into `out` of raw.shape as plain numbers of `format`, a range of
+    rows at a time; each value is rounded once."""
+    assert out.shape == raw.shape, (out.shape, raw.shape)
+    row_values = out[:1].size
+    step = max(1, CHUNK_VALUES // max(1, row_values))
+    for start in range(0, len(out), step):
+        some = slice(start, start + step)
+        part = raw.rows(some)
+        if raw.format not in PLAIN:
+            with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
+                values: Any = formats()[raw.format].unpack(part)
+        elif raw.format == "F64":
+            values = part.parts[VALUES]
+        else:
+            values = widened(part.parts[VALUES], raw.format)
+        write_rounded(values, out[some], format)
+
+
+def as_plain(raw: RawTensor, format: str) -> RawTensor:
+    """`raw` as plain numbers of `format`; itself if it is stored so."""
+    if raw.format == format:
+        return raw
+    out = empty(raw.shape, format)
+    unpack_into(raw, out, format)
+    return RawTensor({VALUES: out}, format, raw.shape)

@@ -1,0 +1,64 @@
+"""The text of one choice, from its token ids, up to the token or stop string that ends it; pure.
+
+Nothing comes after the update that carries `finish`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
+from pdserve.gateway.text.stop import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TextUpdate:
+    """New text, and how the choice has ended: "stop", "length", or None while it goes on.
+
+    `offsets` has one entry for each token that counts: the characters of the choice before it.
+    Tokens after the one that completed a stop string do not count.
+    """
+
+    text: str
+    offsets: tuple[int, ...]
+    finish: str | None
+
+
+class ChoiceText:
+    """Joins a detokenizer and stop strings.
+
+    `include_stop`: the text of a final eos or stop token is kept. `offset`: characters that stand
+    before the first token's, e.g. an echoed prompt.
+    """
+
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: StopMatcher,
+        *,
+        include_stop: bool = False,
+        offset: int = 0,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._include_stop = include_stop
+        self._offset = offset
+
+    def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
+        """The next tokens. `finish` says how the engine ended the choice with the last of them:
+        "stop" by an eos or stop token, "length", or None if it has not."""
+        pieces: list[str] = []
+        offsets: list[int] = []
+        for position, token in enumerate(ids):
+            ends = finish == "stop" and position == len(ids) - 1
+            text = "" if ends and not self._include_stop else self._detokenizer.push([token])
+            offsets.append(self._offset)
+            self._offset += len(text)
+            emitted = self._stops.push(text)
+            pieces.append(emitted.text)
+            if emitted.stop is not None:
+                return TextUpdate("".join(pieces), tuple(offsets), "stop")
+        if finish is not None:
+            rest = self._stops.flush(self._detokenizer.flush())
+            pieces.append(rest.text)
+            finish = "stop" if rest.stop is not None else finish
+        return TextUpdate("".join(pieces), tuple(offsets), finish)

@@ -1,0 +1,175 @@
+// The kinds of parts by name, with the fields that each of them has.
+#include "parts.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <vector>
+
+using namespace pdserve;
+
+namespace {
+
+constexpr int64_t kMostHeads = 1 << 16;
+
+// The fields of a part, each asked for once.
+class Fields {
+ public:
+  explicit Fields(const nb::dict& dict) : dict_(dict) {}
+
+  int64_t integer(const char* name, int64_t least, int64_t most) {
+    const auto value = as<int64_t>(get(name), name, "an integer");
+    if (value < least || value > most) {
+      throw std::invalid_argument(std::string(name) + " must be " + std::to_string(least) + " to " +
+                                  std::to_string(most));
+    }
+    return value;
+  }
+
+  float number(const char* name) {
+    const auto value = as<float>(get(name), name, "a number");
+    if (!std::isfinite(value)) throw std::invalid_argument(std::string(name) + " must be finite");
+    return value;
+  }
+
+  std::string word(const char* name) { return as<std::string>(get(name), name, "a str"); }
+
+  std::vector<float> floats(const char* name) {
+    using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    const auto array = as<Floats>(get(name), name, "float32 [n]");
+    return {array.data(), array.data() + array.size()};
+  }
+  std::vector<float> floats_or_none(const char* name) {
+    if (dict_.contains(name) && !dict_[name].is_none()) return floats(name);
+    know(name);
+    return {};
+  }
+
+  std::vector<Matrix> matrices(const char* name) {
+    return as<std::vector<Matrix>>(get(name), name, "a list of Matrix");
+  }
+
+  // Throws if there are fields that nobody asked for.
+  void done() const {
+    for (const auto& [key, value] : dict_) {
+      const auto name = nb::cast<std::string>(nb::str(key));
+      if ((", " + known_ + ",").find(" " + name + ",") == std::string::npos) {
+        throw std::invalid_argument("it has no field " + name + "; it has " +
+                                    (known_.empty() ? "none" : known_));
+      }
+    }
+  }
+
+ private:
+  void know(const char* name) { known_ += known_.empty() ? name : std::string(", ") + name; }
+
+  nb::handle get(const char* name) {
+    know(name);
+    if (!dict_.contains(name)) throw std::invalid_argument(std::string(name) + " is missing");
+    return PyDict_GetItemString(dict_.ptr(), name);
+  }
+
+  template <class T>
+  static T as(nb::handle value, const char* name, const char* type) {
+    T result;
+    if (!nb::try_cast<T>(value, result)) {
+      throw std::invalid_argument(std::string(name) + " must be " + type);
+    }
+    return result;
+  }
+
+  nb::dict dict_;
+  std::string known_;
+};
+
+NormPart norm(Fields& f) {
+  auto weight = f.floats("weight");
+  return {std::move(weight), f.number("eps")};
+}
+
+struct Kind {
+  const char* name;
+  std::unique_ptr<Part> (*make)(Fields& f, const Stack& stack);
+};
+
+template <class T, class... Args>
+std::unique_ptr<Part> part(Args&&... args) {
+  return std::make_unique<T>(std::forward<Args>(args)...);
+}
+
+// Fields are read one statement at a time: the order of arguments of a call is the compiler's.
+const Kind kKinds[] = {
+    {NormPart::kKind, [](Fields& f, const Stack&) { return part<NormPart>(norm(f)); }},
+    {LinearPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto matrices = f.matrices("matrices");
+       return part<LinearPart>(std::move(matrices), f.floats_or_none("bias"));
+     }},
+    {HeadNormPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto weight = f.floats("weight");
+       const float eps = f.number("eps");
+       const int64_t first = f.integer("first", 0, kMostHeads);
+       return part<HeadNormPart>(std::move(weight), eps, first, f.integer("heads", 1, kMostHeads));
+     }},
+    {RopePart::kKind,
+     [](Fields& f, const Stack& stack) {
+       const auto tables = static_cast<int64_t>(stack.ropes.size());
+       require(tables > 0, "no rope table is set");
+       const RopeTable& table = stack.ropes[static_cast<size_t>(f.integer("table", 0, tables - 1))];
+       const int64_t heads = f.integer("heads", 1, kMostHeads);
+       return part<RopePart>(table, heads, f.integer("head_dim", 1, kMostHeads));
+     }},
+    {AttentionPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto made = std::make_unique<AttentionPart>();
+       made->heads = f.integer("heads", 1, kMostHeads);
+       made->kv_heads = f.integer("kv_heads", 1, kMostHeads);
+       made->head_dim = f.integer("head_dim", 1, kMostHeads);
+       made->scale = f.number("scale");
+       made->soft_cap = f.number("soft_cap");
+       require(made->soft_cap >= 0, "soft_cap must be 0 or more");
+       made->window = f.integer("window", 0, int64_t{1} << 40);
+       made->group = f.integer("group", 0, 1 << 16);
+       return std::unique_ptr<Part>(std::move(made));
+     }},
+    {GatePart::kKind,
+     [](Fields& f, const Stack&) {
+       return part<GatePart>(activation_of(f.word("activation")));
+     }},
+    {AddPart::kKind, [](Fields&, const Stack&) { return part<AddPart>(); }},
+};
+
+const Kind& kind_of(const std::string& name) {
+  std::string known;
+  for (const Kind& kind : kKinds) {
+    if (name == kind.name) return kind;
+    known += std::string(known.empty() ? "" : ", ") + kind.name;
+  }
+  throw std::invalid_argument("no such kind of part; known: " + known);
+}
+
+// make(fields), its errors led by the part's name.
+template <class Make>
+auto named(const std::string& name, const nb::dict& dict, const Make& make) {
+  try {
+    Fields fields(dict);
+    auto made = make(fields);
+    fields.done();
+    return made;
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(name + ": " + error.what());
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Part> make_part(const std::string& name, const std::string& kind,
+                                const nb::dict& fields, const Stack& stack) {
+  return named(name, fields, [&](Fields& f) { return kind_of(kind).make(f, stack); });
+}
+
+NormPart make_norm(const std::string& name, const nb::dict& fields) {
+  return named(name, fields, norm);
+}

@@ -1,0 +1,160 @@
+// The kinds of parts that layers are made of. A new kind is a class here (or, if it is long, in a
+// file of its own beside this one) and a row of the table in bind/parts.cpp.
+#pragma once
+#include "attention/attention.h"
+#include "decoder/part.h"
+
+namespace pdserve {
+
+// RMS norm of the whole row.
+class NormPart : public Part {
+ public:
+  static constexpr const char* kKind = "norm";
+  NormPart(std::vector<float> weight, float eps) : weight_(std::move(weight)), eps_(eps) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kAnywhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+  const float* weight() const { return weight_.data(); }
+  float eps() const { return eps_; }
+
+ private:
+  std::vector<float> weight_;
+  float eps_;
+};
+
+// Matrices over one input, their outputs side by side, plus a bias of all outputs unless it is
+// empty. The input is encoded row by row, the product takes rows together.
+class LinearPart : public Part {
+ public:
+  static constexpr const char* kKind = "linear";
+  static constexpr size_t kMaxMatrices = 8;
+  // Throws std::invalid_argument if the sizes do not fit each other.
+  LinearPart(std::vector<Matrix> matrices, std::vector<float> bias);
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+  bool ends_pass() const override { return true; }
+  void together(const Step& step, const Rows& rows, const float* x, float* y) const override;
+  int64_t encoding_bytes() const override;
+  int64_t products() const override { return outputs_ * cols_; }
+
+  int64_t outputs() const { return outputs_; }
+
+ private:
+  // x: of the first of `rows`.
+  Activations activations(const Step& step, const Rows& rows, const float* x) const;
+
+  std::vector<Matrix> matrices_;
+  std::vector<float> bias_;
+  int64_t cols_ = 0, outputs_ = 0;
+  uint32_t needs_ = kFloat;
+};
+
+// RMS norm of each of some heads: [first, first + heads), counted from the row's beginning.
+class HeadNormPart : public Part {
+ public:
+  static constexpr const char* kKind = "head_norm";
+  HeadNormPart(std::vector<float> weight, float eps, int64_t first, int64_t heads)
+      : weight_(std::move(weight)), eps_(eps), first_(first), heads_(heads) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kInput; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  std::vector<float> weight_;  // [head_dim]
+  float eps_;
+  int64_t first_, heads_;
+};
+
+struct RopeTable {
+  int64_t half = 0;         // pairs that rotate
+  std::vector<float> cos;   // [positions, half]
+  std::vector<float> sin;
+};
+
+// Rotary embedding of the first `heads` heads of a row. The table outlives the part and may grow.
+class RopePart : public Part {
+ public:
+  static constexpr const char* kKind = "rope";
+  RopePart(const RopeTable& table, int64_t heads, int64_t head_dim)
+      : table_(table), heads_(heads), head_dim_(head_dim) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kInput; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  const RopeTable& table_;
+  int64_t heads_, head_dim_;
+};
+
+// Attention of rows that hold heads of q, then of k, then of v: stores keys and values row by row,
+// then attends. The stack runs the second half, which needs the rows of all threads.
+class AttentionPart : public Part {
+ public:
+  static constexpr const char* kKind = "attention";
+  int64_t heads = 0, kv_heads = 0, head_dim = 0;
+  float scale = 1;
+  float soft_cap = 0;  // 0: none
+  int64_t window = 0;  // keys a token sees; 0: all
+  int64_t group = 0;   // whose block tables it uses; parts of one group are planned alike
+  KvLayer kv;          // its memory in the pool, set before the first step
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+  bool ends_pass() const override { return true; }
+
+  bool planned_like(const AttentionPart& other) const;
+  // The work of a step on rows x, which hold q, k and v, into rows y.
+  AttentionBatch task(const StepBatch& batch, const float* x, float* y) const;
+};
+
+// activation(first half of the row) * second half.
+class GatePart : public Part {
+ public:
+  static constexpr const char* kKind = "gate";
+  explicit GatePart(Activation activation) : activation_(activation) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  Activation activation_;
+  int64_t size_ = 0;
+};
+
+// Adds the row to the residual stream. A norm behind it is done on the sum in the same pass.
+class AddPart : public Part {
+ public:
+  static constexpr const char* kKind = "add";
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return norm_ ? Writes::kInput : Writes::kStream; }
+  int64_t fit(int64_t inputs) override { return inputs; }
+  bool fuse(const Part& next) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  const NormPart* norm_ = nullptr;
+};
+
+}  // namespace pdserve

@@ -1,0 +1,211 @@
+"""The scheduler by itself, over a job table; what a step computes is made up.
+
+Every plan of thousands of random runs keeps the limits and takes requests in their order, and every
+request comes to its end, however often it was preempted.
+"""
+
+import random
+from collections import Counter
+
+from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
+
+from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
+from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling.plan import Plan, Row
+from pdserve.engine.scheduling.request_state import RequestState
+from pdserve.engine.scheduling.scheduler import Scheduler
+
+RUNS = 1500
+
+
+class Bench:
+    """A scheduler, and a model that takes no time."""
+
+    def __init__(self, rng: random.Random, reached: Counter[str], alike: bool = False) -> None:
+        self.rng, self.reached, self.alike = rng, reached, alike
+        size, window = rng.choice((2, 4)), rng.choice((0, 0, 5))
+        num_blocks, self.slots, chunk = rng.randrange(10, 18), rng.randrange(2, 5), 4
+        self.limits = EngineLimits(VOCAB, 64, size, num_blocks, self.slots, chunk)
+        self.jobs = JobTable(BlockTables(spec_of(size, window), num_blocks), self.slots)
+        self.scheduler = Scheduler(self.jobs, self.limits)
+        self.now, self.arrivals = 0.0, 0
+        self.scheduled: list[str] = []
+        self.evicted: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.refused: RequestState | None = None
+
+    def new_job(self) -> RequestState:
+        self.arrivals += 1
+        key, kind = f"r{self.arrivals}", self.rng.random()
+        prompt = prompt_of(self.rng, 7 if self.alike else self.rng.randrange(1, 11))
+        if kind < 0.2 and not self.alike:
+            return make_job(self.limits, key, self.arrivals, prompt, self.now, prefill_only=True)
+        n = 2 if kind < 0.5 and not self.alike and len(prompt) < 7 else 1
+        return make_job(self.limits, key, self.arrivals, prompt, self.now, n=n, max_tokens=6)
+
+    def disturb(self) -> None:
+        """What others do to requests between two steps."""
+        jobs, choice = self.jobs, self.rng.random()
+        if choice < 0.1 and (stepping := [*jobs.waiting.values(), *jobs.running]):
+            jobs.park(self.rng.choice(stepping))
+        elif choice < 0.2 and jobs.parked:
+            jobs.unpark(self.rng.choice(list(jobs.parked.values())))
+        elif choice < 0.3 and jobs.held:
+            job = next(iter(jobs.held.values()))
+            jobs.end(job)
+            self.ended[job.key] += 1
+        elif choice < 0.4:
+            self.reserve()
+        elif choice < 0.5 and jobs.reserved:
+            reservation = next(iter(jobs.reserved.values()))
+            jobs.commit(reservation)
+            self.reached["committed"] += 1
+
+    def reserve(self) -> None:
+        """As Engine.reserve does for the first hand-off that waits for blocks."""
+        job = self.refused
+        if job is None:
+            self.arrivals += 1
+            prompt = prompt_of(self.rng, 7)
+            job = make_job(self.limits, f"h{self.arrivals}", self.arrivals, prompt, max_tokens=6)
+        first = self.scheduler.comes_first(job.order)
+        self.reached["queue before a hand-off"] += first
+        if not first and self.jobs.reserve(job) is not None:
+            self.refused = None
+            return
+        self.refused = job
+        self.scheduler.hold_up(job.order)
+        self.reached["hand-off before the queue"] += 1
+
+    def step(self) -> bool:
+        """Schedules and checks a step, and does as if it had been computed."""
+        self.now += 1.0
+        if self.refused is not None:
+            self.reserve()  # a hand-off that waits for blocks asks before every step
+        events: list[Event] = []
+        held_up = self.refused
+        without_blocks = [j for j in self.jobs.waiting.values() if not j.sequences]
+        before = self.jobs.preemptions
+        plan = self.scheduler.schedule(self.now, events)
+        self.reached["preempted"] += self.jobs.preemptions - before
+        if self.now % 4 == 0:
+            check_table(self.jobs, self.slots)
+        if plan is None:
+            return False
+        self.check(plan)
+        admitted = [e.key for e in plan.events if isinstance(e, Scheduled)]
+        self.scheduled += admitted
+        if held_up is not None and held_up.key not in self.jobs.by_key:
+            for job in without_blocks:
+                if job.order > held_up.order:
+                    assert not job.sequences, "it has passed a hand-off that waits for blocks"
+        for event in plan.events:
+            if isinstance(event, Evicted):
+                self.evicted.add(event.key)
+                self.ended[event.key] += 1
+                self.reached["evicted"] += 1
+            if isinstance(event, PrefillComputed):
+                assert event.key in self.jobs.held
+                self.reached["all of it cached"] += 1
+        for row in plan.rows:
+            self.compute(row)
+        return True
+
+    def check(self, plan: Plan) -> None:
+        limits, rows = self.limits, plan.rows
+        assert plan.num_tokens <= limits.step_tokens
+        assert len({id(row.sequence) for row in rows}) == len(rows), "two rows of one sequence"
+        assert [row.num_tokens > 1 for row in rows] == sorted(row.num_tokens > 1 for row in rows)
+        assert plan.num_decode_rows == sum(row.num_tokens == 1 for row in rows)
+        for row in rows:
+            job, total = row.sequence.job, len(row.sequence.ids)
+            assert job in self.jobs.running, "a row of a request that gets no steps"
+            assert row.sequence in job.sequences
+            assert row.start == row.sequence.num_computed < row.end <= total
+            assert row.start // limits.chunk_size == (row.end - 1) // limits.chunk_size
+            assert row.end == total or row.end % limits.chunk_size == 0
+            assert row.choices == (row.sequence.choices if row.end == total else ())
+            for pool, table in zip(self.jobs.tables.pools, row.sequence.block_tables, strict=True):
+                for at in range(row.start, row.end):
+                    assert pool.writable(table[at // limits.block_size])
+        self.reached["chunks"] += plan.num_decode_rows < len(rows)
+        self.reached["mixed"] += 0 < plan.num_decode_rows < len(rows)
+        self.reached["copies"] += len(plan.copies)
+
+    def compute(self, row: Row) -> None:
+        sequence, job = row.sequence, row.sequence.job
+        if sequence not in job.sequences:
+            return  # its request has ended with another choice
+        trimmed = list(sequence.num_trimmed)
+        self.jobs.advance(sequence, row.end)
+        self.reached["trims"] += sequence.num_trimmed != trimmed
+        if sequence.num_left:
+            return
+        if job.request.prefill_only:
+            self.jobs.hold(job)
+            return
+        if sequence.is_prefix:
+            sequence.is_prefix = False
+            first, *others = job.unfinished
+            for choice in others:
+                self.jobs.fork(sequence, choice)
+            sequence.ids, sequence.choices = job.branch_ids(first), (first,)
+        for each in [s for s in job.sequences if not s.num_left]:
+            (choice,) = each.choices
+            job.generated[choice].append(self.rng.randrange(VOCAB))
+            each.ids.append(job.generated[choice][-1])
+        if len(job.generated[0]) >= job.max_tokens:
+            self.jobs.end(job)
+            self.ended[job.key] += 1
+
+
+def test_random_requests_keep_the_limits_and_come_to_their_end() -> None:
+    reached = Counter[str]()
+    for seed in range(RUNS):
+        bench = Bench(random.Random(seed), reached)
+        for _ in range(12):
+            if len(bench.jobs.by_key) < 9 and bench.rng.random() < 0.7:
+                bench.jobs.add(bench.new_job())
+            bench.disturb()
+            bench.step()
+        finish(bench)
+    kinds = ("preempted", "evicted", "chunks", "mixed", "copies", "trims", "all of it cached")
+    kinds += ("committed", "queue before a hand-off", "hand-off before the queue")
+    assert all(reached[kind] > 10 for kind in kinds), reached
+
+
+def finish(bench: Bench) -> None:
+    """Nothing disturbs any more: every request ends exactly once."""
+    jobs = bench.jobs
+    bench.refused = None
+    for reservation in list(jobs.reserved.values()):
+        jobs.release(reservation)
+        bench.ended[reservation.key] += 1
+    for job in list(jobs.parked.values()):
+        jobs.unpark(job)
+    names = set(jobs.by_key) | set(bench.ended)
+    for _ in range(400):
+        while jobs.held:
+            job = next(iter(jobs.held.values()))
+            jobs.end(job)
+            bench.ended[job.key] += 1
+        if not bench.step() and not jobs.held:
+            break
+    assert not jobs.by_key, "a request never ends"
+    assert set(bench.ended.values()) <= {1}
+    assert names == set(bench.ended)
+
+
+def test_of_alike_requests_the_older_is_admitted_first() -> None:
+    reached = Counter[str]()
+    for seed in range(300):
+        bench = Bench(random.Random(seed), reached, alike=True)
+        for _ in range(8):
+            bench.jobs.add(bench.new_job())
+        finish(bench)
+        orders = [int(key[1:]) for key in bench.scheduled]
+        assert orders == sorted(orders)
+        assert len(orders) == 8
+    assert reached["preempted"] > 50, "it lost its blocks, and kept its place"

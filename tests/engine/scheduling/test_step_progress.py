@@ -1,0 +1,197 @@
+"""StepProgress by itself, over a job table; the plans and what is sampled are made up.
+
+A reference counts what each choice was given. Events, finish reasons and blocks must agree with it.
+"""
+
+import random
+from collections import Counter, defaultdict
+
+from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
+
+from pdserve.engine.api.request import (
+    Event,
+    Finished,
+    FinishReason,
+    NewTokens,
+    PrefillComputed,
+    PromptScored,
+    RequestFailed,
+    TokenLogprob,
+)
+from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
+from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.scheduling.step_progress import StepProgress
+
+RUNS = 1500
+SLOTS = 4
+EOS, STOP = 0, 5
+CHUNK = 4
+
+
+class Bench:
+    """Requests in a batch, with a scheduler that gives every one of them a row if it can."""
+
+    def __init__(self, rng: random.Random, reached: Counter[str]) -> None:
+        self.rng, self.reached = rng, reached
+        size, window = rng.choice((2, 4)), rng.choice((0, 5))
+        eos = frozenset({EOS})
+        self.limits = EngineLimits(VOCAB, 64, size, 60, SLOTS, CHUNK, eos_ids=eos)
+        self.jobs = JobTable(BlockTables(spec_of(size, window), 60), SLOTS)
+        self.progress = StepProgress(self.jobs, self.limits)
+        self.asked: dict[str, RequestState] = {}
+        self.picked: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.heard: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.last: Counter[str] = Counter()  # Finished and RequestFailed events
+        self.scores: defaultdict[str, int] = defaultdict(int)
+        self.computed: dict[str, int] = {}
+
+    def submit(self) -> None:
+        key = f"r{len(self.asked)}"
+        prompt = prompt_of(self.rng, self.rng.randrange(1, 10))
+        n = self.rng.randrange(1, 4)
+        params = {"n": n, "max_tokens": self.rng.randrange(1, 6), "min_tokens": 0}
+        params["min_tokens"] = self.rng.randrange(params["max_tokens"] + 1)
+        if self.rng.random() < 0.2:
+            params["prompt_logprobs"] = 0
+        order, stops = len(self.asked), (STOP,) if self.rng.random() < 0.5 else ()
+        if self.rng.random() < 0.15:
+            job = make_job(self.limits, key, order, prompt, prefill_only=True)
+        else:
+            ignore = self.rng.random() < 0.3
+            job = make_job(
+                self.limits, key, order, prompt, **params, stop_token_ids=stops, ignore_eos=ignore
+            )
+        self.asked[key] = job
+        self.jobs.add(job)
+        self.hear(self.progress.start(job))
+
+    def step(self) -> None:
+        for job in list(self.jobs.waiting.values()):
+            if job.num_places <= self.jobs.num_free_slots:
+                assert self.jobs.admit(job) is not None
+                job.announced = True
+                if not job.sequences[0].num_left:
+                    self.jobs.hold(job)
+        rows = [self.row(s) for job in self.jobs.running for s in job.sequences]
+        rows = [row for row in rows if self.rng.random() < 0.9]
+        for row in rows:
+            assert self.jobs.extend(row.sequence, row.end) is not None
+        outcomes = [self.outcome(row) for row in rows]
+        self.hear(self.progress.apply(Plan([], rows=rows), outcomes))
+        self.check()
+
+    def row(self, sequence: Sequence) -> Row:
+        start, total = sequence.num_computed, len(sequence.ids)
+        end = min(total, (start // CHUNK + 1) * CHUNK)
+        return Row(sequence, start, end, sequence.choices if end == total else (), end - 1)
+
+    def outcome(self, row: Row) -> Outcome:
+        job = row.sequence.job
+        scores: tuple[TokenLogprob, ...] = ()
+        if row.sequence.is_prefix and job.prompt_scores is not None:
+            count = min(row.end, job.prompt_len - 1) - row.start
+            scores = (TokenLogprob(-1.0),) * max(0, count)
+        if row.choices and self.rng.random() < 0.01:
+            self.reached["picks failed"] += 1
+            return Outcome((Pick(-1, error="no token"),) * len(row.choices), scores)
+        picks = tuple(Pick(self.rng.randrange(VOCAB)) for _ in row.choices)
+        for choice, pick in zip(row.choices, picks, strict=True):
+            self.picked[job.key, choice].append(pick.token)
+        return Outcome(picks, scores)
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            assert not self.last[event.key], "an event after the last one"
+            job = self.asked[event.key]
+            match event:
+                case NewTokens(_, choice, position, ids, _, finish):
+                    at = event.key, choice
+                    assert at not in self.reasons, "tokens after the end of a choice"
+                    assert position == len(self.heard[at])
+                    self.heard[at] += ids
+                    if finish is not None:
+                        self.reasons[at] = finish
+                        self.reached[finish.value] += 1
+                case PrefillComputed(_, num_tokens, done):
+                    assert num_tokens > self.computed.get(event.key, 0)
+                    self.computed[event.key] = num_tokens
+                    self.reached["prefilled"] += done and job.request.prefill_only
+                    assert (event.key in self.jobs.held) <= done
+                case PromptScored(_, scores):
+                    assert len(scores) == job.prompt_len - 1
+                    assert not any(self.heard[event.key, c] for c in range(len(job.finish)))
+                    self.reached["scored"] += 1
+                case RequestFailed():
+                    self.last[event.key] += 1
+                case Finished():
+                    self.last[event.key] += 1
+                    assert all((event.key, c) in self.reasons for c in range(len(job.finish)))
+
+    def abort(self) -> None:
+        job = self.rng.choice(list(self.jobs.by_key.values()))
+        some = [c for c in range(len(job.finish)) if self.rng.random() < 0.5]
+        unfinished = set(some or range(len(job.finish))) & set(job.unfinished)
+        self.aborted |= {(job.key, c) for c in unfinished}
+        self.reached["in its prefix"] += any(s.is_prefix for s in job.sequences)
+        self.hear(self.progress.abort(job, some))
+        if job.request.prefill_only:
+            self.last[job.key] += 1  # it ends without an event
+
+    def check(self) -> None:
+        check_table(self.jobs, SLOTS)
+        for job in self.jobs.running:
+            for sequence in job.sequences:
+                if not sequence.is_prefix:
+                    (choice,) = sequence.choices
+                    assert sequence.ids == job.branch_ids(choice)
+                    assert job.finish[choice] is None
+
+    def check_end(self) -> None:
+        assert not self.jobs.by_key
+        for pool in self.jobs.tables.pools:
+            assert pool.num_available == pool.num_blocks
+        for (key, choice), reason in self.reasons.items():
+            params = self.asked[key].request.params
+            ids = self.heard[key, choice]
+            assert ids == self.picked[key, choice][: len(ids)]
+            stops = self.limits.stop_ids(params)
+            if (key, choice) in self.aborted:
+                assert reason is FinishReason.ABORTED
+            elif reason is FinishReason.STOP:
+                assert ids[-1] in stops
+                assert len(ids) > params.min_tokens
+            else:
+                assert reason is FinishReason.LENGTH
+                assert len(ids) == params.max_tokens
+            ended = [n for n, t in enumerate(ids) if t in stops and n + 1 > params.min_tokens]
+            assert all(n == len(ids) - 1 for n in ended), "it went on after its stop token"
+        assert all(self.last[key] == 1 for key in self.asked), self.last
+        assert self.progress.generated_tokens == sum(map(len, self.heard.values()))
+
+
+def test_random_steps_give_every_choice_its_tokens_and_its_end() -> None:
+    reached = Counter[str]()
+    for seed in range(RUNS):
+        bench = Bench(random.Random(seed), reached)
+        for _ in range(12):
+            if bench.rng.random() < 0.4:
+                bench.submit()
+            if bench.jobs.by_key and bench.rng.random() < 0.1:
+                bench.abort()
+            bench.step()
+        for _ in range(200):
+            for job in list(bench.jobs.held.values()):
+                bench.jobs.end(job)
+                bench.last[job.key] += 1
+            if not bench.jobs.by_key:
+                break
+            bench.step()
+        bench.check_end()
+    kinds = [reason.value for reason in (FinishReason.STOP, FinishReason.LENGTH)]
+    kinds += [FinishReason.ABORTED.value, "prefilled", "scored", "picks failed", "in its prefix"]
+    assert all(reached[kind] > 30 for kind in kinds), reached

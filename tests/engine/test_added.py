@@ -1,0 +1,97 @@
+"""What is one file to add: a part of a layer with its architecture, a weight format, a backend.
+
+Each is a file of tests/support that a test imports at run time.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine_kit import ask, run, tokens
+from paged_runner import PagedRunner, load_decoder
+from safetensors.numpy import load_file, save_file
+from tiny_models import write_tiny
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.backends import names, register
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.load import load_model
+
+
+def load(path: Path, **options: Any) -> Any:
+    return load_model(EngineConfig(model=str(path), **options), lambda what, fraction: None)
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    import_module("added_experts")
+    path = write_tiny(tmp_path / "moe", "qwen3_moe", seed=3)
+    prompt = list(range(3, 60))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with torch.inference_mode():
+        theirs = model(torch.tensor([prompt])).logits[0]
+    runner = PagedRunner(load(path, kernels="reference").decoder)
+    parts = [runner.step({"x": prompt[a:b]})["x"] for a, b in ((0, 20), (20, 21), (21, 57))]
+    torch.testing.assert_close(torch.cat(parts), theirs, atol=1e-4, rtol=0)
+    assert theirs.std() > 0.3, "logits too flat to tell anything"
+    with pytest.raises(CheckpointError, match="native kernels cannot compute Experts"):
+        load(path)
+
+
+def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
+    added = import_module("added_format")
+    # Two folders: the parts as stored, and the values that they hold.
+    sizes = {"intermediate_size": 96, "head_dim": 8}  # rows of whole groups
+    stored, rounded = (write_tiny(tmp_path / n, "llama", **sizes) for n in ("stored", "rounded"))
+    tensors = load_file(stored / "model.safetensors")
+    parts, values = {}, {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            made = added.quantized(tensor)
+            prefix = name.removesuffix("weight")
+            parts |= {prefix + part: array for part, array in made.items()}
+            raw = added.RawTensor(made, added.GroupedFormat.name, tensor.shape)
+            values[name] = added.GroupedFormat().unpack(raw)
+            assert np.abs(values[name] - tensor).max() < 0.05
+        else:
+            parts[name] = values[name] = tensor
+    assert len(parts) == len(tensors) + 2 * 7 * 3
+    save_file(parts, stored / "model.safetensors")
+    save_file(values, rounded / "model.safetensors")
+    prompt = {"x": list(range(3, 40))}
+    exact = PagedRunner(load_decoder(rounded)).step(prompt)["x"]
+    for options in ({"kernels": "reference"}, {"kernels": "reference", "weights": "quantized"}, {}):
+        loaded = load(stored, kv_dtype="float32", **options)
+        found = PagedRunner(loaded.decoder).step(prompt)["x"]
+        torch.testing.assert_close(found, exact, atol=1e-4, rtol=0)
+        assert loaded.card.quantization == added.GroupedFormat.name
+    name = next(name for name in parts if name.endswith("scales"))
+    save_file({**parts, name: parts[name][:, 1:].copy()}, stored / "model.safetensors")
+    with pytest.raises(CheckpointError, match="GROUPED8: scales or zeros do not fit"):
+        load(stored)
+
+
+def test_a_backend(tmp_path: Path) -> None:
+    added = import_module("added_backend")
+    path = write_tiny(tmp_path, "llama")
+    config = EngineConfig(model=str(path), kernels="counting", kv_tokens=640)
+    engine, _ = build_engine(config)
+    assert engine.kv.spec.groups[0].dtype == "float16"
+    answer = tokens(run(engine, ask("a", [5, 7, 30], max_tokens=4)))
+    assert answer == {("a", 0): [31, 32, 33, 34]}
+    with pytest.raises(ValueError, match="twice"):
+        register(added.CountingBackend)
+    with pytest.raises(ValueError, match=r"--kernels none is not known; known: .*native, ref"):
+        load(path, kernels="none")
+
+
+def test_the_backends_of_the_product_are_the_choices_of_the_option() -> None:
+    (option,) = [f for f in EngineConfig.__dataclass_fields__.values() if f.name == "kernels"]
+    folder = Path(import_module("pdserve.engine.backends").__path__[0])
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert set(option.metadata["choices"]) == {"auto", *files}
+    assert files <= set(names())

@@ -1,0 +1,49 @@
+"""A weight format of three stored parts, added from outside the product: eight-bit levels with a
+scale and a zero for each group of values. Importing this file is enough."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pdserve.engine.weights.format import Floats, Format, RawTensor
+from pdserve.engine.weights.formats import register
+
+GROUP = 16
+
+
+class GroupedFormat(Format):
+    name = "GROUPED8"
+    hf_parts = ("qweight", "scales", "qzeros")
+
+    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        levels = parts["qweight"]
+        rows, cols = levels.shape
+        if cols % GROUP or any(
+            parts[p].shape != (rows, cols // GROUP) for p in ("scales", "qzeros")
+        ):
+            raise ValueError(f"scales or zeros do not fit levels of shape {[rows, cols]}")
+        return (rows, cols)
+
+    def unpack(self, raw: RawTensor) -> Floats:
+        levels, scales, zeros = (raw.parts[part] for part in self.hf_parts)
+        grouped = levels.reshape(*scales.shape, GROUP).astype(np.float32)
+        centred = grouped - zeros[..., None].astype(np.float32)
+        return (centred * scales[..., None].astype(np.float32)).reshape(levels.shape)
+
+
+register(GroupedFormat())
+
+
+def quantized(values: Floats) -> dict[str, Any]:
+    """The parts that hold nearly these values."""
+    groups = values.reshape(len(values), -1, GROUP)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    scales = ((high - low) / 255).astype(np.float16)
+    zeros = np.clip(np.round(-low / scales.astype(np.float32)), 0, 255).astype(np.uint8)
+    levels = np.round(groups / scales[..., None].astype(np.float32)) + zeros[..., None]
+    return {
+        "qweight": np.clip(levels, 0, 255).astype(np.uint8).reshape(values.shape),
+        "scales": scales,
+        "qzeros": zeros,
+    }

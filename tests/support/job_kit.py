@@ -1,0 +1,72 @@
+"""Requests for direct tests of the scheduling parts, and what must hold of every job table."""
+
+import random
+from typing import Any
+
+from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.kv.block_hash import cache_seed
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.scheduling.accounting import discrepancy
+from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling.request_state import RequestState
+
+SEED_HASH = cache_seed(b"model", b"")
+VOCAB = 8
+
+
+def spec_of(block_size: int, window: int) -> KvSpec:
+    """A group with full attention, and with a window a second group."""
+    groups = [LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1)]
+    if window:
+        groups.append(LayerGroup((1,), "window", window, 1, 1, "float32", 0, 1))
+    return KvSpec(block_size, tuple(groups))
+
+
+def prompt_of(rng: random.Random, length: int) -> tuple[int, ...]:
+    """Most prompts begin alike, so that prefixes are shared."""
+    common = [1, 2, 3, 4, 5, 6, 7] * 8
+    shared = rng.choice((0, length // 2, length, length))
+    return tuple(common[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)])
+
+
+def make_job(
+    limits: EngineLimits,
+    key: str,
+    order: int,
+    prompt: tuple[int, ...],
+    now_s: float = 0.0,
+    prefill_only: bool = False,
+    **params: Any,
+) -> RequestState:
+    """A checked request as the engine would make it. Raises InvalidRequest and so on."""
+    request = Request(
+        key, prompt, SamplingParams(**params), seed=0, choices=(), prefill_only=prefill_only
+    )
+    return RequestState(request, order, now_s, limits.check(request), SEED_HASH)
+
+
+def check_table(jobs: JobTable, num_slots: int) -> None:
+    """Every block and every slot is somebody's exactly once, every job is in one state."""
+    assert discrepancy(jobs, recount=True) == ""
+    reserved = [reservation.job for reservation in jobs.reserved.values()]
+    places = [
+        *jobs.waiting.values(),
+        *jobs.running,
+        *jobs.held.values(),
+        *reserved,
+        *jobs.parked.values(),
+    ]
+    assert sorted(job.key for job in places) == sorted(jobs.by_key)
+    assert [job.order for job in jobs.running] == sorted(job.order for job in jobs.running)
+    slots: list[int] = []
+    for job in places:
+        mine = job.slots + [s.slot for s in job.sequences if s.slot >= 0]
+        if job in jobs.running:
+            assert len(mine) == job.num_places
+            assert all(sequence.slot >= 0 for sequence in job.sequences)
+        else:
+            assert mine == [], "a slot of a request without steps"
+        slots += mine
+    assert len(set(slots)) == len(slots)
+    assert len(slots) + jobs.num_free_slots == num_slots
