@@ -13,8 +13,8 @@ from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
 from pdserve.engine.models.layers.norm import TorchNorm
-from pdserve.engine.models.layers.part_module import LayerStep, PartModule, RopeTensors, Setup, made
 from pdserve.engine.models.layers.stored import Weights, expand, hold, rows
+from pdserve.engine.models.layers.torch_part import LayerStep, RopeTensors, Setup, TorchPart, made
 from pdserve.engine.models.parts import Add, Attention
 from pdserve.engine.models.rope import RopeTable
 from pdserve.kernels.ops import Ops
@@ -98,7 +98,7 @@ class _Layer:
 
     def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
         parts = layer_parts(config, n)
-        self._parts: list[PartModule | None] = [  # None: the sum with the stream
+        self._parts: list[TorchPart | None] = [  # None: the sum with the stream
             None if isinstance(part, Add) else made(part, setup) for part in parts
         ]
         self._storing = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))

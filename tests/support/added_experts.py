@@ -8,8 +8,8 @@ from torch import Tensor
 from pdserve.engine.architectures import qwen3, register
 from pdserve.engine.models.config import LayerConfig, ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
 from pdserve.engine.models.layers.stored import expand
+from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
 from pdserve.engine.models.parts import Part, TensorSpec
 from pdserve.engine.models.spec import ModelSpec
 

@@ -5,7 +5,7 @@ x is [tokens, (q + 2 kv) heads * dim], the product with the matrices of q, k and
 
 from torch import Tensor
 
-from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
 from pdserve.engine.models.parts import Attention, HeadNorm, Heads, Rope
 
 

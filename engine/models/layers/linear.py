@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
 from pdserve.engine.models.layers.stored import expand, stack
+from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
 from pdserve.engine.models.parts import Linear
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pdserve.engine.models.layers.part_module import LayerStep, Setup, computes
+from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
 from pdserve.engine.models.parts import Norm
 
 

@@ -63,15 +63,15 @@ class LayerStep:
     kv_only: bool = False  # nothing but keys and values is wanted of this layer
 
 
-class PartModule(Protocol):
+class TorchPart(Protocol):
     """A part, ready to run."""
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """x [tokens, ...] to what the part makes of it; it may change x."""
 
 
-_kinds: dict[type[Part], Callable[[Any, Setup], PartModule]] = {}
-Maker = TypeVar("Maker", bound=Callable[[Any, Setup], PartModule])
+_kinds: dict[type[Part], Callable[[Any, Setup], TorchPart]] = {}
+Maker = TypeVar("Maker", bound=Callable[[Any, Setup], TorchPart])
 
 
 def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
@@ -91,7 +91,7 @@ def _discover() -> None:
         import_module(module.name)
 
 
-def made(part: Part, setup: Setup) -> PartModule:
+def made(part: Part, setup: Setup) -> TorchPart:
     """What computes a part."""
     _discover()
     return _kinds[type(part)](part, setup)
