@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
@@ -65,10 +64,15 @@ class Source:
         assert self.do(lambda d: d.send(self.attempt, ticket, address, digest))
 
 
-class Slow(FakeDecoder):
-    def forward(self, batch: Any, kv: Any) -> Any:
+def slow_down(pair: Pair) -> None:
+    """Steps of the source take a while, so that it has not ended when it moves."""
+    forward = pair.prefill.model.forward
+
+    def slow(batch: Any, kv: Any) -> Any:
         threading.Event().wait(0.002)
-        return super().forward(batch, kv)
+        return forward(batch, kv)
+
+    pair.prefill.model.forward = slow  # type: ignore[method-assign]
 
 
 SEEDED = {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
@@ -80,7 +84,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     pair: Pair, length: int, params: dict[str, Any]
 ) -> None:
     """Nothing is computed twice, and the last block is moved though it is not full."""
-    pair.prefill.model = Slow(fake_spec())
+    slow_down(pair)
     asked = request(length, max_tokens=60, **params)
     source = Source(pair)
     source.run(asked, 6)
@@ -104,7 +108,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
 
 def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.prefill.model = Slow(fake_spec())
+    slow_down(pair)
     asked = request(40, max_tokens=60)
     pair.hand_off(fresh(replace(asked, params=replace(asked.params, max_tokens=1))))
     pair.wait(lambda: bool(pair.finished))
@@ -123,7 +127,7 @@ def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
 @pytest.mark.parametrize("window", [6, 16])
 def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) -> None:
     pair = make_pair(window=window)
-    pair.prefill.model = Slow(fake_spec(window=window))
+    slow_down(pair)
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)
@@ -139,7 +143,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", 0.3)
     pair = make_pair()
-    pair.prefill.model = Slow(fake_spec())
+    slow_down(pair)
     asked = request(40, max_tokens=60)
     source = Source(pair)
     source.run(asked, 6)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from engine_kit import ask
-from fake_decoder import FakeDecoder, fake_spec
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, request
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
@@ -37,20 +36,19 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
     granted = threading.Event()
     waited: list[bool] = []
 
-    class Slow(FakeDecoder):
-        def forward(self, batch: Any, kv: Any) -> Any:
-            waited.append(granted.wait(5))
-            return super().forward(batch, kv)
-
     pair = make_pair()
-    pair.prefill.model = Slow(fake_spec())
-    reserve = pair.decode.reserve
+    forward, reserve = pair.prefill.model.forward, pair.decode.reserve
+
+    def slow(batch: Any, kv: Any) -> Any:
+        waited.append(granted.wait(5))
+        return forward(batch, kv)
 
     def noted(asked: Request, sender: bytes = b"") -> Any:
         reservation = reserve(asked, sender)
         granted.set()
         return reservation
 
+    pair.prefill.model.forward = slow  # type: ignore[method-assign]
     pair.decode.reserve = noted  # type: ignore[method-assign]
     asked = request(9)
     pair.hand_off(asked)
