@@ -1,4 +1,4 @@
-"""/v1/models: what the fleet serves, as OpenAI lists it, with what the card says besides."""
+"""/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
 
 from typing import Any
 
