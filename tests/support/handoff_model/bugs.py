@@ -202,7 +202,7 @@ BUGS = (
         "an attempt that is over still has a say",
         replace(REAL, request_step=hears_every_attempt),
         Config("cut connection", (A,), ("cut",), 1),
-        "decode serves an attempt that nobody waits for",
+        "a promise was never given back",
     ),
     Bug(
         "a try is never counted",
