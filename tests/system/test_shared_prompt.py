@@ -21,6 +21,7 @@ def test_equal_prompts_cost_one_prefill_and_one_transfer() -> None:
         together = fleet.generate([ask(f"r{n}", prompt, **params) for n in range(TOGETHER)])
         wait_until(lambda: loads()[fleet_pb2.DECODE].attached == TOGETHER - 1, "a report")
         wait_until(fleet.all_blocks_back, "blocks back")
+        wait_until(lambda: loads()[fleet_pb2.PREFILL].prompt_tokens, "a report of prefill")
         decode, prefill = loads()[fleet_pb2.DECODE], loads()[fleet_pb2.PREFILL]
         assert prefill.prompt_tokens == LENGTH - 1
         assert decode.prompt_tokens == 1 + (TOGETHER - 1) * (LENGTH % BLOCK)
