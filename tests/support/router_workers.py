@@ -306,6 +306,7 @@ class FakePrefill(FakeWorker, PrefillServicer):
         self.decodes = decodes
         self.fail = 0  # fail this many prompts
         self.hang = False  # accept, then do nothing
+        self.num_hung = 0  # prompts that it has accepted so
         self.ids: dict[bytes, list[int]] = {}
 
     def register(self) -> None:
@@ -325,6 +326,7 @@ class FakePrefill(FakeWorker, PrefillServicer):
             self.put(wire.PrefillEvent(failed=wire.PrefillFailed(attempt=attempt, failure=failure)))
             return
         if self.hang:
+            self.num_hung += 1
             return
         for decode in self.decodes:
             if decode.address == message.ticket.data_address:

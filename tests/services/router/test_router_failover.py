@@ -171,7 +171,7 @@ async def test_a_broken_session_with_prefill_is_taken_up_again(
     prefill.hang = True
     gateway = await cluster.gateway()
     await gateway.start("r", LONG)
-    await wait_for(lambda: len(prefill.of("start")) == 1)
+    await wait_for(lambda: prefill.num_hung == 1)
     prefill.hang = False
     prefill.outboxes[-1].close()
     assert isinstance(await gateway.end("r"), pb.Finished)
