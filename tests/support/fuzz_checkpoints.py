@@ -81,7 +81,8 @@ def main(kind: str, source: Path, examples: int, folder: Path) -> None:
         target, head = folder / "model.gguf", original.index(b"output_norm.weight") + 4000
         opened = target
     else:
-        target, head = folder / "model.safetensors", 8 + int.from_bytes(original[:8], "little")
+        header = 8 + int.from_bytes(original[:8], "little")
+        target, head = folder / "model.safetensors", header * 2  # as much of the values, too
         opened = folder
     target.write_bytes(original)
     assert read_everything(opened) == "read"
