@@ -47,6 +47,7 @@ class WorkerCore(Generic[RuntimeT, EventT]):
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
+        self.in_fleet = asyncio.Event()  # a router has opened a session: it sends work here
 
     def attach(self, runtime: RuntimeT) -> None:
         """Take work from now on: the model is loaded."""
@@ -72,6 +73,7 @@ class WorkerCore(Generic[RuntimeT, EventT]):
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
         session = RouterSession[EventT]()
         self._sessions.add(session)
+        self.in_fleet.set()
         reader = asyncio.create_task(read(session))
         reader.add_done_callback(lambda _: session.outbox.close())
         try:

@@ -157,7 +157,14 @@ class WorkerProcess:
         self._tasks = [
             asyncio.create_task(self._report_loads(runtime, self._membership)),
             asyncio.create_task(self._watch(runtime.thread)),
+            asyncio.create_task(self._report_ready(runtime)),
         ]
+        self._report("loading", {"what": "model", "fraction": 1.0})
+
+    async def _report_ready(self, runtime: WorkerRuntime) -> None:
+        """A loaded worker is ready once a router sends it work: before, a long prompt would be
+        prefilled elsewhere."""
+        await self._role.core.in_fleet.wait()
         self._report("ready", dict(runtime.figures))
 
     async def _report_loads(self, runtime: WorkerRuntime, membership: Membership) -> None:

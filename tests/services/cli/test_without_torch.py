@@ -18,7 +18,7 @@ with LLM(sys.argv[1], kv_tokens=512) as llm:
 print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"))
 """
 
-# A decode worker that says, once it is ready, what it has imported.
+# A decode worker that says, once the model is loaded, what it has imported.
 WORKER = """
 import sys
 from pdserve.engine.api.config import EngineConfig
@@ -26,7 +26,7 @@ from pdserve.services.decode.main import run
 from pdserve.services.decode.settings import DecodeSettings
 
 def report(event, figures):
-    if event == "ready":
+    if figures.get("fraction") == 1.0:
         print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"), flush=True)
 
 settings = DecodeSettings(cluster_secret="x" * 32, routers=("127.0.0.1:9",))

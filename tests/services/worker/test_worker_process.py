@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from eventually import wait_until
 from worker_kit import SECRET, build_with, engine_maker
@@ -15,14 +16,20 @@ from worker_kit import SECRET, build_with, engine_maker
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.transport.base import TransportRefused
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.decode.main import run as run_decode
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.channel import advertised
+from pdserve.services.host.channel import advertised, bearer
 from pdserve.services.prefill.main import run as run_prefill
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.runtime import host_id, shm_folder
 
 Events = list[tuple[str, dict[str, Any]]]
+STUBS: dict[Any, Any] = {
+    DecodeSettings: (DecodeStub, wire.DecodeCommand),
+    PrefillSettings: (PrefillStub, wire.PrefillCommand),
+}
 
 
 def settings(cls: Any, folder: Path, **change: Any) -> Any:
@@ -39,17 +46,29 @@ def test_a_process_reports_and_ends_in_order(
     build_with(monkeypatch, engine_maker())
     events: Events = []
 
+    def session(address: str) -> None:
+        with grpc.insecure_channel(address) as channel:
+            made, command = STUBS[cls]
+            hello = wire.SessionHello(router_boot=b"r" * 16)
+            call = made(channel).Session(iter([command(hello=hello)]), metadata=bearer(SECRET))
+            list(call)
+
     def report(event: str, figures: dict[str, Any]) -> None:
         events.append((event, figures))
+        if figures.get("fraction") == 1.0:
+            router.append(threading.Thread(target=session, args=(events[0][1]["address"],)))
+            router[0].start()
         if event == "ready":
             os.kill(os.getpid(), signal.SIGTERM)
 
+    router: list[threading.Thread] = []
     assert run(settings(cls, tmp_path), EngineConfig(), report) == 0
-    assert [event for event, _ in events] == ["listening", "loading", "ready"]
+    router[0].join()
+    assert [event for event, _ in events] == ["listening", "loading", "loading", "ready"]
     assert events[0][1]["address"].startswith("127.0.0.1:")
     assert events[1][1]["fraction"] == 0.5
-    assert events[2][1]["model"] == "tiny"
-    assert events[2][1]["kv_tokens"] == 1024
+    assert events[3][1]["model"] == "tiny"
+    assert events[3][1]["kv_tokens"] == 1024
     assert not list(tmp_path.iterdir())
     assert not [t for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
 
@@ -130,11 +149,12 @@ def test_the_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert shm_folder("") == "", "open to others"
 
 
-def test_a_lost_router_costs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_router_it_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build_with(monkeypatch, engine_maker())
 
     def report(event: str, figures: dict[str, Any]) -> None:
-        if event == "ready":
+        assert event != "ready"
+        if figures.get("fraction") == 1.0:
             asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
 
     made = settings(DecodeSettings, tmp_path, routers=("127.0.0.1:9",), log_level="error")
