@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.api.request import Request
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.lease import Lease
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
+from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.worker.core import RouterSession
 

@@ -28,11 +28,11 @@ from pdserve.engine.api.request import (
     prefix_ids,
 )
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.lease import Lease, LeasePhase
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
+from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
 from pdserve.services.decode.migration.source import MigrationSource
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime

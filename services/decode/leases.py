@@ -1,4 +1,4 @@
-"""Runs the lease of every attempt (engine/handoff/lease.py): parks, hands over, gives up.
+"""Runs the lease of every attempt (services/decode/lease_machine.py): parks, hands over, gives up.
 
 Everything runs on the loop. The core keeps the live attempts. An attempt that has ended with an
 event that a router must not miss is kept here until its lease ends, so that another router can
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.engine.api.request import NewTokens
-from pdserve.engine.handoff.lease import (
+from pdserve.protos import worker_pb2 as wire
+from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
+from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
+from pdserve.services.decode.lease_machine import (
     AttemptEnded,
     BlocksEvicted,
     Event,
@@ -24,9 +27,6 @@ from pdserve.engine.handoff.lease import (
     SessionLost,
     step,
 )
-from pdserve.protos import worker_pb2 as wire
-from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
-from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Where requests ran that have just ended: a gateway may not have heard how they ended. Pure.
 
 A session that breaks loses what was on its way, and with it perhaps `Placed` itself. Decode keeps
-the last events of an ended attempt for a while (engine/handoff/lease.py KEPT): a request that is
-issued again needs only its placement to hear them, and nothing is computed twice.
+the last events of an ended attempt for a while (KEPT of services/decode/lease_machine.py): a
+request that is issued again needs only its placement to hear them, and nothing is computed twice.
 """
 
 from collections import OrderedDict

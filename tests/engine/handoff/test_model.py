@@ -14,9 +14,6 @@ from handoff_model.check import Result, explore
 from handoff_model.config import IN_TEST, Config
 
 MOVES_OF = (router, decode, prefill, faults)
-# A Busy that comes while an older command is still unread: two requests and a lost session, which
-# are too many states for `make test`. docs/log.md says what is known of it.
-NEEDS_LARGER_RUNS = {"router time_out_in_queue"}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +41,7 @@ def test_every_move_has_happened(happened: Counter[str]) -> None:
     if not happened:
         pytest.skip("the runs were not selected")
     known = {f"{m.__name__.rpartition('.')[2]} {f}" for m, f in moves()}
-    assert known >= NEEDS_LARGER_RUNS
-    assert happened.keys() == known - NEEDS_LARGER_RUNS
+    assert happened.keys() == known
 
 
 def moves() -> Iterator[tuple[ModuleType, str]]:

@@ -187,7 +187,7 @@ def test_ids_of_another_attempt_are_said_without_scores_or_not_at_all(
 
 
 def test_nobody_comes(with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.engine.handoff.lease.PARK_S", 0.2)
+    monkeypatch.setattr("pdserve.services.decode.lease_machine.PARK_S", 0.2)
 
     async def test(pair: Pair) -> None:
         promised = pair.admit(prompt(50))

@@ -311,7 +311,7 @@ def test_a_parked_follower_waits_for_its_router_too(
     """`adopted`: before its KV is there, or after that. Nothing is computed twice."""
     ids = IDS[:-1]  # its last block is not full: all that is shared comes with the hand-off
     if adopted == "never":
-        monkeypatch.setattr("pdserve.engine.handoff.lease.PARK_S", 0.3)
+        monkeypatch.setattr("pdserve.services.decode.lease_machine.PARK_S", 0.3)
 
     async def test(pair: Pair) -> None:
         first = await lead(pair, ids)

@@ -6,14 +6,14 @@ from typing import Any
 
 from handoff_model.config import A, Config
 from handoff_model.rules import Rules
-from pdserve.engine.handoff import lease
-from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Phase, Side
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Sequence as Tokens
+from pdserve.services.decode import lease_machine as lease
+from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.router.requests import machine as request_machine
 from pdserve.services.router.requests.actions import (
     CancelAtDecode,

@@ -13,10 +13,10 @@ from handoff_model.router import Move, offer
 from handoff_model.rules import Violation
 from handoff_model.state import Attempt, End, World
 from handoff_model.writes import Frame, bitmap_of, check_values, copy_blocks, header, put, without
-from pdserve.engine.handoff import lease
 from pdserve.engine.handoff.protocol.frames import FrameError
 from pdserve.engine.handoff.protocol.machine import Action
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
+from pdserve.services.decode import lease_machine as lease
 
 
 def moves(w: World) -> Iterator[Move]:

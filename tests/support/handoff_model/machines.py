@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from handoff_model.config import Config
 from handoff_model.rules import HandoffStep, LeaseStep, RequestStep
-from pdserve.engine.handoff import lease
-from pdserve.engine.handoff.lease import PARK_S, Lease
 from pdserve.engine.handoff.protocol.machine import (
     FROZEN_S,
     SILENCE_S,
@@ -31,6 +29,8 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
     Tick,
 )
+from pdserve.services.decode import lease_machine as lease
+from pdserve.services.decode.lease_machine import PARK_S, Lease
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests.actions import RoutingAction
 from pdserve.services.router.requests.machine import MAX_ATTEMPTS, OVERDUE_S

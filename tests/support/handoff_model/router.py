@@ -32,9 +32,10 @@ def moves(w: World) -> Iterator[Move]:
         if stage is Stage.QUEUED:
             # Nothing is begun at a decode that is frozen: it may as well freeze right after it.
             may_begin = not req.expired and not w.decode.frozen
-            if req.begun == w.model.config.tries(r):
+            no_more = req.begun == w.model.config.tries(r)
+            if req.busy or no_more:
                 yield time_out_in_queue, r
-            elif may_begin and (not req.busy or has_room(w, len(prompt))):
+            if not no_more and may_begin and (not req.busy or has_room(w, len(prompt))):
                 for p in candidates(w, r):
                     yield begin, r, p
         if req.expired and stage is not Stage.ENDED:
@@ -121,7 +122,7 @@ def begin(w: World, r: int, p: int) -> None:
 
 
 def time_out_in_queue(w: World, r: int) -> None:
-    """It has no name for another attempt left."""
+    """Decode has been full for too long, or the model has no name for another attempt left."""
     req = w.request(r)
     take(w, r, *w.model.routings.passes_queue_deadline(req.machine))
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.handoff import lease
-from pdserve.engine.handoff.lease import Lease
 from pdserve.engine.handoff.protocol import machine
 from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.handoff.protocol.machine import Handoff
 from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.services.decode import lease_machine as lease
+from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.router.requests import machine as request_machine
 from pdserve.services.router.requests.actions import RoutingAction
 from pdserve.services.router.requests.events import RoutingEvent

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from pdserve.engine.handoff.lease import (
+from pdserve.services.decode.lease_machine import (
     PARK_S,
     AttemptEnded,
     BlocksEvicted,
