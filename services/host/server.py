@@ -5,6 +5,7 @@ Each server binds to the given address only, and a gRPC peer without the secret 
 
 import asyncio
 import hmac
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -20,6 +21,9 @@ from pdserve.protos import common_pb2
 from pdserve.services.host.channel import AUTHORIZATION, LIMITS
 from pdserve.services.host.errors import ServiceError, abort
 
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0  # for gRPC to stop once its calls are cut
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes carry no secret
 
 _SERVER_OPTIONS = [
@@ -113,8 +117,13 @@ class GrpcHost:
         task.add_done_callback(self._updates.discard)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s`, then cut them."""
-        await self.server.stop(grace_s)
+        """Refuse new calls, give running ones `grace_s`, then cut them. Returns at most STOP_S
+        later, even if gRPC has not stopped by then."""
+        try:
+            async with asyncio.timeout(grace_s + STOP_S):
+                await self.server.stop(grace_s)
+        except TimeoutError:
+            log.warning("%s: gRPC has not stopped after %g s", self._bind, grace_s + STOP_S)
 
 
 class MetricsHttp:

@@ -148,3 +148,19 @@ async def test_binds_to_the_given_address_only() -> None:
 async def test_no_secret_no_server() -> None:
     with pytest.raises(ValueError, match="cluster_secret"):
         GrpcHost("127.0.0.1:0", "")
+
+
+async def test_a_stop_of_grpc_that_hangs_is_given_up(
+    running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As was seen on a loaded machine after a client had gone away."""
+    host = running[0]
+
+    async def hang(grace_s: float) -> None:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pdserve.services.host.server.STOP_S", 0.1)
+        patch.setattr(host.server, "stop", hang)
+        await host.stop(0)
+    assert "gRPC has not stopped" in caplog.text
