@@ -266,6 +266,7 @@ def test_who_may_talk_to_whom(manifests: list[Manifest]) -> None:
         ("router", "prefill"): {"grpc"},
         ("router", "decode"): {"grpc"},
         ("prefill", "decode"): {"kv"},
+        ("decode", "decode"): {"kv"},  # a migration
     }
     assert {pair: ports for pair, ports in reach.items() if ports} == expected
 
