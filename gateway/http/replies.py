@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, error_response
-from pdserve.services.host.backpressure import Backpressure, SlowReaderError, deliver
+from pdserve.services.host.backpressure import Backpressure, SlowReaderError, deliver, stalled
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -136,9 +136,12 @@ class EventStream(Response):
                 join=b"".join,
                 interruptible=True,
             )
-            await write(b"", more=False)
+            async with asyncio.timeout(self._backpressure.stall_s):  # for what deliver wrote last
+                await write(b"", more=False)
         except SlowReaderError:
             raise
+        except TimeoutError:
+            raise SlowReaderError(stalled(self._backpressure)) from None
         except Exception as error:
             await error_response(self._dialect, _public(error))(scope, receive, send)
         self._complete = True

@@ -66,7 +66,7 @@ async def deliver(
                         await write(item)
                 except TimeoutError:
                     if not isinstance(unread.error, SlowReaderError):
-                        unread.give_up(_stalled(limits))
+                        unread.give_up(stalled(limits))
                     break
                 finally:
                     unread.write_limit = None
@@ -76,7 +76,7 @@ async def deliver(
             if not writing.done():
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
-                unread.give_up(_stalled(limits))
+                unread.give_up(stalled(limits))
             await writing
         if unread.error is not None:
             raise unread.error
@@ -87,7 +87,8 @@ async def deliver(
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def _stalled(limits: Backpressure) -> str:
+def stalled(limits: Backpressure) -> str:
+    """Why a client that has taken nothing for `stall_s` is given up."""
     return f"nothing of the answer was read for {limits.stall_s:g} s"
 
 

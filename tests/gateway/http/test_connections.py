@@ -149,6 +149,26 @@ async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
     assert reader.at_eof() or reader.exception()
 
 
+async def test_a_large_last_event_that_nobody_reads_costs_the_connection(connect):
+    async def play(router, start):
+        yield placed(start)
+        yield tokens(start, router.encode("hello world " * 40_000), 0, finish=pb.LENGTH)
+        yield finished(start)
+
+    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
+    reader, writer = await connect(FakeRouter(play), bounds=bounds)
+    writer.write(post({"messages": HI, "stream": True}))
+    await reader.readline()
+    await asyncio.sleep(1.0)
+    taken = b""
+    async with asyncio.timeout(20):
+        with suppress(ConnectionError):
+            while piece := await reader.read(1 << 16):
+                taken += piece
+    assert b"hello" in taken
+    assert not taken.endswith(b"0\r\n\r\n")
+
+
 async def test_a_slow_reader_gets_everything(connect):
     words = "hello world " * 200
 
