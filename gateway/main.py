@@ -89,7 +89,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
     add_TextServicer_to_server(TextServicer(service, keys, backpressure), grpc_host.server)
     grpc_port = await grpc_host.start()
-    await client.start()
+    session = await client.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")
     port = listener.getsockname()[1]
     report(
@@ -99,7 +99,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
             "grpc": _address(settings.host, grpc_port),
         },
     )
-    announcing = asyncio.create_task(_announce(readiness, grpc_host, report))
+    announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
 
     def set_serving(serving: bool) -> None:
         announcing.cancel()
@@ -120,7 +120,11 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         executor.shutdown(wait=False, cancel_futures=True)
 
     return await run_until_signal(
-        set_serving=set_serving, drain=drain, stop=stop, drain_s=settings.drain_s, failed=serving
+        set_serving=set_serving,
+        drain=drain,
+        stop=stop,
+        drain_s=settings.drain_s,
+        failed=(serving, session, announcing),
     )
 
 

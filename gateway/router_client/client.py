@@ -83,8 +83,10 @@ class RouterClient:
         self._task: asyncio.Task[None] | None = None
         self._model_files = ModelFiles()
 
-    async def start(self) -> None:
+    async def start(self) -> "asyncio.Task[None]":
+        """Begin to look for a router. The task ends only by a failure, or by `close`."""
         self._task = asyncio.create_task(self._keep_session(), name="router session")
+        return self._task
 
     async def close(self) -> None:
         """End the session; open requests fail."""

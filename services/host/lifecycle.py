@@ -1,13 +1,15 @@
 """How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits.
 
-Drain is bounded: what still runs after `drain_s` is cut off by the stop.
+Both are bounded: what still runs after `drain_s` is cut off by the stop, and each part of a stop
+has its own bound. Those that a parent must know, to wait long enough before it kills, are here and
+in services/worker/settings.py.
 """
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 # How a service tells its parent what it does: "listening", "loading" or "ready", with figures.
@@ -15,6 +17,8 @@ Report = Callable[[str, dict[str, Any]], None]
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_S = 1.0  # for calls to end by themselves once the drain is over
+STOP_S = 5.0  # for gRPC to stop once its calls are cut
 
 
 def silent(event: str, figures: dict[str, Any]) -> None:
@@ -27,15 +31,15 @@ async def run_until_signal(
     drain: Callable[[], Awaitable[None]],
     stop: Callable[[float], Awaitable[None]],
     drain_s: float,
-    grace_s: float = 1.0,
-    failed: "asyncio.Future[None] | None" = None,
+    grace_s: float = GRACE_S,
+    failed: "Iterable[asyncio.Future[Any]]" = (),
 ) -> int:
     """Wait for SIGTERM or SIGINT, then end in order; returns the exit code.
 
     `drain` returns when nothing runs any more and may take `drain_s`; `stop(grace_s)` closes the
-    servers. If `failed` (a future or task of the service) ends first, there is nothing to drain and
-    the code is 1. Its exception is logged here; without one its owner has logged the reason.
-    Call it on the main thread.
+    servers. If one of `failed` (futures or tasks of the service that end only by a failure) ends
+    first, there is nothing to drain and the code is 1. Its exception is logged here; without one
+    its owner has logged the reason. Call it on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -50,10 +54,8 @@ async def run_until_signal(
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
-        waiting: set[asyncio.Future[Any]] = {signalled}
-        if failed is not None:
-            waiting.add(failed)
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        watched = tuple(failed)
+        await asyncio.wait((signalled, *watched), return_when=asyncio.FIRST_COMPLETED)
         set_serving(False)
         if signalled.done():
             log.info("%s: draining for up to %g s", signalled.result().name, drain_s)
@@ -62,7 +64,7 @@ async def run_until_signal(
                     await drain()
             except TimeoutError:
                 log.warning("work still running after %g s is cut off", drain_s)
-        code = 0 if signalled.done() else _log_failure(failed)
+        code = 0 if signalled.done() else _log_failures(watched)
         await stop(grace_s)
         return code
     finally:
@@ -70,8 +72,9 @@ async def run_until_signal(
             loop.remove_signal_handler(number)
 
 
-def _log_failure(failed: "asyncio.Future[None] | None") -> int:
-    error = None if failed is None or failed.cancelled() else failed.exception()
-    if error is not None:
-        log.error("the service failed", exc_info=error)
+def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
+    for failed in watched:
+        error = failed.exception() if failed.done() and not failed.cancelled() else None
+        if error is not None:
+            log.error("the service failed", exc_info=error)
     return 1

@@ -20,10 +20,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from pdserve.protos import common_pb2
 from pdserve.services.host.channel import AUTHORIZATION, LIMITS
 from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.lifecycle import STOP_S
 
 log = logging.getLogger(__name__)
 
-STOP_S = 5.0  # for gRPC to stop once its calls are cut
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes carry no secret
 
 _SERVER_OPTIONS = [

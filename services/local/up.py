@@ -17,6 +17,7 @@ from typing import Any
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.host.lifecycle import GRACE_S, STOP_S
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.progress import progress_on
@@ -27,7 +28,7 @@ from pdserve.services.options.settings import UpSettings
 from pdserve.services.options.sources import Settings
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker.settings import WorkerSettings
+from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 ENTRIES = {
     "router": "pdserve.services.router.main:run",
@@ -35,7 +36,8 @@ ENTRIES = {
     "prefill": "pdserve.services.prefill.main:run",
     "decode": "pdserve.services.decode.main:run",
 }
-STOP_SLACK_S = 5.0  # beyond the drain, before what is left is killed
+# What gateway, router and workers may take to stop, one after the other, beyond the drain.
+STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 10_000  # of those that are chosen here
 

@@ -41,12 +41,13 @@ class RouterCore:
             self._loop.time(),
         )
         self._idle = asyncio.Event()  # set when no client is left, while draining
-        self._ticker = asyncio.create_task(self._tick(), name="router tick")
+        # It ends only by a failure, or by `close`.
+        self.ticker = asyncio.create_task(self._tick(), name="router tick")
 
     async def close(self) -> None:
         """End sessions and timers."""
-        self._ticker.cancel()
-        await asyncio.gather(self._ticker, return_exceptions=True)
+        self.ticker.cancel()
+        await asyncio.gather(self.ticker, return_exceptions=True)
         await self.links.close_all()
 
     @property

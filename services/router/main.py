@@ -87,6 +87,7 @@ async def serve(settings: RouterSettings, report: Report) -> int:
             drain=router.drain,
             stop=router.stop,
             drain_s=settings.drain_s,
+            failed=(router.core.ticker,),
         )
     finally:
         if metrics is not None:

@@ -17,6 +17,7 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer, resolve
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.worker.settings import LEAVE_S
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,16 @@ class _Lease:
         self._wake.set()
 
     def close(self) -> None:
+        """End the stream; `wait` waits for that."""
         self._closed = True
         self._wake.set()
         if self._call is not None:
             self._call.cancel()
-        self._thread.join(timeout=5)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the stream has ended within that time."""
+        self._thread.join(timeout=max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
     def _reports(self) -> Iterator[pb.WorkerReport]:
         yield pb.WorkerReport(hello=self._owner.hello)
@@ -196,14 +202,24 @@ class Membership:
             for lease in self._leases.values():
                 lease.goodbye(reason)
 
-    def close(self) -> None:
-        """End all leases; the routers then see the streams end."""
-        self._stop.set()
+    def close(self, timeout_s: float = LEAVE_S) -> None:
+        """End all leases, all at once; the routers then see the streams end.
+
+        Returns after at most `timeout_s`. A look-up of a name has no bound of its own, so the
+        thread that makes it may still wait then; it opens no lease any more.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._stop.set()
+            leases = list(self._leases.values())
         self._changed.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        for lease in self._leases.values():
+        for lease in leases:
             lease.close()
+        ended = [lease.wait(deadline - time.monotonic()) for lease in leases]
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if not all(ended):
+            log.warning("%d routers are left without an end of their streams", ended.count(False))
 
     def note(self, address: str, trouble: str) -> None:
         """Log why a router is not joined, once for each reason; empty: it is joined."""
@@ -221,6 +237,8 @@ class Membership:
         while not self._stop.is_set():
             addresses = {address for name in self._routers for address in resolve(name)}
             with self._lock:
+                if self._stop.is_set():
+                    return
                 self._leases = {a: x for a, x in self._leases.items() if x.alive()}
                 for address in sorted(addresses - self._leases.keys()):
                     self._leases[address] = self._new_lease(address)

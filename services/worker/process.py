@@ -27,14 +27,14 @@ from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
-from pdserve.services.worker.settings import WorkerSettings
+from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 log = logging.getLogger(__name__)
 
 LOAD_S = 0.05  # between two loads, while something changes
 IDLE_LOAD_S = 1.0  # otherwise
-CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 LOOK_S = 0.5  # between two looks at the engine's counter
+ALONE_S = 5.0  # without a router: then the log says what the worker waits for
 AnyRole = WorkerRole[Any, Any, Any]
 
 
@@ -48,7 +48,9 @@ class WorkerProcess:
         self.host = GrpcHost(
             settings.bind, settings.cluster_secret, services=(role.service, "pdserve.v1.Blobs")
         )
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[None] = loop.create_future()
+        self.failed: asyncio.Future[None] = loop.create_future()  # it ends only by a failure
         self._settings = settings
         self._role = role
         self._report = report
@@ -85,7 +87,7 @@ class WorkerProcess:
         for task in self._tasks:
             task.cancel()
         if self._membership is not None:
-            await asyncio.to_thread(self._membership.close)
+            await asyncio.to_thread(self._membership.close, LEAVE_S)
         await self.host.stop(grace_s)
         if self._metrics_http is not None:
             await asyncio.to_thread(self._metrics_http.close)
@@ -116,8 +118,20 @@ class WorkerProcess:
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
+        """Loading raised; whoever awaits `loaded` tells it."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        """Without its tasks the process would be served, but not seen: it ends."""
+        if self._stopped or self.failed.done():
+            return
+        if task.cancelled():
+            self.failed.set_exception(RuntimeError(f"task {task.get_name()!r} was cancelled"))
+        elif (error := task.exception()) is not None:
+            self.failed.set_exception(error)
 
     def _ready(self, runtime: WorkerRuntime) -> None:
         if self._stopped:
@@ -155,16 +169,26 @@ class WorkerProcess:
         self.host.set_serving(True)
         self._membership.start()
         self._tasks = [
-            asyncio.create_task(self._report_loads(runtime, self._membership)),
-            asyncio.create_task(self._watch(runtime.thread)),
-            asyncio.create_task(self._report_ready(runtime)),
+            asyncio.create_task(self._report_loads(runtime, self._membership), name="loads"),
+            asyncio.create_task(self._watch(runtime.thread), name="watch"),
+            asyncio.create_task(self._report_ready(runtime), name="ready"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         self._report("loading", {"what": "model", "fraction": 1.0})
 
     async def _report_ready(self, runtime: WorkerRuntime) -> None:
         """A loaded worker is ready once a router sends it work: before, a long prompt would be
         prefilled elsewhere."""
-        await self._role.core.in_fleet.wait()
+        in_fleet = self._role.core.in_fleet
+        try:
+            async with asyncio.timeout(ALONE_S):
+                await in_fleet.wait()
+        except TimeoutError:
+            routers = ", ".join(self._settings.routers) or "none is given"
+            text = "loaded, but no router (%s) has opened a session to %s yet: not ready"
+            log.warning(text, routers, self.address)
+            await in_fleet.wait()
         self._report("ready", dict(runtime.figures))
 
     async def _report_loads(self, runtime: WorkerRuntime, membership: Membership) -> None:
@@ -217,19 +241,12 @@ async def serve_worker(settings: WorkerSettings, role: AnyRole, report: Report) 
     """Serve until a signal; returns the exit code. Raises what loading raised."""
     worker = WorkerProcess(settings, role, report)
     await worker.start()
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def loaded(future: "asyncio.Future[None]") -> None:
-        if not future.cancelled() and future.exception() is not None and not failed.done():
-            failed.set_result(None)
-
-    worker.loaded.add_done_callback(loaded)
     code = await run_until_signal(
         set_serving=worker.host.set_serving,
         drain=worker.drain,
         stop=worker.stop,
         drain_s=settings.drain_s,
-        failed=failed,
+        failed=(worker.failed,),
     )
     if worker.hung:  # Python would wait for its thread for ever
         os._exit(1)

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from pdserve.services.host.options import LOG_LEVELS, option
 
+# What a worker's stop may take, beside what each service's may (services/host/lifecycle.py).
+LEAVE_S = 2.0  # for the streams to the routers to end
+CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
+
 
 @dataclass(frozen=True)
 class WorkerSettings:

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from pdserve.services.cli.commands import COMMANDS, known_names
+from pdserve.services.host.lifecycle import GRACE_S, STOP_S
 from pdserve.services.options.options import ENV_PREFIX
+from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ("prefill", "decode")
@@ -66,7 +68,8 @@ def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["init"] is True
         grace_s = float(service["stop_grace_period"].removesuffix("s"))
-        assert grace_s > float(service["environment"]["PDSERVE_DRAIN_S"]) + 5
+        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
+        assert grace_s > float(service["environment"]["PDSERVE_DRAIN_S"]) + stop_s
 
 
 def test_start_follows_health(services: dict[str, Any]) -> None:

@@ -15,6 +15,9 @@ from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, placed, saying
 from router_process import RouterServicer, serve_router
 
+from pdserve.gateway.main import run
+from pdserve.gateway.settings import GatewaySettings
+
 pytestmark = pytest.mark.anyio
 SECRET = "cluster"
 HI = [{"role": "user", "content": "hi"}]
@@ -99,6 +102,25 @@ async def test_from_start_to_stop(gateway):
     assert f"client_id=mine  request={reply.json()['id']}" in line
     assert line.count(reply.json()["id"]) == 1
     assert "Traceback" not in gateway.log
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "pdserve.gateway.router_client.client.resolve",
+        "pdserve.gateway.observability.readiness.Readiness.models",
+    ],
+)
+def test_without_one_of_its_tasks_it_ends(broken, monkeypatch, capsys):
+    def fail(*args):
+        raise KeyError("nobody foresaw this")
+
+    monkeypatch.setattr(broken, fail)
+    settings = GatewaySettings(
+        port=0, routers=("127.0.0.1:1",), cluster_secret=SECRET, log_level="warning"
+    )
+    assert run(settings) == 1
+    assert "nobody foresaw this" in capsys.readouterr().err
 
 
 async def test_a_stop_lets_open_requests_end(servicer, gateway):

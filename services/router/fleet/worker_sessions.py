@@ -88,6 +88,8 @@ class WorkerSession:
                 await self._session()
             except grpc.aio.AioRpcError as error:
                 log.warning("session with %s: %s", self._address, error.details())
+            except Exception:
+                log.exception("the session with %s failed; it is opened anew", self._address)
             reach = await probe(self._address)
             if reach is Reach.REFUSED:
                 # Told from outside this task, which the listener cancels.

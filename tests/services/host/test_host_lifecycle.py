@@ -25,7 +25,7 @@ async def main(mode):
     async def fail():
         raise RuntimeError("engine died")
 
-    failed = asyncio.ensure_future(fail()) if mode == "fail" else None
+    failed = [asyncio.ensure_future(fail())] if mode == "fail" else []
     # Runs once run_until_signal waits, so its handlers are there.
     asyncio.get_running_loop().call_soon(functools.partial(print, "up", flush=True))
     return await run_until_signal(
@@ -99,6 +99,7 @@ def test_a_failure_of_the_service_ends_it() -> None:
 async def test_a_failure_is_logged_unless_its_owner_tells_it(
     error: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     if error is None:
         failed.set_result(None)
@@ -113,7 +114,7 @@ async def test_a_failure_is_logged_unless_its_owner_tells_it(
         drain=lambda: stop(0),
         stop=stop,
         drain_s=1.0,
-        failed=failed,
+        failed=(other, failed),
     )
     assert code == 1
     assert ("engine died" in caplog.text) == (error is not None)

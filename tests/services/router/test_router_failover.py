@@ -162,6 +162,29 @@ async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: An
     assert resume.epoch > admit.start.epoch
 
 
+async def test_an_event_that_the_router_cannot_take_breaks_only_its_session(
+    make_cluster: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    gateway = await cluster.gateway()
+    dispatcher = cluster.router.core.dispatcher
+    take, failed = dispatcher.on_decode, []
+
+    def on_decode(worker: Any, event: wire.DecodeEvent, now: float) -> None:
+        if event.HasField("tokens") and not failed:
+            failed.append(event)
+            raise KeyError("nobody foresaw this")
+        take(worker, event, now)
+
+    monkeypatch.setattr(dispatcher, "on_decode", on_decode)
+    await gateway.start("r", SHORT)
+    await gateway.end("r")
+    assert failed
+    assert gateway.ids("r") == expected(SHORT, 8)
+    assert len(decode.of("resume")) == 1
+
+
 async def test_a_broken_session_with_prefill_is_taken_up_again(
     make_cluster: Any, expected: Any, wait_for: Any
 ) -> None:

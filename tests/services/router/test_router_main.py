@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.services.router.dispatcher import Dispatcher
+from pdserve.services.router.main import run
+from pdserve.services.router.settings import RouterSettings
+
 PROGRAM = """
 import sys
 from pdserve.services.router.main import run
@@ -57,6 +61,17 @@ def test_listens_exports_and_stops() -> None:
             assert f"cannot listen on {address}" in errors
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
+
+
+def test_without_its_ticker_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Dispatcher, now: float) -> None:
+        raise KeyError("no such request")
+
+    monkeypatch.setattr(Dispatcher, "tick", fail)
+    assert run(RouterSettings(cluster_secret="s", log_level="warning")) == 1
+    assert "no such request" in capsys.readouterr().err
 
 
 @pytest.mark.anyio

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -117,6 +118,29 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     loads = router.leases[0].of("load")
     assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
     assert [x.running for x in loads] == sorted({x.running for x in loads})
+
+
+async def test_its_end_waits_for_no_look_up_of_a_name(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    asked = threading.Event()
+
+    def resolve(name: str) -> list[str]:
+        asked.set()
+        answer.wait(60)
+        return [name]
+
+    (router,), member = await make()
+    monkeypatch.setattr(membership, "resolve", resolve)
+    member.start()
+    assert await asyncio.to_thread(asked.wait, 10)
+    began = time.monotonic()
+    await asyncio.to_thread(member.close, 0.2)
+    assert time.monotonic() - began < 5
+    answer.set()
+    await asyncio.sleep(0.3)
+    assert not router.leases
 
 
 async def test_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:

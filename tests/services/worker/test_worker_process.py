@@ -23,6 +23,7 @@ from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.channel import advertised, bearer
 from pdserve.services.prefill.main import run as run_prefill
 from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.runtime import host_id, shm_folder
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -149,7 +150,9 @@ def test_the_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert shm_folder("") == "", "open to others"
 
 
-def test_without_a_router_it_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_router_it_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_with(monkeypatch, engine_maker())
 
     def report(event: str, figures: dict[str, Any]) -> None:
@@ -157,5 +160,19 @@ def test_without_a_router_it_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_p
         if figures.get("fraction") == 1.0:
             asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
 
-    made = settings(DecodeSettings, tmp_path, routers=("127.0.0.1:9",), log_level="error")
+    monkeypatch.setattr("pdserve.services.worker.process.ALONE_S", 0.1)
+    made = settings(DecodeSettings, tmp_path, routers=("127.0.0.1:9",))
     assert run_decode(made, EngineConfig(), report) == 0
+    assert "no router (127.0.0.1:9) has opened a session" in capsys.readouterr().err
+
+
+def test_a_task_that_dies_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Membership, load: Any) -> None:
+        raise KeyError("no such load")
+
+    build_with(monkeypatch, engine_maker())
+    monkeypatch.setattr(Membership, "report", fail)
+    assert run_decode(settings(DecodeSettings, tmp_path), EngineConfig()) == 1
+    assert "no such load" in capsys.readouterr().err
