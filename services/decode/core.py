@@ -81,8 +81,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
                 raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
             request = to_request(admit.attempt.hex(), start, prompt_ids)
         except ServiceError as error:
-            failed = _failed(start.request, admit.attempt, start.epoch, error)
-            session.outbox.put(wire.DecodeEvent(failed=failed))
+            self.refuse(session, admit, error)
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.params.prompt_logprobs is not None
         remote = bool(admit.prefill_boot) and not nothing_to_send
@@ -114,6 +113,11 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
         else:
             future = runtime.admit_local(served.attempt, request, sharing)
         when_done(future, partial(self._admitted, served))
+
+    def refuse(self, session: DecodeSession, admit: wire.Admit, error: ServiceError) -> None:
+        """Answer an Admit that begins nothing."""
+        failed = _failed(admit.start.request, admit.attempt, admit.start.epoch, error)
+        session.outbox.put(wire.DecodeEvent(failed=failed))
 
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
         """End the attempt without an event, or only some choices: these finish as ABORTED.

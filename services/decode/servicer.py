@@ -6,8 +6,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pdserve.protos import common_pb2 as pb
-from pdserve.protos.worker_pb2 import DecodeCommand, DecodeEvent, DecodeMessage
+from pdserve.protos.worker_pb2 import Admit, DecodeCommand, DecodeMessage
 from pdserve.protos.worker_pb2_grpc import DecodeServicer
 from pdserve.services.decode.attempt import DecodeSession
 from pdserve.services.decode.core import DecodeCore
@@ -36,11 +35,9 @@ class DecodeService(DecodeServicer):
         async for command in commands:
             match command.WhichOneof("command"):
                 case "ids_part":
-                    self._collect(ids, session, command.ids_part)
+                    ids.collect(command.ids_part)
                 case "admit":
-                    start = command.admit.start
-                    prompt_ids = ids.take(start.request, start.prompt_ids)
-                    self._core.admit(session, command.admit, prompt_ids)
+                    self._admit(session, command.admit, ids)
                 case "cancel":
                     cancel = command.cancel
                     self._core.cancel(session, cancel.attempt, cancel.choices)
@@ -57,9 +54,11 @@ class DecodeService(DecodeServicer):
                 case _:
                     log.warning("an empty or unknown command was ignored")
 
-    def _collect(self, ids: IdsCollector, session: DecodeSession, part: pb.IdsPart) -> None:
+    def _admit(self, session: DecodeSession, admit: Admit, ids: IdsCollector) -> None:
+        start = admit.start
         try:
-            ids.add(part)
+            prompt_ids = ids.take(start.request, start.prompt_ids)
         except ServiceError as error:
-            failed = pb.Failed(request=part.key, failure=error.to_failure())
-            session.outbox.put(DecodeEvent(failed=failed))
+            self._core.refuse(session, admit, error)
+        else:
+            self._core.admit(session, admit, prompt_ids)

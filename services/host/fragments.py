@@ -3,10 +3,13 @@
 A collector is bounded: a peer cannot make it hold more than its limits.
 """
 
+import logging
 from collections.abc import Sequence
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger(__name__)
 
 IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
@@ -48,6 +51,13 @@ class IdsCollector:
             raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
         known.extend(part.ids)
         self._num_ids += len(part.ids)
+
+    def collect(self, part: pb.IdsPart) -> None:
+        """Keep a part of a message that is still to come; if it breaks the bounds, `take` tells."""
+        try:
+            self.add(part)
+        except ServiceError as error:
+            log.warning("%s", error)
 
     def take(self, key: str, tail: Sequence[int]) -> list[int]:
         """All ids of `key`: its parts, then those of the message; the parts are forgotten.

@@ -63,7 +63,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
                 raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
             ticket = self._ticket(start, runtime)
         except ServiceError as error:
-            session.outbox.put(_failed(start.attempt, error, handed_back=self._draining))
+            self.refuse(session, start.attempt, error)
             return
         self._owners[start.attempt] = session
         self._tickets[start.attempt] = ticket.id
@@ -76,6 +76,10 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
             ticket, address, tuple(ids), start.cache_salt, deadline, receiver
         )
         when_done(future, partial(self._started, start.attempt))
+
+    def refuse(self, session: PrefillSession, attempt: bytes, error: ServiceError) -> None:
+        """Answer a PrefillStart that begins nothing."""
+        session.outbox.put(_failed(attempt, error, handed_back=self._draining))
 
     def cancel(self, session: PrefillSession, attempt: bytes) -> None:
         """No event follows, unless the attempt is started again. The cancel counts as stale if

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage
+from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage, PrefillStart
 from pdserve.protos.worker_pb2_grpc import PrefillServicer
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.fragments import IdsCollector
@@ -34,17 +34,20 @@ class PrefillService(PrefillServicer):
         async for command in commands:
             match command.WhichOneof("command"):
                 case "ids_part":
-                    try:
-                        ids.add(command.ids_part)
-                    except ServiceError as error:
-                        # The start that follows is refused for its length.
-                        log.warning("%s", error)
+                    ids.collect(command.ids_part)
                 case "start":
-                    start = command.start
-                    self._core.start(session, start, ids.take(start.attempt.hex(), start.ids))
+                    self._start(session, command.start, ids)
                 case "cancel":
                     self._core.cancel(session, command.cancel.attempt)
                 case "hello":
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:
                     log.warning("an empty or unknown command was ignored")
+
+    def _start(self, session: PrefillSession, start: PrefillStart, ids: IdsCollector) -> None:
+        try:
+            prompt_ids = ids.take(start.attempt.hex(), start.ids)
+        except ServiceError as error:
+            self._core.refuse(session, start.attempt, error)
+        else:
+            self._core.start(session, start, prompt_ids)

@@ -95,8 +95,7 @@ class RouterService(RouterServicer):
             cancel = message.cancel
             self._core.cancel(session, cancel.request, tuple(cancel.choices))
         elif kind == "ids_part":
-            with suppress(ServiceError):  # the Start that it belongs to is refused
-                collector.add(message.ids_part)
+            collector.collect(message.ids_part)
         elif kind == "start":
             if self._core.draining:
                 return  # its gateway has been sent away and issues it again
@@ -120,9 +119,9 @@ class RouterService(RouterServicer):
         except ServiceError as error:
             await abort(context, error)
         settings = self._settings
-        patience = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
+        backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
         try:
-            await deliver(self._answers(session, start.request), context.write, patience)
+            await deliver(self._answers(session, start.request), context.write, backpressure)
         except ServiceError as error:
             await abort(context, error)
         finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import socket
 import threading
 import urllib.request
@@ -209,6 +210,20 @@ def test_bad_requests_fail_with_their_field(
         assert (failed.failure.code, failed.failure.param, failed.epoch) == (code, param, 3)
         assert pair.decode.kinds(attempt) == ["failed"]
         await pair.at_rest()
+
+    with_pair(test)
+
+
+def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = os.urandom(16)
+        empty = pb.IdsPart(key=f"req-{attempt.hex()[:6]}")  # a part without ids is refused
+        pair.decode.send(wire.DecodeCommand(ids_part=empty))
+        pair.admit([1, 2, 3], remote=False, attempt=attempt)
+        failed = await pair.decode.wait("failed", attempt)
+        assert (failed.failure.code, failed.epoch) == (pb.OVERLOADED, 3)
+        other = pair.admit([1, 2, 3], remote=False)
+        assert await pair.decode.wait("finished", other)
 
     with_pair(test)
 

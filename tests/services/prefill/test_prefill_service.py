@@ -80,6 +80,20 @@ def test_what_it_refuses_is_named(
     with_pair(test)
 
 
+def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = os.urandom(16)
+        empty = pb.IdsPart(key=attempt.hex())  # a part without ids is refused
+        pair.prefill.send(wire.PrefillCommand(ids_part=empty))
+        pair.start_prefill(attempt, prompt(8), ticket(pair))
+        failed = await pair.prefill.wait("failed", attempt)
+        assert failed.failure.code == pb.OVERLOADED
+        other = await pair.hand_off(prompt(40))
+        assert await pair.prefill.wait("done", other)
+
+    with_pair(test)
+
+
 def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         part: Any = pair.prefill_worker.runtime
