@@ -114,7 +114,6 @@ class Sampling(Body):
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, max_length=256)
 
     @property
@@ -123,6 +122,9 @@ class Sampling(Body):
 
     def _shared(self) -> dict[str, Any]:
         """Fields of RequestedSampling; a field that is null is not given."""
+        if self.stream_options and self.stream_options.continuous_usage_stats:
+            name = "stream_options.continuous_usage_stats"
+            raise refuse(name, f"{name} is not supported by this server")
         given = {name: getattr(self, name) for name in _SAME_NAMES}
         return {
             **{name: value for name, value in given.items() if value is not None},
@@ -142,7 +144,8 @@ class Message(Body):
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        return {"role": self.role, "content": self.content}
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.content, **named}
 
 
 class ChatBody(Sampling):
@@ -152,9 +155,13 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    add_special_tokens: bool | None = None
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
+        if self.add_special_tokens:
+            text = "add_special_tokens: the chat template writes every special token of a chat"
+            raise refuse("add_special_tokens", text)
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
@@ -177,6 +184,7 @@ class CompletionBody(Sampling):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def echo_only(self) -> bool:

@@ -114,6 +114,7 @@ async def test_wrong_types_and_ranges(make_http, field, value):
         ({"messages": HI, "functions": [{}]}, "functions"),
         ({"messages": HI, "modalities": ["audio"]}, "modalities"),
         ({"messages": HI, "chat_template": "x"}, "chat_template"),
+        ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
     ],
 )
 async def test_chat_bodies(make_http, body, param):
@@ -144,6 +145,10 @@ async def test_chat_bodies(make_http, body, param):
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "echo": "yes"}, "echo"),
+        (
+            {"prompt": "a", "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
     ],
 )
 async def test_plain_bodies(make_http, body, param):
