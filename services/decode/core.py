@@ -249,7 +249,6 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
         served.remote = ticket is not None
         admitted = wire.Admitted(
             attempt=served.attempt,
-            promised_tokens=len(prefix_ids(served.request)),
             follows=served.follows,
         )
         if ticket is not None and self._runtime is not None:
@@ -266,10 +265,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
         self.leases.admitted(served)
 
     def _busy(self, served: ServedAttempt) -> None:
-        waiting = len(self._served) - 1
-        promised = self._runtime.promised_tokens if self._runtime is not None else 0
-        busy = wire.Busy(attempt=served.attempt, waiting=waiting, promised_tokens=promised)
-        self._end(served, wire.DecodeEvent(busy=busy))
+        self._end(served, wire.DecodeEvent(busy=wire.Busy(attempt=served.attempt)))
 
     def _set_timers(self, served: ServedAttempt, start: pb.Start) -> None:
         loop = asyncio.get_running_loop()

@@ -146,7 +146,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
         try:
             future.result()
         except QueueFull:
-            busy = wire.Busy(attempt=attempt, waiting=len(self._owners) - 1)
+            busy = wire.Busy(attempt=attempt)
             session.outbox.put(wire.PrefillEvent(busy=busy))
         except EngineError as error:
             too_long = isinstance(error, ContextLengthExceeded)

@@ -62,7 +62,6 @@ class JoinService(FleetServicer):
                 if not self._core.report(worker, report):
                     return
                 if report.HasField("heartbeat"):
-                    echo = fleet_pb2.HeartbeatEcho(step=report.heartbeat.step)
-                    yield fleet_pb2.JoinReply(echo=echo)
+                    yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())
         finally:
             self._core.left(worker, lease)

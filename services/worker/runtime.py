@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 Snapshot = tuple[pb.Load, list[bytes], list[bytes]]  # load, prefix hashes added and removed
 DATA_BIND = "127.0.0.1:0"  # where a process that only sends would listen
-SAME_HOST = {"shm", "cuda_ipc"}  # transports that work only between processes of one host
 
 
 class BlockAudit:
@@ -139,7 +138,6 @@ class WorkerRuntime(ABC):
             card=message,
             transports=transports,
             wire_version=WIRE_VERSION,
-            host_id=host_id(self._shm_folder) if SAME_HOST & {*transports} else "",
             encrypt_kv=self._settings.encrypt_kv,
         )
         self.figures = {
@@ -227,7 +225,6 @@ def load_of(
         blocks_held=stats.held_blocks,
         blocks_parked=stats.parked_blocks,
         oldest_s=stats.oldest_s,
-        step=stats.step,
         prefill_tokens_s=stats.prefill_tokens_s,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
@@ -256,14 +253,3 @@ def shm_folder(configured: str) -> str:
         return ""
     mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return str(folder) if mine and not found.st_mode & 0o077 else ""
-
-
-def host_id(folder: str) -> str:
-    """Equal on processes that see the same folder of the same running kernel."""
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        where = os.stat(folder)
-    except OSError:
-        return ""
-    return f"{kernel}/{where.st_dev:x}.{where.st_ino:x}" if folder else ""

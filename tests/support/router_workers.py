@@ -250,7 +250,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
             self.busy -= 1
             self.put(wire.DecodeEvent(busy=wire.Busy(attempt=attempt)))
             return
-        admitted = wire.Admitted(attempt=attempt, promised_tokens=len(prompt))
+        admitted = wire.Admitted(attempt=attempt)
         if message.prefill_boot:
             self.arrived[attempt] = asyncio.Event()
             admitted.ticket.id = attempt

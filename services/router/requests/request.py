@@ -403,7 +403,6 @@ class RoutedRequest:
             request=self.id,
             epoch=self.state.epoch,
             placement=self.placement,
-            prefill_address=_address(assignment.prefill, ""),
             crash_count=self.state.crash_count,
         )
         self._effects.emit(self, RequestEvent(placed=placed))

@@ -234,9 +234,8 @@ def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
         for attempt in attempts[:4]:
             await pair.decode.wait("admitted", attempt)
         for attempt in attempts[4:]:
-            busy = await pair.decode.wait("busy", attempt)
-            assert busy.waiting >= 4
-            assert busy.promised_tokens == 256
+            await pair.decode.wait("busy", attempt)
+        assert (await snapshot(pair))[0].promised_tokens == 256
         for attempt in attempts:
             pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt)))
         again = pair.admit(prompt(60))

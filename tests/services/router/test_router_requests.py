@@ -31,7 +31,6 @@ async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expecte
         assert gateway.events[request][0].WhichOneof("event") == "placed"
         placed = gateway.of(request, "placed")[0]
         assert placed.placement.decode_boot == decode.boot
-        assert placed.prefill_address == (prefill.address if remote else "")
     assert list(prefill.ids.values()) == [LONG[:-1]]
     view = cluster.router.core.view()
     assert (view.prefill_local, view.prefill_remote, view.retries) == (1, 1, 0)

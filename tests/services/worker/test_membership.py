@@ -59,7 +59,7 @@ class Router(FleetServicer):
         async for report in request_iterator:
             lease.reports.append((time.monotonic(), report))
             if report.HasField("heartbeat") and self.echoes:
-                yield pb.JoinReply(echo=pb.HeartbeatEcho(step=report.heartbeat.step))
+                yield pb.JoinReply(echo=pb.HeartbeatEcho())
             if lease.cut.is_set():
                 return
 
