@@ -53,7 +53,7 @@ class TextPart:
 
 
 # The kinds of content that an answer can have.
-Part = TextPart
+ContentPart = TextPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Delta:
     """What is new in one choice. `finish` is "stop" or "length", set on the last one."""
 
     choice: int
-    content: tuple[Part, ...]
+    content: tuple[ContentPart, ...]
     tokens: tuple[ScoredToken, ...]
     num_tokens: int  # generated and counted so far
     finish: str | None
 
 
-def text_of(content: Sequence[Part]) -> str:
+def text_of(content: Sequence[ContentPart]) -> str:
     """The text of a content, for answers that have nothing else."""
     return "".join(part.text for part in content)
 

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.choice import Choice, Delta, Part, ScoredToken, TextPart, score_prompt
+from pdserve.gateway.choice import Choice, ContentPart, Delta, ScoredToken, TextPart, score_prompt
 from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
@@ -77,7 +77,7 @@ class CompletionResult:
     """One whole choice."""
 
     index: int
-    content: list[Part]
+    content: list[ContentPart]
     tokens: list[ScoredToken]
     num_tokens: int
     finish: str

@@ -18,16 +18,14 @@ class AdmittedRequest:
         self._waiting = True
 
     def __enter__(self) -> "AdmittedRequest":
-        self._limits.idle.clear()
-        self._limits.open += 1
-        self._limits.waiting += 1
+        self._limits.entered()
         return self
 
     def first_token(self) -> None:
         """It is no longer without a token; may be called again."""
         if self._waiting:
             self._waiting = False
-            self._limits.waiting -= 1
+            self._limits.answered()
 
     def __exit__(
         self,
@@ -36,9 +34,7 @@ class AdmittedRequest:
         trace: TracebackType | None,
     ) -> None:
         self.first_token()
-        self._limits.open -= 1
-        if not self._limits.open:
-            self._limits.idle.set()
+        self._limits.left()
 
 
 class AdmissionLimits:
@@ -70,3 +66,21 @@ class AdmissionLimits:
         if self.waiting >= self._max_unanswered:
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
         return AdmittedRequest(self)
+
+    # called by AdmittedRequest only
+
+    def entered(self) -> None:
+        """A request is open, without a token."""
+        self.idle.clear()
+        self.open += 1
+        self.waiting += 1
+
+    def answered(self) -> None:
+        """An open request has its first token, or ends without one."""
+        self.waiting -= 1
+
+    def left(self) -> None:
+        """A request is no longer open."""
+        self.open -= 1
+        if not self.open:
+            self.idle.set()

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from pdserve.gateway.choice import Part, ScoredToken, text_of
+from pdserve.gateway.choice import ContentPart, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import CompletionBody
 from pdserve.gateway.openai.usage import usage_object
@@ -65,7 +65,7 @@ class CompletionReply:
     def _choice(
         self,
         index: int,
-        content: Sequence[Part],
+        content: Sequence[ContentPart],
         tokens: Sequence[ScoredToken],
         finish: str | None,
     ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -145,9 +145,9 @@ class LLM:
     def _default_params(self) -> SamplingParams:
         found = GenerationDefaults.from_json(json.dumps(self.card.generation_config))
         known = {
-            name: value
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            if (value := getattr(found, name)) is not None
+            field.name: value
+            for field in fields(found)
+            if (value := getattr(found, field.name)) is not None
         }
         return replace(SamplingParams(), **known)
 

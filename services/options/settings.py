@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from pdserve.engine.api.sampling_bounds import BOUNDS
 from pdserve.services.host.options import option
 
+MAX_TEMPERATURE = BOUNDS["temperature"].api.high
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -41,7 +43,9 @@ class ChatSettings(ClientSettings):
 
     model: str = option("", "model to talk to; empty: the first that the server lists")
     system: str = option("", "system message at the start")
-    temperature: float = option(-1.0, "0: greedy; below 0: the model's default", min=-1, max=2)
+    temperature: float = option(
+        -1.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
+    )
     max_tokens: int = option(0, "longest answer in tokens; 0: what the context leaves", min=0)
 
 

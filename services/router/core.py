@@ -1,4 +1,4 @@
-"""The router in one object: fleet, dispatcher and links, tied together by the loop's clock.
+"""The router in one object: the loop's clock ties fleet, dispatcher and worker sessions together.
 
 The only place that reads the clock; everything below takes time as an argument.
 """
@@ -31,11 +31,11 @@ class RouterCore:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
         self.fleet = Fleet()
-        self.links = WorkerSessions(secret, self.boot, self)
+        self.worker_sessions = WorkerSessions(secret, self.boot, self)
         self.dispatcher = Dispatcher(
             self.fleet,
             rules,
-            self.links.send,
+            self.worker_sessions.send,
             random.Random(),
             max_queued,
             self._loop.time(),
@@ -48,7 +48,7 @@ class RouterCore:
         """End sessions and timers."""
         self.ticker.cancel()
         await asyncio.gather(self.ticker, return_exceptions=True)
-        await self.links.close_all()
+        await self.worker_sessions.close_all()
 
     @property
     def draining(self) -> bool:
@@ -76,7 +76,7 @@ class RouterCore:
     def _bury(self, dead: list[Worker]) -> None:
         for worker in dead:
             log.warning("worker %s is dead", worker.hello.address)
-            self.links.close(worker)
+            self.worker_sessions.close(worker)
             self.dispatcher.disconnected(
                 worker, died=not worker.said_goodbye, now=self._loop.time()
             )
@@ -88,8 +88,8 @@ class RouterCore:
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
         self._bury(dead)
-        self.links.open(worker)
-        self.dispatcher.joined(worker, now)
+        self.worker_sessions.open(worker)
+        self.dispatcher.joined(worker)
         role = fleet_pb2.Role.Name(hello.role).lower()
         log.info("%s worker %s joined, model %s", role, hello.address, worker.model)
         return worker
@@ -126,7 +126,7 @@ class RouterCore:
         """Its stream ended."""
         self._bury(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
-    # --- Listener of the links
+    # --- SessionListener of the worker sessions
 
     def up(self, worker: Worker) -> None:
         self.dispatcher.connected(worker, self._loop.time())
@@ -150,9 +150,9 @@ class RouterCore:
 
     # --- clients
 
-    def submit(self, answer: RequestProgress, client: Client) -> None:
+    def submit(self, progress: RequestProgress, client: Client) -> None:
         """Start a request."""
-        self.dispatcher.submit(answer, client, self._loop.time())
+        self.dispatcher.submit(progress, client, self._loop.time())
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...] = ()) -> None:
         """End a request or some of its choices."""

@@ -242,7 +242,7 @@ class Dispatcher:
 
     # --- workers
 
-    def joined(self, worker: Worker, now: float) -> None:
+    def joined(self, worker: Worker) -> None:
         """A worker said hello."""
         if worker.hello.role == DECODE:
             self._models.add(worker.model)

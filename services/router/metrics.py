@@ -1,19 +1,11 @@
 """The router's own metrics, read from the core when they are asked for."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.services.router.core import RouterCore
-
-
-class Collector(Protocol):
-    """What prometheus_client's registries take."""
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics now."""
 
 
 class RouterMetrics:

@@ -110,7 +110,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             transports=["tcp"],
         )
         worker, _ = self.fleet.join(hello, self.now)
-        self.dispatcher.joined(worker, self.now)
+        self.dispatcher.joined(worker)
         self.dispatcher.connected(worker, self.now)
 
     @rule(which=st.integers(0, 5), died=st.booleans())

@@ -52,7 +52,7 @@ class SessionListener(Protocol):
         """It said something."""
 
 
-class Reach(Enum):
+class ProbeResult(Enum):
     """What a probe of a worker's port found."""
 
     OPEN = "open"
@@ -90,12 +90,12 @@ class WorkerSession:
                 log.warning("session with %s: %s", self._address, error.details())
             except Exception:
                 log.exception("the session with %s failed; it is opened anew", self._address)
-            reach = await probe(self._address)
-            if reach is Reach.REFUSED:
+            found = await probe(self._address)
+            if found is ProbeResult.REFUSED:
                 # Told from outside this task, which the listener cancels.
                 loop.call_soon(self._listener.refused, self._worker)
                 return
-            if reach is Reach.OPEN:
+            if found is ProbeResult.OPEN:
                 self._settle()
             await asyncio.sleep(retry_s)
             soon = loop.time() - began < SOON_S + retry_s
@@ -144,29 +144,29 @@ class WorkerSessions:
         self._secret = secret
         self._boot = router_boot
         self._listener = listener
-        self._links: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
+        self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
         """Begin, and keep, a session with a worker; no effect if there is one."""
-        if worker.boot not in self._links:
-            link = WorkerSession(worker, self._secret, self._boot, self._listener)
-            name = f"link {worker.hello.address}"
-            self._links[worker.boot] = (link, asyncio.create_task(link.run(), name=name))
+        if worker.boot not in self._sessions:
+            session = WorkerSession(worker, self._secret, self._boot, self._listener)
+            name = f"session {worker.hello.address}"
+            self._sessions[worker.boot] = (session, asyncio.create_task(session.run(), name=name))
 
     def send(self, worker: Worker, command: Command) -> None:
         """Queue a command; dropped while the session is down."""
-        if worker.boot in self._links:
-            self._links[worker.boot][0].send(command)
+        if worker.boot in self._sessions:
+            self._sessions[worker.boot][0].send(command)
 
     def close(self, worker: Worker) -> None:
         """End it."""
-        if worker.boot in self._links:
-            self._links.pop(worker.boot)[1].cancel()
+        if worker.boot in self._sessions:
+            self._sessions.pop(worker.boot)[1].cancel()
 
     async def close_all(self) -> None:
         """End all and wait for it."""
-        tasks = [task for _, task in self._links.values()]
-        self._links.clear()
+        tasks = [task for _, task in self._sessions.values()]
+        self._sessions.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -181,17 +181,17 @@ async def _write(
             await write(command)
 
 
-async def probe(address: str) -> Reach:
+async def probe(address: str) -> ProbeResult:
     """Whether a worker's port answers at all; silence says nothing about it."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
-        return Reach.REFUSED
+        return ProbeResult.REFUSED
     except (OSError, TimeoutError):
-        return Reach.SILENT
+        return ProbeResult.SILENT
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
-    return Reach.OPEN
+    return ProbeResult.OPEN

@@ -74,7 +74,7 @@ class World:
             **fields,
         )
         worker, _ = self.fleet.join(hello, self.now)
-        self.dispatcher.joined(worker, self.now)
+        self.dispatcher.joined(worker)
         self.dispatcher.connected(worker, self.now)
         return worker
 
