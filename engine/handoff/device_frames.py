@@ -82,11 +82,6 @@ class DeviceFrames:
     def busy(self) -> bool:
         return bool(self._pending or self._waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        """Frames whose copy has not begun."""
-        return len(self._waiting)
-
     def arrived(self, frame: ReceivedFrame) -> None:
         self._waiting.append(frame)
 

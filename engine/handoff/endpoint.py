@@ -131,9 +131,9 @@ class HandoffEndpoint(Generic[AttemptT]):
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + PROGRESS_S
-            for attempt in list(self._live.values()):
+            for attempt in self.live:
                 self._check(attempt)
-            for link in list(self._links):
+            for link in self.links:
                 self._figures(link)  # counts the seconds of its last frame
                 if link.ended:
                     del self._links[link]
@@ -213,7 +213,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _drop_link(self, link: DataLink, reason: str) -> None:
         """Ends every attempt on a closed connection."""
-        for attempt in [a for a in self._live.values() if a.link is link]:
+        for attempt in [a for a in self.live if a.link is link]:
             self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
     def _figures(self, link: DataLink) -> TransportFigures:
@@ -222,7 +222,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return figures
 
     def _close_links(self, reason: str) -> None:
-        for link in list(self._links):
+        for link in self.links:
             link.close(reason)
         self._links.clear()
 
@@ -264,7 +264,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         """
         if not link.genuine:
             return None
-        for attempt in list(self._live.values()):
+        for attempt in self.live:
             if attempt.link is None or attempt.link is link:  # a Claim comes before its link is set
                 genuine = renamed(covered, attempt.ticket.id)
                 if attempt.peer_key.matches(domain, sequence, genuine, tag):

@@ -1,5 +1,5 @@
 """The state of one attempt at decode. The engine thread owns it; threads of its connection call
-`write`, `arrives`, `landed`, `has` and `num_inside`."""
+`write`, `arrives`, `frame_done`, `has` and `num_inside`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ class IncomingHandoff(HandoffAttempt):
         self.arriving.add(header.sequence)
         return True
 
-    def landed(self, header: FrameHeader) -> None:
+    def frame_done(self, header: FrameHeader) -> None:
         """A frame was written, or is damaged or too late; any thread."""
         self.arriving.discard(header.sequence)
 

@@ -87,16 +87,16 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self.claims = ClaimQueue(
+        self._claims = ClaimQueue(
             engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self.device_frames = DeviceFrames(kv, self, self._safely)
+        self._device_frames = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
         self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
-            Action.QUEUE_CLAIM: self.claims.add,
+            Action.QUEUE_CLAIM: self._claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
@@ -163,7 +163,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def close(self) -> None:
         """Ends every attempt and connection. Call it on the engine thread, or after its end."""
         self._listeners.close()
-        for incoming in list(self._live.values()):
+        for incoming in self.live:
             self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")
         self._stop_ticker()
@@ -171,9 +171,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # the engine thread
 
     def _work(self) -> bool:
-        for granted in self.claims.granted():
+        for granted in self._claims.granted():
             self._granted(granted)
-        more = self.device_frames.poll()
+        more = self._device_frames.poll()
         for incoming in self._to_ack:
             self._safely(incoming, self._keep)
             self._acknowledge(incoming)
@@ -235,7 +235,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._note(incoming, RecordKind.WRITTEN, header.sequence, cells)
         incoming.acks.append(header.sequence)
         self._to_ack[incoming] = None
-        incoming.landed(header)
+        incoming.frame_done(header)
         self._fill(incoming)
 
     def _again(self, frame: ReceivedFrame) -> None:
@@ -245,7 +245,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def damaged(self, frame: ReceivedFrame) -> None:
         self.counters["corrupt_frames"] += 1
-        frame.attempt.landed(frame.header)
+        frame.attempt.frame_done(frame.header)
         self._figures(frame.link).refused += 1
         frame.attempt.post(messages.Nack(frame.header.sequence))
 
@@ -256,7 +256,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def late(self, frame: ReceivedFrame) -> None:
         self.counters["late_frames"] += 1
-        frame.attempt.landed(frame.header)
+        frame.attempt.frame_done(frame.header)
         self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
 
     def _fill(self, incoming: IncomingHandoff) -> None:
@@ -279,7 +279,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self.device_frames.busy:  # otherwise decode itself is slow
+        if slow and not self._device_frames.busy:  # otherwise decode itself is slow
             self._advance(attempt, HandoffEnded("prefill slow"))
 
     def _acknowledge(self, incoming: IncomingHandoff) -> None:
@@ -373,7 +373,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self.device_frames.arrived(
+            self._device_frames.arrived(
                 ReceivedFrame(incoming, link, header, payload)
             )  # the copy verifies it
             self._wake()

@@ -108,7 +108,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._spec = encode_spec(kv.spec)
         self._digest = spec_digest(kv.spec)
         self._on_ended = on_ended
-        self.transports = transports
+        self._transports = transports
         self._dialer = Dialer(transports, self)
         self._dial_threads = ThreadPoolExecutor(DIALERS, "kv-dial")
         self._peers: dict[bytes, _DecodePeer] = {}  # by decode boot
@@ -169,7 +169,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     def hand_back(self) -> None:
         """Ends the attempts that the engine has not begun: other workers may begin them sooner."""
-        for outgoing in list(self._live.values()):
+        for outgoing in self.live:
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
 
@@ -182,10 +182,10 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     def close(self) -> None:
         """Ends every attempt and connection. Call it on the engine thread, or after its end."""
-        for outgoing in list(self._live.values()):
+        for outgoing in self.live:
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
-        for transport in self.transports:
+        for transport in self._transports:
             transport.close()
         while self._inbox:
             self._inbox.popleft()()  # a connection that was just opened

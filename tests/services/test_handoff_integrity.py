@@ -12,6 +12,7 @@ import torch
 from engine_kit import fake_engine
 from fake_decoder import words
 from handoff_pair import MakePair, Pair, fresh, local, request
+from link_ends import make_transport
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages
@@ -214,8 +215,7 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         host, port = address.rsplit(":", 1)
         sock = socket.create_connection((host, int(port)))
     else:
-        (shm,) = pair.sender.transports
-        sock = shm.dial(Target("", pair.decode_boot), 1.0).sock
+        sock = make_transport(transport, tmp_path).dial(Target("", pair.decode_boot), 1.0).sock
     with sock:
         sock.settimeout(10)
         sock.sendall(bytes(record))

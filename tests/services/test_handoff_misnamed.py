@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from handoff_pair import MakePair, Pair, fresh, local, request
+from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
@@ -106,7 +106,7 @@ def test_the_end_of_an_attempt_is_heard(
     asked = fresh(request(60))
     left = change(monkeypatch, messages.Abort.TYPE, [100])
     attempt = pair.hand_off(asked)
-    pair.wait(lambda: pair.at_decode(lambda r: len(r.claims) == 1))
+    pair.wait(lambda: pair.at_decode(lambda r: len(claims_of(r)) == 1))
     ended = pair.at_prefill if side == "prefill" else pair.at_decode
     assert ended(lambda part: part.cancel(attempt, "cancel"))
     pair.wait(lambda: attempt in pair.lost and attempt in pair.sent)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from handoff_pair import MakePair, Pair, fresh, local, request
+from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
@@ -159,7 +159,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
         source.send(ticket)
     else:
         source.send(ticket)
-        pair.wait(lambda: bool(pair.receiver.claims))
+        pair.wait(lambda: bool(claims_of(pair.receiver)))
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from engine_kit import ask
-from handoff_pair import MakePair, Pair, fresh, local, promise_anything, request
+from handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
-from pdserve.engine.handoff.protocol.machine import Action, Phase
+from pdserve.engine.handoff.protocol.machine import Action
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
@@ -196,7 +196,9 @@ def test_a_claim_waits_for_blocks_and_then_goes_on(make_pair: MakePair) -> None:
     pair.wait(lambda: hog.key in pair.tokens)
     pair.start(asked, ticket)
     waited = []
-    pair.wait(lambda: waited.append(len(pair.receiver.claims)) or ticket.attempt in pair.received)
+    pair.wait(
+        lambda: waited.append(len(claims_of(pair.receiver))) or ticket.attempt in pair.received
+    )
     assert pair.received[ticket.attempt].times.granted > 0
     assert pair.answer(asked) == local(asked)
     assert pair.answer(hog) == local(hog)
@@ -216,7 +218,7 @@ def test_a_waiting_claim_keeps_fifo_order(
         assert ticket is not None
         pair.start(one, ticket)
         pair.wait(lambda t=ticket: pair.receiver.attempt(t.attempt).state.linked)
-    assert [a.state.phase for a in pair.receiver.claims] == [Phase.CLAIMED] * 2
+    assert [a.request.key for a in claims_of(pair.receiver)] == [large.key, small.key]
     assert not pair.received, "the small one fits, but the head is first"
     pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
     pair.decode_thread.wake()

@@ -60,8 +60,8 @@ def verified(pair: Pair, attempt: bytes) -> int:
 
 def cut_off(pair: Pair) -> None:
     """What decode sees of a prefill that is killed."""
-    for link in pair.receiver.links:
-        link.wire.interrupt()
+    for link in pair.sender.links:
+        link.end("killed")
 
 
 def lose(pair: Pair, asked: Request, tokens: int) -> int:

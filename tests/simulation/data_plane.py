@@ -161,8 +161,8 @@ class SimLink(DataLink):
         super().push(*jobs)
         self._pump_soon()
 
-    def landed(self, slot: int, mark: bytes) -> bool:
-        known = super().landed(slot, mark)
+    def slot_returned(self, slot: int, mark: bytes) -> bool:
+        known = super().slot_returned(slot, mark)
         self._pump_soon()
         return known
 

@@ -14,10 +14,11 @@ from fake_device import FakeDevice
 
 from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.incoming import IncomingHandoff, Received
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol.machine import Phase
 from pdserve.engine.handoff.protocol.promises import Promises
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder.event_log import EventLog
@@ -29,6 +30,11 @@ from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports
 
 INF = float("inf")
+
+
+def claims_of(receiver: Receiver) -> list[IncomingHandoff]:
+    """The attempts whose Claims wait for blocks, oldest attempt first."""
+    return [one for one in receiver.live if one.state.phase is Phase.CLAIMED]
 
 
 class Pair:

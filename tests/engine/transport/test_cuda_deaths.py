@@ -79,7 +79,7 @@ def take(source: Any) -> tuple[bool, np.ndarray]:
 
 
 def window_of(ends: Ends, link: int) -> Any:
-    return ends.decode.links[link].wire._window  # type: ignore[attr-defined]
+    return ends.decode.wires[link]._window  # type: ignore[attr-defined]
 
 
 def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:

@@ -37,9 +37,23 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
     made.close()
 
 
-def dialer(folder: Path, device: Callable[[], FakeDevice], choice: str = "cuda_ipc") -> Dialer:
+class ClosingDialer(Dialer):
+    """A Dialer that has its transports to itself."""
+
+    def __init__(self, transports: list[KvTransport]) -> None:
+        super().__init__(transports, Recorder())
+        self._owned = transports
+
+    def close(self) -> None:
+        for transport in self._owned:
+            transport.close()
+
+
+def dialer(
+    folder: Path, device: Callable[[], FakeDevice], choice: str = "cuda_ipc"
+) -> ClosingDialer:
     options = TransportOptions("", str(folder), SLOT_BYTES, device, SLOT_BYTES)
-    return Dialer(make_transports(choice, options), Recorder())
+    return ClosingDialer(make_transports(choice, options))
 
 
 def refused(
@@ -65,8 +79,7 @@ def refused(
         assert any("cuda_ipc.wires" in r.name for r in said), "decode's log"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 def test_another_gpu(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,8 +99,7 @@ def test_a_gpu_with_peer_access_is_used(ends: Ends, tmp_path: Path) -> None:
     link = dial.dial(ends.target, replace(HELLO, transport="cuda_ipc"))
     assert device.num["out"] == 1, "the 4 KiB"
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 @pytest.mark.parametrize("name", ["pid_namespace", "ipc_namespace"])
@@ -184,8 +196,7 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(TransportRefused, match="window_memory: out of memory"):
         second.dial(ends.target, HELLO)
     assert first.open
-    for transport in second.transports:
-        transport.close()
+    second.close()
     ends.close()
 
 
@@ -215,8 +226,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     wait_until(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
     link = dial.dial(ends.target, HELLO)
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 def broken() -> FakeDevice:
@@ -264,8 +274,7 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     link = dial.dial(cuda.target, HELLO)
     assert link.transport == "cuda_ipc"
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
     cuda.close()
     far = dialer(tmp_path, lambda: FakeDevice(OTHER), "auto")
     link = far.dial(shm.target, HELLO)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
+from handoff_pair import claims_of
 from worker_kit import Pair, SessionClient, prompt
 
 from pdserve.engine.api.request import Request, SamplingParams
@@ -122,7 +123,7 @@ async def claiming(pair: Pair) -> bytes:
     hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
     attempt = await pair.hand_off(prompt(LONG))
     part: Any = pair.decode_worker.runtime
-    await eventually(lambda: part.receiver.claims)
+    await eventually(lambda: claims_of(part.receiver))
     assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
     assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt

@@ -223,9 +223,9 @@ def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: 
         if how == "cancelled":
             pair.decode.send(wire.DecodeCommand(cancel=cancel))
         elif how == "lost":
-            part: Any = pair.decode_worker.runtime
-            for link in list(part.receiver.links):
-                link.wire.interrupt()
+            part: Any = pair.prefill_worker.runtime
+            for link in part.sender.links:
+                link.end("killed")
         for attempt in others:
             again = await pair.decode.wait("place_again", attempt)
             assert CHUNK <= again.tokens < 199
