@@ -72,7 +72,9 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
 class HandoffEndpoint(Generic[AttemptT]):
-    """`wake` makes the engine thread call `poll`; `progress` gives (its step counter, has work).
+    """`wake` makes the engine thread call `poll`; `liveness` gives the engine thread's
+    liveness counter.
+
 
     A subclass maps every action that the machine gives its side to a method.
     """
@@ -82,14 +84,14 @@ class HandoffEndpoint(Generic[AttemptT]):
     def __init__(
         self,
         wake: Callable[[], None],
-        progress: Callable[[], tuple[int, bool]],
+        liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds to it
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
-        self._progress = progress
+        self._liveness = liveness
         self._clock = clock
         self._event_log = event_log or EventLog()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
@@ -275,8 +277,8 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """Handles a message that both sides may get; False if it is another one."""
         match message.body:
-            case messages.Progress(steps, busy):
-                attempt.progress = PeerProgress(self._clock(), steps, busy)
+            case messages.Progress(liveness):
+                attempt.progress = PeerProgress(self._clock(), liveness)
             case messages.Abort(reason):
                 end = HandoffEnded(f"peer: {reason}", peer_notified=True)
                 self._post(partial(self._advance, attempt, end))
@@ -296,11 +298,11 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._beat()
 
     def _beat(self) -> None:
-        live = list(self._live.values())
-        steps, busy = self._progress()
+        live = self.live
+        liveness = self._liveness()
         for attempt in live:
             if attempt.state.linked:
-                attempt.post(messages.Progress(steps, busy))
+                attempt.post(messages.Progress(liveness))
         if live:
             self._wake()
 

@@ -70,13 +70,13 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         on_lost: Callable[[bytes, str], None],
         on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, before: None,
         wake: Callable[[], None],
-        progress: Callable[[], tuple[int, bool]],
+        liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         mixing: Mixing = NO_MIXING,
         encrypted: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock, event_log)
+        super().__init__(wake, liveness, clock, event_log)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
@@ -247,7 +247,6 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self.counters["corrupt_frames"] += 1
         frame.attempt.frame_done(frame.header)
         self._figures(frame.link).refused += 1
-        frame.attempt.post(messages.Nack(frame.header.sequence))
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
         self.counters["unfit_frames"] += 1

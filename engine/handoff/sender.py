@@ -94,12 +94,12 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         identity: KvIdentity,
         on_ended: Callable[[Sent], None],
         wake: Callable[[], None],
-        progress: Callable[[], tuple[int, bool]],
+        liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         encrypted: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock, event_log)
+        super().__init__(wake, liveness, clock, event_log)
         self._engine = engine
         self._kv = kv
         self._boot = boot

@@ -51,7 +51,7 @@ def test_posted_requests_run_in_order_of_posting() -> None:
         assert future.result(WAIT_S) is None
         listener.wait_for("a")
         assert order == list(range(5))
-        assert thread.steps > 0
+        assert thread.liveness > 0
     assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(engine)
 
@@ -110,9 +110,9 @@ def test_polls_run_between_steps_and_while_they_have_more() -> None:
 def test_an_idle_thread_does_not_spin() -> None:
     with running(fake_engine(), Listener()) as thread:
         thread.post(lambda _: None).result(WAIT_S)
-        turns = thread.post(lambda _: thread.steps).result(WAIT_S)
+        turns = thread.post(lambda _: thread.liveness).result(WAIT_S)
         threading.Event().wait(0.2)
-        assert thread.post(lambda _: thread.steps).result(WAIT_S) <= turns + 3
+        assert thread.post(lambda _: thread.liveness).result(WAIT_S) <= turns + 3
 
 
 def test_close_cancels_what_is_posted_and_ends() -> None:
@@ -185,12 +185,12 @@ def test_steps_advance_while_work_waits_for_blocks(monkeypatch: pytest.MonkeyPat
         reservation = thread.post(lambda e: e.reserve(ask("r", range(12), max_tokens=1)))
         held = reservation.result(WAIT_S)
         thread.post(lambda e: e.submit(ask("a", range(12), max_tokens=1))).result(WAIT_S)
-        before, deadline = thread.steps, threading.Event()
+        before, deadline = thread.liveness, threading.Event()
         for _ in range(200):
-            if thread.steps > before + 3:
+            if thread.liveness > before + 3:
                 break
             deadline.wait(0.01)
-        assert thread.steps > before + 3
+        assert thread.liveness > before + 3
         assert not listener.events
         thread.post(lambda e: e.release(held))
         listener.wait_for("a")

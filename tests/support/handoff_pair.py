@@ -76,7 +76,7 @@ class Pair:
             on_lost=lambda attempt, reason: self._lost(attempt, reason),
             on_verified=self._verified,
             wake=self.decode_thread.wake,
-            progress=lambda: (self.decode_thread.steps, True),
+            liveness=lambda: self.decode_thread.liveness,
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
             event_log=EventLog(self.rings[0]),
@@ -89,7 +89,7 @@ class Pair:
             identity=prefill.kv_identity,
             on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
             wake=self.prefill_thread.wake,
-            progress=lambda: (self.prefill_thread.steps, True),
+            liveness=lambda: self.prefill_thread.liveness,
             encrypted=encrypted,
             event_log=EventLog(self.rings[1]),
         )

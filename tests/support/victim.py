@@ -74,7 +74,7 @@ class Victim:
             on_received=self.received.append,
             on_lost=self._lost,
             wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
+            liveness=lambda: self.thread.liveness,
             encrypted=encrypted,
         )
         options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)

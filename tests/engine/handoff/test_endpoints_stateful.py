@@ -49,7 +49,7 @@ class ShellsMachine(RuleBasedStateMachine):
             on_received=self.on_received,
             on_lost=self.on_lost,
             wake=lambda: None,
-            progress=lambda: (self.steps, True),
+            liveness=lambda: self.steps,
             clock=self.clock,
         )
         self.workers = [Worker(self, BLOCKS, WINDOW), Worker(self, BLOCKS, WINDOW)]
@@ -123,7 +123,7 @@ class ShellsMachine(RuleBasedStateMachine):
             self.next_tick[side] = self.now + PROGRESS_S
             for attempt in side.live:
                 if attempt.state.linked:
-                    attempt.post(messages.Progress(self.steps, True))
+                    attempt.post(messages.Progress(self.steps))
 
     def step_decode(self) -> bool:
         self.steps += 1

@@ -172,7 +172,7 @@ class World:
             on_received=lambda received: None,
             on_lost=lambda attempt, reason: self.lost.append(reason),
             wake=self._wake,
-            progress=lambda: (0, True),
+            liveness=lambda: 0,
         )
         self.attempt = os.urandom(16)
         request = ask(self.attempt.hex(), range(TOKENS + 1))

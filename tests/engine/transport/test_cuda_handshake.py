@@ -192,7 +192,7 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     first = ends.dial(Recorder())
     wait_until(lambda: len(ends.decode.messages) == 1)
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, FakeDevice, SLOT_BYTES)
-    second = Dialer([CudaIpcTransport(options)], Recorder())
+    second = ClosingDialer([CudaIpcTransport(options)])
     with pytest.raises(TransportRefused, match="window_memory: out of memory"):
         second.dial(ends.target, HELLO)
     assert first.open

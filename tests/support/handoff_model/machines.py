@@ -52,10 +52,10 @@ HANDOFF_EVENTS: dict[str, tuple[tuple[Event, float], ...]] = {
     "silent": ((Tick(), SILENCE_S),),
     "no progress": (
         (Heard(FROZEN_S), FROZEN_S),
-        (PeerProgress(FROZEN_S, -1, True), FROZEN_S),
+        (PeerProgress(FROZEN_S, -1), FROZEN_S),
         (Tick(), FROZEN_S),
     ),
-    "alive": ((Heard(SILENCE_S), SILENCE_S), (PeerProgress(FROZEN_S, 0, True), 0.0), (Tick(), 0.5)),
+    "alive": ((Heard(SILENCE_S), SILENCE_S), (PeerProgress(FROZEN_S, 0), 0.0), (Tick(), 0.5)),
     "deadline": ((Tick(), DEADLINE),),
 }
 
