@@ -88,7 +88,8 @@ class HandoffEndpoint(Generic[AttemptT]):
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
-        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds to it
+        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; `_count` adds to it
+        self._counting = threading.Lock()
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._liveness = liveness
@@ -122,6 +123,11 @@ class HandoffEndpoint(Generic[AttemptT]):
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    def _count(self, name: str) -> None:
+        """Adds one to a counter; any thread may call it."""
+        with self._counting:
+            self.counters[name] += 1
 
     # the engine thread
 
@@ -181,7 +187,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._by_attempt.pop(attempt.ticket.attempt, None)
         for action in actions:
             if action is Action.COUNT_STALE:
-                self.counters["stale"] += 1
+                self._count("stale")
             elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
                 attempt.state = before
                 self._note(attempt, RecordKind.UNDONE)
@@ -246,12 +252,13 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return None
             domain, covered = Domain.CONTROL, message.covered
             attempt = self._signer(link, domain, message.sequence, covered, message.tag)
-            self.counters["stale"] += attempt is None
+            if attempt is None:
+                self._count("stale")
             return attempt
         if attempt.link is not None and attempt.link is not link:
             raise FrameError("a message of another connection's attempt")
         if not message.genuine(attempt.peer_key):
-            self.counters["refused"] += 1
+            self._count("refused")
             raise FrameError("control message with a bad tag")
         return attempt
 
@@ -270,7 +277,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             if attempt.link is None or attempt.link is link:  # a Claim comes before its link is set
                 genuine = renamed(covered, attempt.ticket.id)
                 if attempt.peer_key.matches(domain, sequence, genuine, tag):
-                    self.counters["misnamed"] += 1
+                    self._count("misnamed")
                     return attempt
         return None
 

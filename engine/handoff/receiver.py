@@ -92,7 +92,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         )
         self._device_frames = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
-        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
+        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self._count)
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
@@ -244,17 +244,20 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self.accepted(frame, None)
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        self.counters["corrupt_frames"] += 1
-        frame.attempt.frame_done(frame.header)
+        _ask_again(frame)
+        self._count_damaged(frame)
+
+    def _count_damaged(self, frame: ReceivedFrame) -> None:
+        self._count("corrupt_frames")
         self._figures(frame.link).refused += 1
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        self.counters["unfit_frames"] += 1
+        self._count("unfit_frames")
         self._figures(frame.link).refused += 1
         self._advance(frame.attempt, HandoffEnded(f"frame: {error}"))
 
     def late(self, frame: ReceivedFrame) -> None:
-        self.counters["late_frames"] += 1
+        self._count("late_frames")
         frame.attempt.frame_done(frame.header)
         self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
 
@@ -307,7 +310,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         assert incoming.reservation is not None
         assert incoming.link is not None
         cached = max(incoming.reservation.cached_tokens, incoming.prefill_cached)
-        self.counters["inexact"] += bool(incoming.sender)
+        if incoming.sender:
+            self._count("inexact")
         self._on_received(
             Received(
                 incoming.ticket.attempt,
@@ -352,14 +356,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if incoming is None or incoming.link is not link:
             if signer := self._signer(link, Domain.HEADER, header.sequence, covered, tag):
                 signer.post(messages.Nack(header.sequence))
-            self.counters["late_frames" if signer is None else "refused"] += 1
+            self._count("late_frames" if signer is None else "refused")
             return False
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
-            self.counters["refused"] += 1
+            self._count("refused")
             raise FrameError("frame header with a bad tag")
         if incoming.arrives(header):
             return True
-        self.counters["duplicate_frames"] += 1
+        self._count("duplicate_frames")
         if incoming.has(header):  # a written one is acknowledged like the first
             self._hear(ReceivedFrame(incoming, link, header), self._again)
         return False
@@ -367,7 +371,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
         if incoming is None:
-            self.counters["late_frames"] += 1
+            self._count("late_frames")
             if link.direct:
                 link.credit(header)
             return
@@ -381,7 +385,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         tag, sealed = header.payload_tag, self._compatibility.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            self.damaged(frame)
+            _ask_again(frame)
+            self._hear(frame, self._count_damaged)
             return
         before = incoming.num_inside
         try:
@@ -401,6 +406,12 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     ) -> None:
         """Calls `what(frame)` on the engine thread."""
         self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
+
+
+def _ask_again(frame: ReceivedFrame) -> None:
+    """Prefill sends that frame again; any thread may call it."""
+    frame.attempt.frame_done(frame.header)
+    frame.attempt.post(messages.Nack(frame.header.sequence))
 
 
 def _fail(frame: ReceivedFrame, error: Exception) -> None:

@@ -297,19 +297,19 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
     def _acknowledged(self, outgoing: OutgoingHandoff, sequences: tuple[int, ...]) -> None:
         for sequence in sequences:
             if outgoing.answered(sequence) is None:
-                self.counters["stale"] += 1
+                self._count("stale")
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
         """Decode read something else than was signed: sends it again, a few times at most."""
         found = outgoing.answered(sequence)
         if found is None or not outgoing.state.holds or outgoing.link is None:
-            self.counters["stale"] += 1
+            self._count("stale")
             return
         piece, resends = found.piece, found.resends + 1
         if resends > MAX_RESENDS:
             self._advance(outgoing, HandoffEnded(f"a frame was refused {resends} times"))
             return
-        self.counters["resent"] += 1
+        self._count("resent")
         table = self._engine.held_blocks(outgoing.key)[piece.group]
         outgoing.push(self._kv, [piece], table, resends)
 

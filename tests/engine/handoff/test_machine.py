@@ -131,7 +131,7 @@ def test_a_peer_is_frozen_only_by_what_passed_since_the_claim(event: Claimed | P
         assert state.reason == reason
 
 
-def test_idle_peer_is_not_frozen() -> None:
+def test_a_peer_whose_counter_moves_is_not_frozen() -> None:
     state = run(receive(), Claimed())[0]
     for i in range(100):
         now = i * 0.5
