@@ -5,7 +5,8 @@ from the start.
 Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
 and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the
 attempt's end. A prefill_only request is never preempted (scheduling/job_table.py), so the bytes of
-a block do not change between its first frame and a resend.
+a block do not change between its first frame and a resend. The module is longer than 400 lines
+since one object carries out every action of its side: cut in two, an attempt had two writers.
 """
 
 import logging
