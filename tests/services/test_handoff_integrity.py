@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_kit import fake_engine
 from fake_decoder import words
-from handoff_pair import MakePair, Pair, fresh, local, request
+from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, fresh, local, request
 from link_ends import make_transport
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
@@ -24,7 +24,7 @@ from pdserve.engine.transport.base import Frame, Target
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
-HOST_TRANSPORTS = [name for name, found in transports().items() if not found.direct]
+HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]
 OURS = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
 OTHER_WEIGHTS = replace(OURS, digest=b"w" * 16, weights="bb", quantization="Q8_0")
 OTHER_NUMERICS = replace(OURS, digest=b"n" * 16, numerics="native")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
+from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
@@ -51,7 +51,7 @@ def hand_over(pair: Pair, length: int, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "encrypted"),
-    [(n, sealed) for n, found in transports().items() for sealed in {False, not found.direct}],
+    [(n, sealed) for n in transports() for sealed in {False, n not in DIRECT_TRANSPORTS}],
 )
 @pytest.mark.parametrize("length", [9, 200], ids=["one frame", "many"])
 def test_a_frame_is_asked_for_again(

@@ -30,6 +30,7 @@ from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports
 
 INF = float("inf")
+DIRECT_TRANSPORTS = {"cuda_ipc"}  # whose payloads stay on a device, so cannot be encrypted
 
 
 def claims_of(receiver: Receiver) -> list[IncomingHandoff]:

@@ -206,7 +206,7 @@ def test_decode_without_memory_does_not_listen(tmp_path: Path) -> None:
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, lambda: device, SLOT_BYTES)
     with pytest.raises(TransportRefused, match="window_memory: out of memory") as caught:
         CudaIpcTransport(options).listen(BOOT, lambda wire: None)
-    assert caught.value.reason == "window_memory"
+    assert str(caught.value).startswith("window_memory: ")
     assert not list(tmp_path.iterdir())
 
 
@@ -250,7 +250,7 @@ def test_without_a_device(
     for call in calls:
         with pytest.raises(TransportRefused, match=f"no_device: .*{text}") as caught:
             call()
-        assert caught.value.reason == "no_device"
+        assert str(caught.value).startswith("no_device: ")
     assert not list(tmp_path.iterdir())
 
 
