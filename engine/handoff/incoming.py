@@ -12,7 +12,7 @@ from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
 from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.handoff.slow_peer import SlowPeerDetector, granted
+from pdserve.engine.handoff.slow_peer import SlowPeerDetector
 from pdserve.engine.kv.spec import KvSpec
 
 
@@ -98,7 +98,7 @@ class IncomingHandoff(HandoffAttempt):
         self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape))
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
-        self.slow_peer = granted(now)
+        self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
         """Reader thread: a genuine record has come. False if it came before, or all it has."""

@@ -5,6 +5,8 @@ The engine thread runs the machine and owns every attempt. A connection's thread
 payload and writes it into the attempt's blocks, under a lock that freeing them takes first
 (open_blocks.py); it tells the engine thread afterwards. On a device the engine thread begins the
 copies (device_frames.py). Frames of an attempt that has ended are not written anywhere.
+The module is longer than 400 lines since one object carries out every action of its side: cut in
+two, an attempt had two writers.
 """
 
 import os
@@ -175,7 +177,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._granted(granted)
         more = self._device_frames.poll()
         for incoming in self._to_ack:
-            self._safely(incoming, self._keep)
+            self._safely(incoming, self._cache_verified)
             self._acknowledge(incoming)
         self._to_ack.clear()
         return more
@@ -186,7 +188,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         blocks = sum(map(len, incoming.reservation.blocks))
         self._note(incoming, RecordKind.TAKEN, blocks, incoming.bitmap.num_missing)
         self._advance(incoming, Reserved())
-        self._fill(incoming)
+        self._commit_if_complete(incoming)
 
     def _claim(
         self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, at: float
@@ -236,7 +238,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         incoming.acks.append(header.sequence)
         self._to_ack[incoming] = None
         incoming.frame_done(header)
-        self._fill(incoming)
+        self._commit_if_complete(incoming)
 
     def _again(self, frame: ReceivedFrame) -> None:
         """A duplicate of a written frame has arrived."""
@@ -261,12 +263,12 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         frame.attempt.frame_done(frame.header)
         self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
 
-    def _fill(self, incoming: IncomingHandoff) -> None:
+    def _commit_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
             incoming.acks.clear()  # Complete acknowledges all frames
             self._advance(incoming, Filled())
 
-    def _keep(self, incoming: IncomingHandoff) -> None:
+    def _cache_verified(self, incoming: IncomingHandoff) -> None:
         """Blocks that are verified in all layers enter the prefix cache at once. They outlive the
         attempt, so the next try begins there."""
         if not incoming.state.holds:
@@ -365,7 +367,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             return True
         self._count("duplicate_frames")
         if incoming.has(header):  # a written one is acknowledged like the first
-            self._hear(ReceivedFrame(incoming, link, header), self._again)
+            self._on_engine_thread(ReceivedFrame(incoming, link, header), self._again)
         return False
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
@@ -386,22 +388,22 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
             _ask_again(frame)
-            self._hear(frame, self._count_damaged)
+            self._on_engine_thread(frame, self._count_damaged)
             return
         before = incoming.num_inside
         try:
             piece = incoming.write(self._kv, header, verified)
         except BlocksLeft:
-            self._hear(frame, self.late)
+            self._on_engine_thread(frame, self.late)
         except FrameError as err:
-            self._hear(frame, partial(self.refused, error=err))
+            self._on_engine_thread(frame, partial(self.refused, error=err))
         except Exception as err:
-            self._hear(frame, partial(_fail, error=err))
+            self._on_engine_thread(frame, partial(_fail, error=err))
         else:  # wake the engine thread only for a whole chunk
             wake = piece is None or incoming.num_inside > before
-            self._hear(frame, partial(self.accepted, written=piece), wake)
+            self._on_engine_thread(frame, partial(self.accepted, written=piece), wake)
 
-    def _hear(
+    def _on_engine_thread(
         self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
         """Calls `what(frame)` on the engine thread."""

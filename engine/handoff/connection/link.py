@@ -243,9 +243,9 @@ class DataLink:
     def _read_loop(self) -> None:
         try:
             if not self._genuine:
-                self._hear_out()
+                self._check_hello()
             while True:
-                self._turn()
+                self._read_and_credit()
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
@@ -255,7 +255,7 @@ class DataLink:
             self._writer.join()
             self._wire.close()
 
-    def _hear_out(self) -> None:
+    def _check_hello(self) -> None:
         self._wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
@@ -286,7 +286,7 @@ class DataLink:
             while True:
                 self._wire.take(1)
 
-    def _turn(self) -> None:
+    def _read_and_credit(self) -> None:
         """Reads a record, then posts the credits if no more records wait."""
         self._read_record()
         if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
