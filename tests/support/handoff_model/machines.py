@@ -121,7 +121,7 @@ class Handoffs(States[Handoff]):
             for event, now in HANDOFF_EVENTS[name]:
                 state, actions = self._step(state, event, now)
                 done += actions
-            state = replace(state, heard=0.0, moved=0.0, steps=-1, reason="")
+            state = replace(state, heard=0.0, moved=0.0, liveness=-1, reason="")
             found = self._steps[key] = self.number(state), tuple(done)
         return found
 
