@@ -202,10 +202,11 @@ def file_graph(known: dict[str, Path]) -> dict[str, set[str]]:
         graph[name] = set()
         for imported in absolute_imports(path):
             target = imported.removeprefix("pdserve.")
-            if target not in known:
-                target = target.rpartition(".")[0]
-            if target in known and target != name:
-                graph[name].add(target)
+            beside = ".".join([*name.split(".")[:-1], target])  # a script's folder comes first
+            whole = [beside, target, target.rpartition(".")[0]]
+            found = next((one for one in whole if one in known), name)
+            if found != name:
+                graph[name].add(found)
     return graph
 
 
@@ -238,6 +239,13 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 def test_a_circle_is_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
     assert list(circles(graph)) == [["a", "b", "c"]]
+
+
+def test_scripts_of_one_folder_import_each_other_by_plain_name(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from b import x")
+    (tmp_path / "b.py").write_text("def f():\n    from a import x")
+    graph = file_graph({f"cpu.{name}": tmp_path / f"{name}.py" for name in "ab"})
+    assert graph == {"cpu.a": {"cpu.b"}, "cpu.b": {"cpu.a"}}
 
 
 @pytest.mark.parametrize("places", [PRODUCT, ("benchmarks",)], ids=["product", "benchmarks"])

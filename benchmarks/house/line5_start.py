@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks/cpu"))
 
 import bench  # noqa: E402
-import peers  # noqa: E402
+import weights  # noqa: E402
 from main.line1_fresh_clone import run_and_ask  # noqa: E402
 from main.line6_start import first_token_s  # noqa: E402
 from pytest_line import run_tests  # noqa: E402
@@ -35,7 +35,7 @@ def first_token() -> dict[str, Any]:
 
 
 def start() -> dict[str, Any]:
-    peers.install()
+    weights.prepare()
     rows = bench.measure((), set(bench.START_ROWS), PAIRS, any_load=False)["rows"]
     most = dict(zip(bench.START_ROWS, (MOST_RSS, MOST_READY), strict=True))
     ratios = {name: rows[name]["ratio"]["median"] for name in most}
