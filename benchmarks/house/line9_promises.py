@@ -15,26 +15,26 @@ from accept import (
     HERE,
     SKIPPED,
     UNMEASURED,
+    committed_records,
     exit_code,
     git,
     judged,
     number,
     skipped_parts,
-    source_tree,
+    tree_of,
 )
 
 TOPICS = ("main", "cpu", "handoff")
 
 
 def last_records(topic: str) -> dict[str, dict[str, Any]]:
-    path = HERE / "results" / f"accept-{topic}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(record := json.loads(text))["line"]: judged(record) for text in lines if text.strip()}
+    records = committed_records(HERE / "results" / f"accept-{topic}.jsonl")
+    return {record["line"]: record for record in records}
 
 
 def changed_since(commit: str) -> dict[str, int]:
     """Changed files by folder, other than results and prose."""
-    names = git("diff", "--name-only", commit.removesuffix("-dirty"), "HEAD").splitlines()
+    names = git("diff", "--name-only", commit, "HEAD").splitlines()
     kept = [name for name in names if not name.startswith(UNMEASURED)]
     return dict(Counter("/".join(name.split("/")[:2]) for name in kept).most_common(12))
 
@@ -51,12 +51,11 @@ def stands(record: dict[str, Any] | None, tree: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    tree = source_tree()
     topics: dict[str, dict[str, Any]] = {}
     for topic in TOPICS:
         records = last_records(topic)
         modules = sorted((HERE / topic).glob("line*_*.py"), key=number)
-        topics[topic] = {m.stem: stands(records.get(m.stem), tree) for m in modules}
+        topics[topic] = {m.stem: stands(records.get(m.stem), tree_of(m)) for m in modules}
     lines = [line for found in topics.values() for line in found.values()]
     earlier = sorted({line["commit"] for line in lines if "skipped" in line})
     changed = {commit: changed_since(commit) for commit in earlier}
