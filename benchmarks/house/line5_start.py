@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,22 @@ def installed() -> dict[str, Any]:
     }
 
 
+def without_torch() -> dict[str, Any]:
+    return run_tests("tests", "-k", "torch and not kernels")
+
+
+def tried(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its figures, or why there are none: no network, or a busy machine, which is a SystemExit."""
+    try:
+        return part()
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
 def main() -> None:
-    figures: dict[str, Any] = {
-        "without_torch": run_tests("tests", "-k", "torch and not kernels"),
-        "first_token": first_token(),
-        "installed": installed(),
-        "start": start(),
-    }
+    parts = (without_torch, first_token, installed, start)
+    figures = {part.__name__: tried(part) for part in parts}
     print(json.dumps({"ok": all(part["ok"] for part in figures.values()), **figures}))
 
 
