@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import accept
+import gone_tests
 import psutil
 import pytest
 from eventually import wait_until
@@ -205,3 +206,14 @@ def test_a_promise_stands_on_this_tree_alone() -> None:
     assert "no namespaces" in stands(part, "tree")["skipped"]
     assert not stands(held | {"verdict": "failed"}, "tree")["ok"]
     assert not stands(None, "tree")["ok"]
+
+
+def test_a_test_that_is_gone_needs_a_successor() -> None:
+    successors = [one for found in gone_tests.GONE.values() for one in found]
+    before = ["test_kept", "test_twice", "test_twice", *gone_tests.GONE]
+    assert gone_tests.missing(before, [*successors, "test_kept", "test_twice"]).keys() == {
+        "test_twice"
+    }
+    lost = gone_tests.missing([], successors[1:])
+    assert list(lost) == [next(iter(gone_tests.GONE))]
+    assert successors[0] in lost[next(iter(gone_tests.GONE))]
