@@ -30,6 +30,9 @@ GONE = {
     "test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike": (
         "test_a_worker_that_dies_after_its_session_broke_counts_as_a_crash",
     ),
+    "test_where_it_ran_and_its_strikes_travel_with_it": (
+        "test_where_it_ran_and_its_crashes_travel_with_it",
+    ),
     "test_without_kin_it_ends_with_a_typed_error": (
         "test_without_a_compatible_worker_it_ends_with_a_typed_error",
     ),
