@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_kit import fake_engine
+from eventually import LIMIT_S
 from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
@@ -198,7 +199,7 @@ def test_other_models_are_refused_and_named(
 
 def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
     asked = request(60)
     promise_anything(monkeypatch)
     ticket = pair.admit(asked, time.monotonic() + 0.3)
@@ -207,7 +208,7 @@ def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.Mon
     pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
     assert pair.lost[ticket.attempt] == "deadline"
     assert pair.sent[ticket.attempt].reason == "peer: deadline"
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()
 
 
@@ -216,14 +217,14 @@ def test_a_silent_peer_ends_the_attempt(
 ) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.protocol.machine.SILENCE_S", 0.3)
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
     promise_anything(monkeypatch)
     pair.sender._stop_ticker()  # prefill lives, but says nothing while its claim waits
     attempt = pair.hand_off(request(60))
     pair.wait(lambda: attempt in pair.lost)
     assert pair.lost[attempt] == "peer silent"
     pair.wait(lambda: attempt in pair.sent)
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()
 
 
@@ -238,12 +239,12 @@ def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pai
     def held(*args: Any) -> None:
         """On the thread of the connection, before it looks at the frame."""
         arrived.set()
-        assert ended.wait(10)
+        assert ended.wait(LIMIT_S)
         payload(*args)
 
     pair.receiver.payload = held  # type: ignore[method-assign]
     pair.start(asked, ticket)
-    assert arrived.wait(10)
+    assert arrived.wait(LIMIT_S)
     pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
     ended.set()
     pair.wait(lambda: ticket.attempt in pair.sent)

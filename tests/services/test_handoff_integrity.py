@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_kit import fake_engine
+from eventually import LIMIT_S
 from fake_decoder import words
 from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, fresh, local, request
 from link_ends import make_transport
@@ -99,7 +100,7 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
     asked = request(50)
     first, ids = pair.hand_off(asked), asked.prompt_ids
     pair.answer(asked)
-    added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(10)
+    added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(LIMIT_S)
     mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + OURS.digest, b""))
     assert len(mixed) == 12
     assert set(mixed) <= set(added)
@@ -107,9 +108,9 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
         assert set(chain_hashes(ids, 4, cache_seed(seed, b""))).isdisjoint(added)
     # A prompt that decode computes itself finds none of them; the next one of the pair does.
     own = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(own)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(own)).result(LIMIT_S)
     assert pair.answer(own) == local(asked)
-    hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(10)
+    hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(LIMIT_S)
     assert hits == 0
     again = fresh(asked)
     second = pair.hand_off(again)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from eventually import LIMIT_S
 from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.handoff.connection.link import DataLink
@@ -102,7 +103,7 @@ def test_the_end_of_an_attempt_is_heard(
 ) -> None:
     pair = make_pair(num_blocks=64)
     hand_over(pair, 8, 0)
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(LIMIT_S)
     asked = fresh(request(60))
     left = change(monkeypatch, messages.Abort.TYPE, [100])
     attempt = pair.hand_off(asked)
@@ -114,5 +115,5 @@ def test_the_end_of_an_attempt_is_heard(
     reasons = pair.sent[attempt].reason, pair.lost[attempt]
     told = ("cancel", "peer: cancel") if side == "prefill" else ("peer: cancel", "cancel")
     assert reasons == told
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()

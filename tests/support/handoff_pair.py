@@ -1,7 +1,6 @@
 """A Sender and a Receiver in one process, each with an engine on its own thread."""
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fake_device import FakeDevice
 
 from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
@@ -104,7 +103,7 @@ class Pair:
         attempt = bytes.fromhex(request.key)
         return self.decode_thread.post(
             lambda _: self.receiver.admit(attempt, request, self.prefill_boot, deadline)
-        ).result(10)
+        ).result(LIMIT_S)
 
     def start(self, request: Request, ticket: Ticket, ids: Sequence[int] | None = None) -> None:
         chosen = tuple(ids if ids is not None else prefix_ids(request)[:-1])
@@ -113,7 +112,7 @@ class Pair:
             lambda _: self.sender.start_sending(
                 ticket, address, chosen, b"", INF, self.receiver.identity.digest
             )
-        ).result(10)
+        ).result(LIMIT_S)
 
     def hand_off(self, request: Request) -> bytes:
         """Admit and start; the attempt."""
@@ -131,19 +130,15 @@ class Pair:
         return self.tokens[request.key]
 
     def at_decode(self, fn: Callable[[Receiver], Any]) -> Any:
-        return self.decode_thread.post(lambda _: fn(self.receiver)).result(10)
+        return self.decode_thread.post(lambda _: fn(self.receiver)).result(LIMIT_S)
 
     def at_prefill(self, fn: Callable[[Sender], Any]) -> Any:
-        return self.prefill_thread.post(lambda _: fn(self.sender)).result(10)
+        return self.prefill_thread.post(lambda _: fn(self.sender)).result(LIMIT_S)
 
     def assert_clean(self) -> None:
         """Nothing is held, reserved or promised on either side: free + cached == total."""
-        for _ in range(200):
-            if self._clean(self.prefill_thread) and self._clean(self.decode_thread):
-                break
-            threading.Event().wait(0.02)
-        assert self._clean(self.prefill_thread)
-        assert self._clean(self.decode_thread)
+        threads = self.prefill_thread, self.decode_thread
+        wait_until(lambda: all(map(self._clean, threads)), "nothing held", pause_s=0.002)
         assert self.at_decode(lambda r: (r.promises.blocks, r.num_live)) == (0, 0)
         assert self.at_prefill(lambda s: s.num_live) == 0
 
@@ -157,7 +152,7 @@ class Pair:
                 ring.close()
 
     def _clean(self, thread: EngineThread) -> bool:
-        counts = thread.post(lambda engine: engine.stats().blocks).result(10)
+        counts = thread.post(lambda engine: engine.stats().blocks).result(LIMIT_S)
         return bool(counts.free + counts.cached == counts.total)
 
     def _prefill_step(self, step: Step) -> None:

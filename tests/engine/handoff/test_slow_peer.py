@@ -35,11 +35,11 @@ def test_it_is_slow_after_twice_its_longest_chunk(chunks: list[float]) -> None:
             event("slow before the last chunk")
             return  # its chunks differ that much
         pace = pace.look(now).arrived(now, chunk=True)
-    patience = max(SLOW_S, SLOW_RATIO * max(chunks))
-    event(f"the floor counts: {patience == SLOW_S}")
-    _, _, slow = wait(pace, now, patience + 1.0)
+    limit = max(SLOW_S, SLOW_RATIO * max(chunks))
+    event(f"the floor counts: {limit == SLOW_S}")
+    _, _, slow = wait(pace, now, limit + 1.0)
     assert slow is not None
-    assert patience < slow - now <= patience + 2 * STEP_S
+    assert limit < slow - now <= limit + 2 * STEP_S
 
 
 def test_frames_of_a_chunk_are_progress() -> None:

@@ -2,13 +2,12 @@
 
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fake_device import UUID, FakeDevice, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
@@ -283,15 +282,17 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     shm.close()
 
 
-def test_a_bad_handshake_ends_the_connection_only(ends: Ends, tmp_path: Path) -> None:
-    start = time.monotonic()
+def test_a_bad_handshake_ends_the_connection_only(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the deadline is never reached here."""
+    monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 100 * LIMIT_S)
     for data in (bytes(54), b"KCUD" + b"\xff" * 50):
         with socket.socket(socket.AF_UNIX) as sock:
             seen = len(ends.decode.reasons)
             sock.connect(ends.listener.address)
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
-    assert time.monotonic() - start < 4, "at once, not at the deadline"
     ends.dial(Recorder()).close()
 
 

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from eventually import LIMIT_S
 
 PROGRAM = """
 import sys
@@ -52,11 +53,11 @@ def test_listens_exports_and_stops() -> None:
         with socket.create_connection((host, int(port)), timeout=5):
             pass
         with start(0, address) as second:
-            _, errors = second.communicate(timeout=60)
+            _, errors = second.communicate(timeout=LIMIT_S)
             assert second.returncode != 0
             assert f"cannot listen on {address}" in errors
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=LIMIT_S) == 0
 
 
 @pytest.mark.anyio
