@@ -21,6 +21,10 @@ from pdserve.engine.backends import names, register
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model
+from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models.layers.norm import TorchNorm
+from pdserve.engine.models.layers.torch_part import computes, made
+from pdserve.engine.models.parts import Norm, Part, TensorSpec
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -40,6 +44,18 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     assert theirs.std() > 0.3, "logits too flat to tell anything"
     with pytest.raises(CheckpointError, match="native kernels cannot compute Experts"):
         load(path)
+
+
+def test_a_part_is_computed_by_one_class() -> None:
+    class Unheard(Part):
+        def tensors(self) -> tuple[TensorSpec, ...]:
+            return ()
+
+    nothing: Any = None
+    with pytest.raises(UnsupportedModel, match="reference kernels cannot compute Unheard"):
+        made(Unheard(), nothing)
+    with pytest.raises(ValueError, match="part Norm is registered twice"):
+        computes(Norm)(TorchNorm)
 
 
 def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
