@@ -14,7 +14,7 @@ from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 KERNELS = "reference-3"  # raise it with any change of the results
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -33,7 +33,7 @@ class ReferenceBackend(Backend):
         self._device = torch.device(config.device)
         default = "float32" if config.device == "cpu" else "bf16"
         self._dtype = DTYPES[config.weights if config.weights in DTYPES else default]
-        self.sampling = select(config.device)
+        self.sampling = reference
 
     @property
     def weights_format(self) -> str | None:
@@ -45,8 +45,9 @@ class ReferenceBackend(Backend):
 
     def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> Decoder:
         numerics = reference_numerics(self._device, self._dtype)
-        ops = select(self._device.type)
-        return Decoder(model, weights, ops, self._dtype, self.kv_dtype, self._device, numerics)
+        return Decoder(
+            model, weights, reference, self._dtype, self.kv_dtype, self._device, numerics
+        )
 
     def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
         kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache

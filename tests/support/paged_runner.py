@@ -22,8 +22,8 @@ from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
+from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels
-from pdserve.kernels.ops import select
 
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -53,7 +53,7 @@ def load_decoder(
     kv = TORCH_NAMES[kv_dtype or dtype]
     if kernels == "native":
         return NativeDecoder(config, stored.pop, CpuKernels(threads=2), kv)
-    return Decoder(config, stored.pop, select(device), dtype, kv, torch.device(device))
+    return Decoder(config, stored.pop, reference, dtype, kv, torch.device(device))
 
 
 def as_raw(tensor: Tensor) -> RawTensor:
