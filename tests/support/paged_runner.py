@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.models.native import NativeDecoder
@@ -70,6 +71,7 @@ class PoisonedKv:
         self, decoder: Decoder | NativeDecoder, num_blocks: int, block_size: int, device: str
     ) -> None:
         self._native = isinstance(decoder, NativeDecoder)
+        self.spec = KvSpec(block_size, decoder.kv_groups)
         self._layers: dict[int, tuple[Tensor, int]] = {}
         for index, group in enumerate(decoder.kv_groups):
             two, heads, size = group.block_shape
