@@ -1,16 +1,16 @@
 """Torch: the oracle for faster backends on a CPU, and what runs on CUDA devices."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.execution.backend import Backend
+from pdserve.engine.backends import Backend
 from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
+from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.weights.format import RawTensor
@@ -43,7 +43,7 @@ class ReferenceBackend(Backend):
     def default_kv_dtype(self) -> str:
         return _name(self._dtype)
 
-    def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> Decoder:
+    def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> Decoder:
         numerics = reference_numerics(self._device, self._dtype)
         return Decoder(
             model, weights, reference, self._dtype, self.kv_dtype, self._device, numerics

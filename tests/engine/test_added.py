@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.backends import names, register
+from pdserve.engine.backends import choose, names, register
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model
@@ -101,13 +101,15 @@ def test_a_backend(tmp_path: Path) -> None:
     assert answer == {("a", 0): [31, 32, 33, 34]}
     with pytest.raises(ValueError, match="twice"):
         register(added.CountingBackend)
-    with pytest.raises(ValueError, match=r"--kernels none is not known; known: .*native, ref"):
+    with pytest.raises(ValueError, match="--kv-dtype int8 needs the native kernels, which --kern"):
+        load(path, kernels="counting", kv_dtype="int8")
+    with pytest.raises(ValueError, match=r"--kernels none is not known; known: auto, .*native, "):
         load(path, kernels="none")
 
 
-def test_the_backends_of_the_product_are_the_choices_of_the_option() -> None:
-    (option,) = [f for f in EngineConfig.__dataclass_fields__.values() if f.name == "kernels"]
+def test_each_file_of_the_folder_is_a_backend() -> None:
     folder = Path(import_module("pdserve.engine.backends").__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert set(option.metadata["choices"]) == {"auto", *files}
-    assert files <= set(names())
+    assert files == {"native", "reference"} <= set(names())
+    for name in files:
+        assert choose(EngineConfig(kernels=name)).name == name
