@@ -241,7 +241,7 @@ class Prefill:
             self.changed.notify_all()
 
     def _tell(self, *events: Any) -> None:
-        step = Step(0, 0, 0, events, 0.0)
+        step = Step(0, events, 0.0)
         self.thread.post(lambda _: self.sender.on_step(step)).result(PATIENCE_S)
 
     def send(self, asked: dict[str, Any]) -> dict[str, Any]:

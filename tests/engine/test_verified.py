@@ -23,7 +23,7 @@ from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.reservation import Reservation
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 SIZE = 4
 SEED = cache_seed(b"test", b"")
@@ -44,7 +44,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
         chunk_size=16,
     )
     kv = KvCache(spec, num_blocks)
-    return Engine(FakeDecoder(spec), kv, limits, select("cpu"), kv_identity=KvIdentity(b"test"))
+    return Engine(FakeDecoder(spec), kv, limits, reference, kv_identity=KvIdentity(b"test"))
 
 
 @dataclass

@@ -35,7 +35,9 @@ class Gated(FakeDecoder):
         self.chunks = 0
 
     def forward(self, batch: Any, kv: Any) -> Any:
-        chunk = batch.num_tokens > batch.num_rows and int(batch.positions.max()) >= 2 * CHUNK
+        chunk = (
+            len(batch.token_ids) > len(batch.kv_lens) and int(batch.positions.max()) >= 2 * CHUNK
+        )
         self.chunks += chunk
         if chunk and not self.gate.is_set() and self.arrived.wait(0.1 if self.chunks < 4 else 2.0):
             self.held.set()
