@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -74,8 +74,21 @@ run: $(SERVING)
 demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
+# The C++ tests compile for minutes: they run beside the others, at the lowest priority.
+NATIVE_TESTS := tests/kernels/test_native_targets.py
+ifeq ($(ARGS),)
+test: setup
+	+@$(MAKE) --no-print-directory -j 2 test-native test-python
+else
 test: setup
 	$(BIN)/python -m pytest -q $(ARGS)
+endif
+
+test-native: setup
+	nice -n 19 $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+
+test-python: setup
+	$(BIN)/python -m pytest -q --ignore=$(NATIVE_TESTS)
 
 # The plug-in is only for this test: it drives a Docker engine that the test starts itself.
 test-compose: setup

@@ -11,23 +11,32 @@ process of its own, and gives each line a verdict:
 A line says that a part was skipped by a reason under "skipped" in the part's figures; its own exit
 code is 0 or, if it judges itself, that of its verdict. Results are
 appended to benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that
-held, whole, is not run again. The last line printed is one JSON object with every line's figures;
-the exit code is 0 only if every line held now or earlier, 2 if none failed but some were skipped.
+held, whole, on committed sources is not run again. A line whose module says READS_PROSE = True runs
+again after a change of docs, too. The last line printed is one JSON object with every line's
+figures; the exit code is 0 only if every line held now or earlier, 2 if none failed but some were
+skipped.
 """
 
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 HELD, EARLIER, SKIPPED, FAILED = "held", "held earlier", "skipped", "failed"
-UNMEASURED = ("benchmarks/results/", "docs/", "README.md", "CONTRIBUTING.md")
+RESULTS = "benchmarks/results/"
+UNMEASURED = (RESULTS, "docs/", "README.md", "CONTRIBUTING.md")
+DIRTY = "-dirty"  # after a commit: what was measured is not what was committed
+READS_PROSE = re.compile(r"^READS_PROSE = True$", re.MULTILINE)
 
 
 def git(*words: str) -> str:
@@ -39,13 +48,14 @@ def git(*words: str) -> str:
 def commit() -> str:
     """The commit measured; changes outside the results mark it dirty, and nothing is skipped."""
     dirty = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
+    return git("rev-parse", "--short=12", "HEAD") + (DIRTY if dirty else "")
 
 
-def source_tree() -> str:
-    """Changes whenever anything but results and prose changes."""
+def source_tree(prose: bool = False) -> str:
+    """Changes whenever anything but results and, unless `prose`, prose changes."""
     entries = git("ls-tree", "-r", "HEAD", "--", ".").splitlines()
-    kept = [e for e in entries if not e.split("\t")[1].startswith(UNMEASURED)]
+    without = RESULTS if prose else UNMEASURED
+    kept = [e for e in entries if not e.split("\t")[1].startswith(without)]
     return subprocess.run(
         ["git", "hash-object", "--stdin"],
         cwd=ROOT,
@@ -54,6 +64,11 @@ def source_tree() -> str:
         capture_output=True,
         text=True,
     ).stdout.strip()[:12]
+
+
+def tree_of(module: Path) -> str:
+    """The source tree that a line measures: with the docs if its module says that it reads them."""
+    return source_tree(prose=READS_PROSE.search(module.read_text()) is not None)
 
 
 def skipped_parts(figures: Any, name: str = "") -> list[str]:
@@ -75,32 +90,42 @@ def judged(figures: dict[str, Any]) -> dict[str, Any]:
     return figures | {"verdict": verdict, "ok": verdict == HELD}
 
 
-def held_before(path: Path, tree: str) -> dict[str, dict[str, Any]]:
-    """The last record of each line that held, whole, on this tree."""
-    if not path.exists():
-        return {}
-    records = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
-    same = [judged(r) for r in records if r["tree"] == tree]
-    return {r["line"]: r for r in same if r["verdict"] == HELD}
+def committed_records(path: Path) -> list[dict[str, Any]]:
+    """What was measured on committed sources: a dirty checkout has the tree of its commit too."""
+    texts = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(text) for text in texts if text.strip()]
+    return [judged(r) for r in records if not r["commit"].endswith(DIRTY)]
+
+
+def held_before(records: list[dict[str, Any]], line: str, tree: str) -> dict[str, Any] | None:
+    """The last record of a line that held, whole, on this tree."""
+    held = [r for r in records if (r["line"], r["tree"], r["verdict"]) == (line, tree, HELD)]
+    return held[-1] if held else None
 
 
 def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
-    """Runs one line; its last line of standard output is its JSON object."""
+    """Runs one line; its last line of standard output is its JSON object. Its children end with a
+    line that is late, or that the user interrupts."""
     started = time.monotonic()
-    try:
-        done = subprocess.run(
+    with TemporaryFile("w+", errors="replace") as out:
+        process = subprocess.Popen(
             [sys.executable, str(module)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}/tests/support"},
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=timeout_s,
+            stdout=out,
             stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        raw = late.stdout or b""
-        output, code = raw.decode(errors="replace") if isinstance(raw, bytes) else raw, -1
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        out.seek(0)
+        output = out.read()
     sys.stderr.write(output)
     try:
         figures = json.loads(output.strip().splitlines()[-1])
@@ -134,15 +159,16 @@ def shown(record: dict[str, Any]) -> str:
 def run_topic(topic: str, lines: list[str], timeout_s: float) -> int:
     """Runs what is not known to hold and prints everything; the exit code."""
     results = HERE / "results" / f"accept-{topic}.jsonl"
-    revision, tree = commit(), source_tree()
+    revision = commit()
     results.parent.mkdir(exist_ok=True)
-    known = {} if revision.endswith("-dirty") else held_before(results, tree)
+    known = [] if revision.endswith(DIRTY) else committed_records(results)
     records: list[dict[str, Any]] = []
     for module in sorted((HERE / topic).glob("line*_*.py"), key=number):
         if lines and str(number(module)) not in lines:
             continue
+        tree = tree_of(module)
         record = {"line": module.stem, "commit": revision, "tree": tree}
-        if earlier := known.get(module.stem):
+        if earlier := held_before(known, module.stem, tree):
             record = earlier | {"verdict": EARLIER}
         else:
             print(f"--- {module.stem}", file=sys.stderr, flush=True)

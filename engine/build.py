@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.backends import Backend
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.backend import Backend
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.execution.runner import Model
 from pdserve.engine.kv.cache import KvCache

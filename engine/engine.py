@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
-from pdserve.engine.execution.runner import Launched, Model, ModelRunner
+from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
@@ -38,7 +39,7 @@ class Pending:
     """A launched step; with an `error` its forward pass has failed."""
 
     plan: Plan
-    launched: Launched | None
+    hidden: Any  # what ModelRunner.launch returned; None with an `error`
     started_s: float
     error: str = ""
 
@@ -177,7 +178,7 @@ class Engine:
         `collect`: the plan's rows refer to its blocks.
         """
         events, plan.events = tuple(plan.events), []
-        return Step(self._meter.step + 1, num_tokens=0, num_rows=0, events=events, wall_s=0.0)
+        return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
         """Starts the step. A model that raises fails the requests of this step only."""
@@ -193,24 +194,16 @@ class Engine:
         plan = pending.plan
         outcomes: list[Outcome] = []
         error = pending.error
-        if pending.launched is not None:
+        if not error:
             try:
-                outcomes = self._sampler.sample(
-                    plan.rows, pending.launched.hidden, self.model.logits
-                )
+                outcomes = self._sampler.sample(plan.rows, pending.hidden, self.model.logits)
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
         wall_s = self._clock() - pending.started_s
         self._meter.count(plan, wall_s)
-        return Step(
-            index=self._meter.step,
-            num_tokens=plan.num_tokens,
-            num_rows=len(plan.rows),
-            events=(*plan.events, *events),
-            wall_s=wall_s,
-        )
+        return Step(self._meter.step, (*plan.events, *events), wall_s)
 
     def step(self) -> Step | None:
         """schedule, launch and collect; None when there is nothing to do."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import known_specs, parse_config
-from pdserve.engine.backends import choose
+from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
@@ -18,7 +18,6 @@ from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
-from pdserve.engine.execution.backend import Backend, ModelDecoder
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
 from pdserve.engine.models.layer import HEAD, tensor_shapes

@@ -44,9 +44,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
-    def steps(self) -> int:
-        """The liveness counter (liveness.py): it moves at least once a second while work is
-        queued."""
+    def liveness(self) -> int:
+        """A counter (liveness.py) that moves with every turn, and within a step once a second for
+        as long as the step may take; any thread may read it."""
         return self._liveness.read(time.monotonic())
 
     @property

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from pdserve.kernels import _native
 
 VERSION = "native-2"  # raise it with any change of a kernel's results
-PLAIN, BLOCKS = ("F32", "F16", "BF16"), ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-K_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-FORMATS = frozenset({*PLAIN, *BLOCKS, *K_BLOCKS})  # that pack knows
+FORMATS = frozenset(_native.formats())  # that pack knows
 KV_BLOCK = 16  # a block's tokens must be a multiple of it
 
 

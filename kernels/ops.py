@@ -8,7 +8,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from pdserve.kernels import reference
 from pdserve.kernels.streams import SamplingOps
 
 
@@ -16,10 +15,6 @@ class Ops(SamplingOps, Protocol):
     """A backend: a module or an object with these functions."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -43,13 +38,3 @@ class Ops(SamplingOps, Protocol):
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor: ...
-
-
-_BACKENDS: dict[str, Ops] = {"cpu": reference, "cuda": reference}
-
-
-def select(device: str) -> Ops:
-    """The backend for a device type. Raises ValueError if there is none."""
-    if device not in _BACKENDS:
-        raise ValueError(f"no kernels for device {device!r}; known: {', '.join(_BACKENDS)}")
-    return _BACKENDS[device]

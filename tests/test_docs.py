@@ -150,15 +150,26 @@ def signatures(tree: ast.Module, name: str) -> dict[str, str]:
     }
 
 
+def first_sentences(tree: ast.Module, name: str) -> dict[str, str]:
+    """The first sentence of each documented method of a class, without its stop."""
+    (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    functions = [f for f in found.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    docs = {f.name: " ".join((ast.get_docstring(f) or "").split()) for f in functions}
+    return {method: re.split(r"\.(?: |$)", text)[0] for method, text in docs.items() if text}
+
+
 def test_signatures_are_those_of_the_code() -> None:
+    """And the comment above each is the first sentence of its docstring."""
     checked = 0
     for block in re.findall(r"```python\n(.*?)```", TEXTS["docs/interfaces.md"], re.DOTALL):
         path = block.partition("\n")[0].removeprefix("# ")
         code = ast.parse((ROOT / path).read_text())
         told = ast.parse(block)
         (name,) = (n.name for n in told.body if isinstance(n, ast.ClassDef))
-        real = signatures(code, name)
+        real, sentences = signatures(code, name), first_sentences(code, name)
         for method, signature in signatures(told, name).items():
             assert real.get(method) == signature, f"{path} {name}.{method}"
+            comment = re.search(rf"\n    # (.*)\n    (?:async )?def {method}\(", block)
+            assert (comment[1] if comment else None) == sentences.get(method), f"{name}.{method}"
             checked += 1
     assert checked > 40

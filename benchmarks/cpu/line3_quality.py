@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import peers
+import weights
 from contender import Contender, engine_command, llama_command
 from peers import PEERS, ROOT, say
 from quality import joined, mismatches, perplexity, windows
@@ -96,7 +96,7 @@ def path_quality(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    peers.install()
+    weights.prepare()
     models = {"SmolLM2 Q4_1": shipped_gguf(), "Gemma 3 Q4_K_M": gemma_gguf()}
     agreed = {name: agreement(name, path) for name, path in models.items()}
     files = {kind: typed_gguf(kind) for kind in TYPES} | {"BF16 safetensors": bf16_folder()}

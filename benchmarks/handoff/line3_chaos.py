@@ -48,7 +48,7 @@ def bad(found: dict[str, Any]) -> list[str]:
         )
         if found[name] and max(found[name]) >= most
     ]
-    counted = [f"{n} {found[n]}" for n in ("struck_twice", "computed_again") if found[n]]
+    counted = [f"{n} {found[n]}" for n in ("crashed_twice", "computed_again") if found[n]]
     return [*found["wrong"], *found["violations"], *late, *counted]
 
 
@@ -102,7 +102,7 @@ def main() -> int:
     figures |= {
         "streams": sum(found["streams"] for found in rounds),
         "wrong": len(every("wrong")),
-        "struck_twice": sum(found["struck_twice"] for found in rounds),
+        "crashed_twice": sum(found["crashed_twice"] for found in rounds),
         "computed_again_after_router_kills": sum(found["computed_again"] for found in rounds),
         "adopted": sum(found["adopted"] for found in rounds),
         "other_losses": len(every("other_losses")),

@@ -7,8 +7,8 @@ the same two pools (one stream, the same buffers) and one memcpy into decode's p
 every byte is compared. Without tags: the payload's tag is neither made nor compared on either
 side, the copies are the same; only the benchmark can do that. networks: the same between two
 network namespaces with a rate, and through the tests' proxy with a delay, beside the bare socket
-there; without namespaces it is skipped, and the line does not hold. cuda_ipc is measured by
-cuda_check.py on a machine that has a GPU.
+there; without namespaces it is skipped, and the line does not hold. cuda_ipc is skipped here:
+cuda_check.py measures it on a machine that has a GPU.
 
 Words: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
 """
@@ -167,10 +167,13 @@ def shaped(quick: bool) -> dict[str, Any]:
 PARTS = {"exposed": exposed, "copies": copies, "networks": shaped}
 
 
+CUDA_IPC = {"skipped": "needs a GPU: see cuda_check.py"}
+
+
 def main() -> int:
     quick = "quick" in sys.argv[1:]
     wanted = [name for name in PARTS if name in sys.argv[1:]] or list(PARTS)
-    figures: dict[str, Any] = {"ok": False, "cuda_ipc": "no GPU here: see cuda_check.py"}
+    figures: dict[str, Any] = {"ok": False, "cuda_ipc": CUDA_IPC}
     for name in wanted:
         figures[name] = PARTS[name](quick)
         say(f"{name}: {figures[name]}")

@@ -149,7 +149,7 @@ class Decode:
             on_received=self._received,
             on_lost=lambda attempt, reason: self.lost.append(reason),
             wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
+            liveness=lambda: self.thread.liveness,
         )
         found = self.receiver.listen(make_transports(transport, options(folder, bind)), True)
         self.address = found.get("tcp", "")
@@ -226,7 +226,7 @@ class Prefill:
             identity=IDENTITY,
             on_ended=self._ended,
             wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
+            liveness=lambda: self.thread.liveness,
         )
         self.thread.add_poll(self.sender.poll)
         self.thread.start()
@@ -241,7 +241,7 @@ class Prefill:
             self.changed.notify_all()
 
     def _tell(self, *events: Any) -> None:
-        step = Step(0, 0, 0, events, 0.0)
+        step = Step(0, events, 0.0)
         self.thread.post(lambda _: self.sender.on_step(step)).result(PATIENCE_S)
 
     def send(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from pytest_line import ROOT
+from pytest_line import ROOT, RUNS, results
 
 LOOPS = 2
 
@@ -23,9 +23,9 @@ def main() -> int:
     sys.stderr.write(done.stdout[-6000:])
     lines = done.stdout.strip().splitlines()
     figures = {
-        "ok": done.returncode == 0 and beside == LOOPS,
+        "ok": done.returncode == 0 and beside == LOOPS and len(results(done.stdout)) == RUNS,
         "busy_loops": beside,
-        "result": lines[-1] if lines else "",
+        "results": results(done.stdout),
         "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
         "seconds_of_tests": round(time.monotonic() - started),
     }

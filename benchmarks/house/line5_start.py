@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks/cpu"))
 
 import bench  # noqa: E402
-import peers  # noqa: E402
+import weights  # noqa: E402
 from main.line1_fresh_clone import run_and_ask  # noqa: E402
 from main.line6_start import first_token_s  # noqa: E402
 from pytest_line import run_tests  # noqa: E402
@@ -35,7 +37,7 @@ def first_token() -> dict[str, Any]:
 
 
 def start() -> dict[str, Any]:
-    peers.install()
+    weights.prepare()
     rows = bench.measure((), set(bench.START_ROWS), PAIRS, any_load=False)["rows"]
     most = dict(zip(bench.START_ROWS, (MOST_RSS, MOST_READY), strict=True))
     ratios = {name: rows[name]["ratio"]["median"] for name in most}
@@ -68,13 +70,22 @@ def installed() -> dict[str, Any]:
     }
 
 
+def without_torch() -> dict[str, Any]:
+    return run_tests("tests", "-k", "torch and not kernels")
+
+
+def tried(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its figures, or why there are none: no network, or a busy machine, which is a SystemExit."""
+    try:
+        return part()
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
 def main() -> None:
-    figures: dict[str, Any] = {
-        "without_torch": run_tests("tests", "-k", "torch and not kernels"),
-        "first_token": first_token(),
-        "installed": installed(),
-        "start": start(),
-    }
+    parts = (without_torch, first_token, installed, start)
+    figures = {part.__name__: tried(part) for part in parts}
     print(json.dumps({"ok": all(part["ok"] for part in figures.values()), **figures}))
 
 

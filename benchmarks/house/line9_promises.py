@@ -1,4 +1,5 @@
-"""Line 9: the acceptance lines of before, from their results; nothing is run here.
+"""Line 9: no test is gone unnamed, and the acceptance lines of before, from their results; nothing
+is run here. line9_chaos.py and line9_speed.py run the rest of it.
 
 Each line's last record must have held, whole, on this source tree. One that held on another tree is
 named with its commit and counts as skipped; beside each such commit stand the folders that have
@@ -9,32 +10,33 @@ import json
 from collections import Counter
 from typing import Any
 
+import gone_tests
 from accept import (
     FAILED,
     HELD,
     HERE,
     SKIPPED,
     UNMEASURED,
+    committed_records,
     exit_code,
     git,
     judged,
     number,
     skipped_parts,
-    source_tree,
+    tree_of,
 )
 
 TOPICS = ("main", "cpu", "handoff")
 
 
 def last_records(topic: str) -> dict[str, dict[str, Any]]:
-    path = HERE / "results" / f"accept-{topic}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(record := json.loads(text))["line"]: judged(record) for text in lines if text.strip()}
+    records = committed_records(HERE / "results" / f"accept-{topic}.jsonl")
+    return {record["line"]: record for record in records}
 
 
 def changed_since(commit: str) -> dict[str, int]:
     """Changed files by folder, other than results and prose."""
-    names = git("diff", "--name-only", commit.removesuffix("-dirty"), "HEAD").splitlines()
+    names = git("diff", "--name-only", commit, "HEAD").splitlines()
     kept = [name for name in names if not name.startswith(UNMEASURED)]
     return dict(Counter("/".join(name.split("/")[:2]) for name in kept).most_common(12))
 
@@ -51,17 +53,17 @@ def stands(record: dict[str, Any] | None, tree: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    tree = source_tree()
     topics: dict[str, dict[str, Any]] = {}
     for topic in TOPICS:
         records = last_records(topic)
         modules = sorted((HERE / topic).glob("line*_*.py"), key=number)
-        topics[topic] = {m.stem: stands(records.get(m.stem), tree) for m in modules}
+        topics[topic] = {m.stem: stands(records.get(m.stem), tree_of(m)) for m in modules}
     lines = [line for found in topics.values() for line in found.values()]
     earlier = sorted({line["commit"] for line in lines if "skipped" in line})
     changed = {commit: changed_since(commit) for commit in earlier}
-    ok = all(line["ok"] for line in lines)
-    figures = judged({"ok": ok, **topics, "changed_files_since": changed})
+    tests = gone_tests.checked()
+    ok = bool(tests["ok"]) and all(line["ok"] for line in lines)
+    figures = judged({"ok": ok, "tests": tests, **topics, "changed_files_since": changed})
     print(json.dumps(figures))
     return exit_code([figures["verdict"]])
 

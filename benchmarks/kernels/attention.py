@@ -5,7 +5,7 @@ both stand beside the limits of the machine, measured in the same run with torch
 product, a sum over memory). Times are the best of many calls; CPU time on one thread, where others
 that run at the same time count least, else wall time.
 
-    python benchmarks/kernels/attention.py [--threads N] [--types f32 bf16 ...] [--isa NAME]
+    python benchmarks/kernels/attention.py [--threads N] [--types float32 bfloat16 ...] [--isa NAME]
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pdserve.kernels import _native as native
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK = 3, 3, 64, 32
 HEADS = KV_HEADS * GROUP
-SIZES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CASES = (  # name, rows, tokens a row, keys of the last token
     ("decode", 1, 1, 256),
     ("decode", 32, 1, 256),
@@ -87,7 +87,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--types", nargs="+", default=["f32", "bf16"], choices=list(SIZES))
+    parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"], choices=list(SIZES))
     parser.add_argument("--isa", default="")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds a case")
     args = parser.parse_args()

@@ -4,5 +4,7 @@ import json
 
 from pytest_line import run_tests
 
+READS_PROSE = True
+
 added, docs = run_tests("tests/engine/models", "-k", "run_time"), run_tests("tests/test_docs.py")
 print(json.dumps({"ok": added["ok"] and docs["ok"], "architecture": added, "docs": docs}))

@@ -18,8 +18,8 @@ class EngineConfig:
     device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
     kernels: str = option(
         "auto",
-        "native C++ kernels (cpu), or the torch reference (auto: native where it can)",
-        choices=("auto", "native", "reference"),
+        "what computes: auto, native (C++ for cpu), reference (torch), or another backend of "
+        "engine/backends (auto: native where it can)",
     )
     native_isa: str = option(
         "",

@@ -165,7 +165,5 @@ class Step:
     """What one engine step did."""
 
     index: int
-    num_tokens: int
-    num_rows: int
     events: tuple[Event, ...]
     wall_s: float

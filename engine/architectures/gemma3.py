@@ -30,6 +30,8 @@ NORMS = NormPlacement(
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
+    if hf.get("attn_logit_softcapping") is not None:  # transformers reads it and never applies it
+        raise UnsupportedModel("attn_logit_softcapping: Gemma 3 has no cap on attention scores")
     hf = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
     bias = bool(hf.get("attention_bias", False))
     return standard(

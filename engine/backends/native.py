@@ -1,13 +1,13 @@
 """The native CPU kernels: C++, weights packed once, no torch."""
 
 from collections.abc import Callable
-from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.execution.backend import Backend
+from pdserve.engine.backends import Backend
 from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.cpu import KV_BLOCK, CpuKernels
@@ -20,6 +20,7 @@ class NativeBackend(Backend):
     """See docs/cpu.md."""
 
     name = "native"
+    kv_dtypes = (*Backend.kv_dtypes, "int8")
     copies_weights = True  # packed
     default_kv_dtype = "bfloat16"
 
@@ -40,7 +41,7 @@ class NativeBackend(Backend):
     def weights_format(self) -> str | None:
         return EXPANDED.get(self._config.weights)
 
-    def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> NativeDecoder:
+    def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> NativeDecoder:
         return NativeDecoder(model, weights, self._kernels, self.kv_dtype)
 
     def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:

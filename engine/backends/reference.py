@@ -1,20 +1,20 @@
 """Torch: the oracle for faster backends on a CPU, and what runs on CUDA devices."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.execution.backend import Backend
+from pdserve.engine.backends import Backend
 from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
+from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 KERNELS = "reference-3"  # raise it with any change of the results
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -33,7 +33,7 @@ class ReferenceBackend(Backend):
         self._device = torch.device(config.device)
         default = "float32" if config.device == "cpu" else "bf16"
         self._dtype = DTYPES[config.weights if config.weights in DTYPES else default]
-        self.sampling = select(config.device)
+        self.sampling = reference
 
     @property
     def weights_format(self) -> str | None:
@@ -43,10 +43,11 @@ class ReferenceBackend(Backend):
     def default_kv_dtype(self) -> str:
         return _name(self._dtype)
 
-    def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> Decoder:
+    def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> Decoder:
         numerics = reference_numerics(self._device, self._dtype)
-        ops = select(self._device.type)
-        return Decoder(model, weights, ops, self._dtype, self.kv_dtype, self._device, numerics)
+        return Decoder(
+            model, weights, reference, self._dtype, self.kv_dtype, self._device, numerics
+        )
 
     def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
         kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache

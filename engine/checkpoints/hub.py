@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.parts import part_names
+from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -34,7 +34,7 @@ def download(
     """
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
-    wanted = list(part_names(model.file) if model.file else DIRECTORY_FILES)
+    wanted = list(shard_names(model.file) if model.file else DIRECTORY_FILES)
     bar = _bar(model.repo, progress)
     try:
         folder = snapshot_download(

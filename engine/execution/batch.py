@@ -34,11 +34,3 @@ class Batch(Generic[T]):
     groups: tuple[GroupTable[T], ...]  # in the order of KvSpec.groups
     logit_tokens: T  # [outputs]: flat indices whose hidden states are wanted
     kv_only: bool = False  # no logits wanted: of the last layer only K and V are computed
-
-    @property
-    def num_tokens(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.starts) - 1

@@ -4,7 +4,6 @@ Block tables live in arrays with one row per slot of the batch; a step adds only
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,14 +25,6 @@ class Model(Protocol):
         """float32 [n, vocab] of n final hidden states, for the backend's sampling."""
 
 
-@dataclass(slots=True)
-class Launched:
-    """A step under way: its plan and the hidden states that it will have."""
-
-    plan: Plan
-    hidden: Any  # [outputs, hidden] in the order of the rows; None without outputs
-
-
 class ModelRunner:
     """Owns the slots' tables; the KvCache is the engine's."""
 
@@ -46,14 +37,17 @@ class ModelRunner:
             np.zeros((num_slots, width), dtype=np.int64) for _ in kv.spec.groups
         ]
 
-    def launch(self, plan: Plan) -> Launched:
-        """Carries out the copies, then the forward pass; on CPU both are complete on return."""
+    def launch(self, plan: Plan) -> Any:
+        """Carries out the copies, then the forward pass; on CPU both are complete on return.
+
+        Returns hidden states [outputs, hidden] in the order of the rows; None without outputs.
+        """
         self._kv.copy(plan.copies)
         if not plan.rows:
-            return Launched(plan, None)
+            return None
         batch = self._batch(plan.rows, plan.num_decode_rows)
         hidden = self._model.forward(batch, self._kv)
-        return Launched(plan, None if batch.kv_only else hidden)
+        return None if batch.kv_only else hidden
 
     def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch[Ints]:
         starts, kv_lens, table_rows = [0], list[int](), list[int]()

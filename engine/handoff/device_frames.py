@@ -82,11 +82,6 @@ class DeviceFrames:
     def busy(self) -> bool:
         return bool(self._pending or self._waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        """Frames whose copy has not begun."""
-        return len(self._waiting)
-
     def arrived(self, frame: ReceivedFrame) -> None:
         self._waiting.append(frame)
 
@@ -96,7 +91,7 @@ class DeviceFrames:
         while self._pending and self._is_over(self._pending[0]):
             pending = self._pending.popleft()
             pending.frame.link.credit(pending.frame.header)  # an answer gives the slot back, too
-            self._guarded(pending.frame.attempt, partial(self._land, pending))
+            self._guarded(pending.frame.attempt, partial(self._finish, pending))
         for _ in range(len(self._waiting)):
             frame = self._waiting.popleft()
             left: list[ReceivedFrame] = []  # has the frame if it must wait
@@ -142,7 +137,7 @@ class DeviceFrames:
         """Whether a copy of the same attempt writes some of the piece."""
         return any(f.frame.attempt is incoming and f.piece.overlaps(piece) for f in self._pending)
 
-    def _land(self, pending: PendingCopy, incoming: IncomingHandoff) -> None:
+    def _finish(self, pending: PendingCopy, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is None or not incoming.state.holds:
             self._verdicts.late(pending.frame)
         elif pending.copy.intact:

@@ -72,7 +72,9 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
 class HandoffEndpoint(Generic[AttemptT]):
-    """`wake` makes the engine thread call `poll`; `progress` gives (its step counter, has work).
+    """`wake` makes the engine thread call `poll`; `liveness` gives the engine thread's
+    liveness counter.
+
 
     A subclass maps every action that the machine gives its side to a method.
     """
@@ -82,14 +84,15 @@ class HandoffEndpoint(Generic[AttemptT]):
     def __init__(
         self,
         wake: Callable[[], None],
-        progress: Callable[[], tuple[int, bool]],
+        liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
     ) -> None:
-        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; any thread adds to it
+        self.counters: Counter[str] = Counter()  # "stale", "refused", ...; `_count` adds to it
+        self._counting = threading.Lock()
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
-        self._progress = progress
+        self._liveness = liveness
         self._clock = clock
         self._event_log = event_log or EventLog()
         self._live: dict[bytes, AttemptT] = {}  # by ticket id
@@ -121,6 +124,11 @@ class HandoffEndpoint(Generic[AttemptT]):
     def num_live(self) -> int:
         return len(self._live)
 
+    def _count(self, name: str) -> None:
+        """Adds one to a counter; any thread may call it."""
+        with self._counting:
+            self.counters[name] += 1
+
     # the engine thread
 
     def poll(self) -> bool:
@@ -131,9 +139,9 @@ class HandoffEndpoint(Generic[AttemptT]):
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + PROGRESS_S
-            for attempt in list(self._live.values()):
+            for attempt in self.live:
                 self._check(attempt)
-            for link in list(self._links):
+            for link in self.links:
                 self._figures(link)  # counts the seconds of its last frame
                 if link.ended:
                     del self._links[link]
@@ -179,7 +187,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._by_attempt.pop(attempt.ticket.attempt, None)
         for action in actions:
             if action is Action.COUNT_STALE:
-                self.counters["stale"] += 1
+                self._count("stale")
             elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
                 attempt.state = before
                 self._note(attempt, RecordKind.UNDONE)
@@ -213,7 +221,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _drop_link(self, link: DataLink, reason: str) -> None:
         """Ends every attempt on a closed connection."""
-        for attempt in [a for a in self._live.values() if a.link is link]:
+        for attempt in [a for a in self.live if a.link is link]:
             self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
     def _figures(self, link: DataLink) -> TransportFigures:
@@ -222,7 +230,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return figures
 
     def _close_links(self, reason: str) -> None:
-        for link in list(self._links):
+        for link in self.links:
             link.close(reason)
         self._links.clear()
 
@@ -244,12 +252,13 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return None
             domain, covered = Domain.CONTROL, message.covered
             attempt = self._signer(link, domain, message.sequence, covered, message.tag)
-            self.counters["stale"] += attempt is None
+            if attempt is None:
+                self._count("stale")
             return attempt
         if attempt.link is not None and attempt.link is not link:
             raise FrameError("a message of another connection's attempt")
         if not message.genuine(attempt.peer_key):
-            self.counters["refused"] += 1
+            self._count("refused")
             raise FrameError("control message with a bad tag")
         return attempt
 
@@ -264,19 +273,19 @@ class HandoffEndpoint(Generic[AttemptT]):
         """
         if not link.genuine:
             return None
-        for attempt in list(self._live.values()):
+        for attempt in self.live:
             if attempt.link is None or attempt.link is link:  # a Claim comes before its link is set
                 genuine = renamed(covered, attempt.ticket.id)
                 if attempt.peer_key.matches(domain, sequence, genuine, tag):
-                    self.counters["misnamed"] += 1
+                    self._count("misnamed")
                     return attempt
         return None
 
     def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """Handles a message that both sides may get; False if it is another one."""
         match message.body:
-            case messages.Progress(steps, busy):
-                attempt.progress = PeerProgress(self._clock(), steps, busy)
+            case messages.Progress(liveness):
+                attempt.progress = PeerProgress(self._clock(), liveness)
             case messages.Abort(reason):
                 end = HandoffEnded(f"peer: {reason}", peer_notified=True)
                 self._post(partial(self._advance, attempt, end))
@@ -296,11 +305,11 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._beat()
 
     def _beat(self) -> None:
-        live = list(self._live.values())
-        steps, busy = self._progress()
+        live = self.live
+        liveness = self._liveness()
         for attempt in live:
             if attempt.state.linked:
-                attempt.post(messages.Progress(steps, busy))
+                attempt.post(messages.Progress(liveness))
         if live:
             self._wake()
 

@@ -1,5 +1,5 @@
 """The state of one attempt at decode. The engine thread owns it; threads of its connection call
-`write`, `arrives`, `landed`, `has` and `num_inside`."""
+`write`, `arrives`, `frame_done`, `has` and `num_inside`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
 from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.handoff.slow_peer import SlowPeerDetector, granted
+from pdserve.engine.handoff.slow_peer import SlowPeerDetector
 from pdserve.engine.kv.spec import KvSpec
 
 
@@ -98,7 +98,7 @@ class IncomingHandoff(HandoffAttempt):
         self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape))
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
-        self.slow_peer = granted(now)
+        self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
         """Reader thread: a genuine record has come. False if it came before, or all it has."""
@@ -107,7 +107,7 @@ class IncomingHandoff(HandoffAttempt):
         self.arriving.add(header.sequence)
         return True
 
-    def landed(self, header: FrameHeader) -> None:
+    def frame_done(self, header: FrameHeader) -> None:
         """A frame was written, or is damaged or too late; any thread."""
         self.arriving.discard(header.sequence)
 

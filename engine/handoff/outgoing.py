@@ -175,7 +175,7 @@ class OutgoingHandoff(HandoffAttempt):
         """Decode has acknowledged or refused that frame; None if no answer was expected."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
-            self.link.landed(pushed.slot, pushed.mark)
+            self.link.slot_returned(pushed.slot, pushed.mark)
         return pushed
 
     def answered_all(self) -> None:

@@ -5,6 +5,8 @@ The engine thread runs the machine and owns every attempt. A connection's thread
 payload and writes it into the attempt's blocks, under a lock that freeing them takes first
 (open_blocks.py); it tells the engine thread afterwards. On a device the engine thread begins the
 copies (device_frames.py). Frames of an attempt that has ended are not written anywhere.
+The module is longer than 400 lines since one object carries out every action of its side: cut in
+two, an attempt had two writers.
 """
 
 import os
@@ -70,13 +72,13 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         on_lost: Callable[[bytes, str], None],
         on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, before: None,
         wake: Callable[[], None],
-        progress: Callable[[], tuple[int, bool]],
+        liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         mixing: Mixing = NO_MIXING,
         encrypted: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(wake, progress, clock, event_log)
+        super().__init__(wake, liveness, clock, event_log)
         self.promises = Promises(kv.spec.block_size)
         self._engine = engine
         self._kv = kv
@@ -87,16 +89,16 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_received = on_received
         self._on_lost = on_lost
         self._on_verified = on_verified
-        self.claims = ClaimQueue(
+        self._claims = ClaimQueue(
             engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self.device_frames = DeviceFrames(kv, self, self._safely)
+        self._device_frames = DeviceFrames(kv, self, self._safely)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
-        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self.counters)
+        self._listeners = DataListeners(boot, self._compatibility, self, self._links, self._count)
         self.refusals = self._listeners.refusals
         self.reserved_idle_block_s = 0.0  # of blocks between their reservation and their frame
         self.actions = {
-            Action.QUEUE_CLAIM: self.claims.add,
+            Action.QUEUE_CLAIM: self._claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
             Action.SEND_GRANTED: self._grant,
             Action.FREE_BLOCKS: self._free,
@@ -163,7 +165,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def close(self) -> None:
         """Ends every attempt and connection. Call it on the engine thread, or after its end."""
         self._listeners.close()
-        for incoming in list(self._live.values()):
+        for incoming in self.live:
             self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")
         self._stop_ticker()
@@ -171,11 +173,11 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     # the engine thread
 
     def _work(self) -> bool:
-        for granted in self.claims.granted():
+        for granted in self._claims.granted():
             self._granted(granted)
-        more = self.device_frames.poll()
+        more = self._device_frames.poll()
         for incoming in self._to_ack:
-            self._safely(incoming, self._keep)
+            self._safely(incoming, self._cache_verified)
             self._acknowledge(incoming)
         self._to_ack.clear()
         return more
@@ -186,7 +188,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         blocks = sum(map(len, incoming.reservation.blocks))
         self._note(incoming, RecordKind.TAKEN, blocks, incoming.bitmap.num_missing)
         self._advance(incoming, Reserved())
-        self._fill(incoming)
+        self._commit_if_complete(incoming)
 
     def _claim(
         self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, at: float
@@ -235,8 +237,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._note(incoming, RecordKind.WRITTEN, header.sequence, cells)
         incoming.acks.append(header.sequence)
         self._to_ack[incoming] = None
-        incoming.landed(header)
-        self._fill(incoming)
+        incoming.frame_done(header)
+        self._commit_if_complete(incoming)
 
     def _again(self, frame: ReceivedFrame) -> None:
         """A duplicate of a written frame has arrived."""
@@ -244,27 +246,29 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self.accepted(frame, None)
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        self.counters["corrupt_frames"] += 1
-        frame.attempt.landed(frame.header)
+        _ask_again(frame)
+        self._count_damaged(frame)
+
+    def _count_damaged(self, frame: ReceivedFrame) -> None:
+        self._count("corrupt_frames")
         self._figures(frame.link).refused += 1
-        frame.attempt.post(messages.Nack(frame.header.sequence))
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        self.counters["unfit_frames"] += 1
+        self._count("unfit_frames")
         self._figures(frame.link).refused += 1
         self._advance(frame.attempt, HandoffEnded(f"frame: {error}"))
 
     def late(self, frame: ReceivedFrame) -> None:
-        self.counters["late_frames"] += 1
-        frame.attempt.landed(frame.header)
+        self._count("late_frames")
+        frame.attempt.frame_done(frame.header)
         self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
 
-    def _fill(self, incoming: IncomingHandoff) -> None:
+    def _commit_if_complete(self, incoming: IncomingHandoff) -> None:
         if incoming.bitmap is not None and incoming.bitmap.complete and incoming.state.holds:
             incoming.acks.clear()  # Complete acknowledges all frames
             self._advance(incoming, Filled())
 
-    def _keep(self, incoming: IncomingHandoff) -> None:
+    def _cache_verified(self, incoming: IncomingHandoff) -> None:
         """Blocks that are verified in all layers enter the prefix cache at once. They outlive the
         attempt, so the next try begins there."""
         if not incoming.state.holds:
@@ -279,7 +283,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
         slow = attempt.state.holds and attempt.is_slow(self._clock())
-        if slow and not self.device_frames.busy:  # otherwise decode itself is slow
+        if slow and not self._device_frames.busy:  # otherwise decode itself is slow
             self._advance(attempt, HandoffEnded("prefill slow"))
 
     def _acknowledge(self, incoming: IncomingHandoff) -> None:
@@ -308,7 +312,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         assert incoming.reservation is not None
         assert incoming.link is not None
         cached = max(incoming.reservation.cached_tokens, incoming.prefill_cached)
-        self.counters["inexact"] += bool(incoming.sender)
+        if incoming.sender:
+            self._count("inexact")
         self._on_received(
             Received(
                 incoming.ticket.attempt,
@@ -353,27 +358,27 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if incoming is None or incoming.link is not link:
             if signer := self._signer(link, Domain.HEADER, header.sequence, covered, tag):
                 signer.post(messages.Nack(header.sequence))
-            self.counters["late_frames" if signer is None else "refused"] += 1
+            self._count("late_frames" if signer is None else "refused")
             return False
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
-            self.counters["refused"] += 1
+            self._count("refused")
             raise FrameError("frame header with a bad tag")
         if incoming.arrives(header):
             return True
-        self.counters["duplicate_frames"] += 1
+        self._count("duplicate_frames")
         if incoming.has(header):  # a written one is acknowledged like the first
-            self._hear(ReceivedFrame(incoming, link, header), self._again)
+            self._on_engine_thread(ReceivedFrame(incoming, link, header), self._again)
         return False
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         incoming = self._live.get(header.ticket)
         if incoming is None:
-            self.counters["late_frames"] += 1
+            self._count("late_frames")
             if link.direct:
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self.device_frames.arrived(
+            self._device_frames.arrived(
                 ReceivedFrame(incoming, link, header, payload)
             )  # the copy verifies it
             self._wake()
@@ -382,26 +387,33 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         tag, sealed = header.payload_tag, self._compatibility.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            self.damaged(frame)
+            _ask_again(frame)
+            self._on_engine_thread(frame, self._count_damaged)
             return
         before = incoming.num_inside
         try:
             piece = incoming.write(self._kv, header, verified)
         except BlocksLeft:
-            self._hear(frame, self.late)
+            self._on_engine_thread(frame, self.late)
         except FrameError as err:
-            self._hear(frame, partial(self.refused, error=err))
+            self._on_engine_thread(frame, partial(self.refused, error=err))
         except Exception as err:
-            self._hear(frame, partial(_fail, error=err))
+            self._on_engine_thread(frame, partial(_fail, error=err))
         else:  # wake the engine thread only for a whole chunk
             wake = piece is None or incoming.num_inside > before
-            self._hear(frame, partial(self.accepted, written=piece), wake)
+            self._on_engine_thread(frame, partial(self.accepted, written=piece), wake)
 
-    def _hear(
+    def _on_engine_thread(
         self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
         """Calls `what(frame)` on the engine thread."""
         self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
+
+
+def _ask_again(frame: ReceivedFrame) -> None:
+    """Prefill sends that frame again; any thread may call it."""
+    frame.attempt.frame_done(frame.header)
+    frame.attempt.post(messages.Nack(frame.header.sequence))
 
 
 def _fail(frame: ReceivedFrame, error: Exception) -> None:

@@ -23,6 +23,11 @@ class SlowPeerDetector:
     looked: float  # when `look` was last called
     longest: float | None = None  # seconds of the longest chunk; None before the first
 
+    @classmethod
+    def begin(cls, now: float) -> "SlowPeerDetector":
+        """The detector of a prefill whose blocks are granted now."""
+        return cls(chunk_at=now, moved=now, looked=now)
+
     def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
         """Frames were verified; `chunk` if they complete a chunk in all layers."""
         if not chunk:
@@ -40,8 +45,3 @@ class SlowPeerDetector:
         if self.longest is None:
             return False
         return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
-
-
-def granted(now: float) -> SlowPeerDetector:
-    """The detector of a prefill whose blocks are granted now."""
-    return SlowPeerDetector(chunk_at=now, moved=now, looked=now)

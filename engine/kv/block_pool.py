@@ -123,10 +123,6 @@ class BlockPool:
         """Whether nobody holds the block and it is only kept for its content."""
         return block in self._idle
 
-    def findable(self) -> dict[bytes, int]:
-        """Every block that can be found, by its chain hash; a copy."""
-        return dict(self._by_hash)
-
     def find(self, chain_hash: bytes) -> int | None:
         """The block with this content, if any."""
         return self._by_hash.get(chain_hash)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, Ints
-from pdserve.engine.kv.spec import LayerGroup
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
 from pdserve.engine.models.parts import (
@@ -38,6 +38,8 @@ NativePart = tuple[str, dict[str, object]]  # kind and fields, as the stack take
 
 class ArrayKv(Protocol):
     """What the decoder needs of a KvCache."""
+
+    spec: KvSpec
 
     def layer(self, n: int) -> tuple[NDArray[Any], int]:
         """(blocks of model layer n, its group's index)."""
@@ -112,8 +114,7 @@ class NativeDecoder:
     def _attach(self, kv: ArrayKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
         blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]
-        block_size = blocks[0].shape[1] // self.kv_groups[0].block_bytes(1)
-        self._stack.set_kv(blocks, self._kv_dtype, block_size)
+        self._stack.set_kv(blocks, self._kv_dtype, kv.spec.block_size)
         self._kv = kv
 
     def _reserve_positions(self, num_positions: int) -> None:

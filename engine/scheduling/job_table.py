@@ -23,8 +23,10 @@ A request (a *job* here) is in one of these states:
   | behind the window     as above              advance, commit: when the window has passed it     |
   | reserved for a        reserve               commit makes it the request's own; release or an   |
   | hand-off                                    abort (end) frees it                               |
-  | held by prefill       as rest and growth    end, by Engine.release_held: the Sender calls it   |
-  |                                             at decode's Complete or at the attempt's end       |
+  | a prefill under way   as rest and growth    end, by Engine.abort: Sender._leave calls it if    |
+  |                                             the attempt ends before all is computed            |
+  | held by prefill, all  as rest and growth    end, by Engine.release_held: Sender._leave calls   |
+  | is computed                                 it at decode's Complete or at the attempt's end    |
   | migrating (held)      as rest and growth    end, by Engine.release_held once the target has    |
   |                                             committed; unhold keeps it                         |
   | parked                as rest and growth    end, by evict when others lack blocks; unpark      |

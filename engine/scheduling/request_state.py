@@ -15,7 +15,9 @@ class Sequence:
 
     `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0 when
     the window has passed these. Only block_tables.py changes the tables and the numbers that go
-    with them. `rewritten_from[g]` is the first index that changed since the runner read the table.
+    with them. `rewritten_from[g]` is the first index of table g that the runner has to read again:
+    a change of the table or a new slot (JobTable.admit) lowers it, and the runner raises it when it
+    has read the table.
     """
 
     __slots__ = (

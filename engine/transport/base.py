@@ -1,8 +1,9 @@
 """What a KV transport is: it opens wires between a prefill and a decode process.
 
 A wire is a stream socket for records plus the transport's own way to move a frame's payload
-through numbered slots. A transport never sees a ticket, a block or a key: see link.py and
-engine/handoff for those. Adding one is a file here with a KvTransport subclass.
+through numbered slots. A transport never sees a ticket, a block or a key: those
+are the hand-off's, which uses wires in engine/handoff/connection/link.py. Adding a transport is a
+file here with a KvTransport subclass.
 """
 
 import contextlib
@@ -31,12 +32,7 @@ Received = TypeVar("Received", bytes, int)
 
 
 class TransportRefused(Exception):
-    """This transport cannot reach that peer; the text says why, and `reason` is one word for it
-    where there is one."""
-
-    def __init__(self, text: str, reason: str = "") -> None:
-        super().__init__(text)
-        self.reason = reason
+    """This transport cannot reach that peer; the text says why."""
 
 
 class WireClosed(Exception):
@@ -98,7 +94,7 @@ class Wire(ABC):
     """One connection. Reads happen on one thread and writes on one thread.
 
     A `direct` wire moves payloads from pool to pool on a device: what it hands out for a slot is
-    an DeviceSink or an DeviceSource, and the host never sees the bytes.
+    a DeviceSink or a DeviceSource, and the host never sees the bytes.
     """
 
     direct: ClassVar[bool] = False
@@ -292,7 +288,6 @@ class KvTransport(ABC):
 
     name: ClassVar[str]
     preference: ClassVar[int]  # `auto` tries the lowest first
-    direct: ClassVar[bool] = False  # its wires are
 
     def __init__(self, options: TransportOptions) -> None:
         self.options = options

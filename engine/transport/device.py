@@ -1,4 +1,4 @@
-"""What the cuda_ipc transport needs of a device; cuda_device.py is the one with CuPy.
+"""What the cuda_ipc transport needs of a device; cuda_ipc/device_cupy.py is the one with CuPy.
 
 Ownership: decode owns windows and their signals for the life of its process; prefill opens them.
 Only decode copies into decode's pool.

@@ -21,7 +21,7 @@ from pdserve.engine.transport.base import (
 )
 
 SOCKET_BUFFER_BYTES = 4 << 20
-HURRY_S = 0.005  # for what goes straight from the pool
+AT_ONCE_S = 0.005  # for what goes straight from the pool
 _SCRATCH_BYTES = 64 << 10
 
 
@@ -47,15 +47,15 @@ class TcpWire(Wire):
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
     ) -> None:
         left = deque([memoryview(record), *parts])
-        self._hurry(left)
+        self._write_at_once(left)
         rest = self._stage(left, len(record) + self.slot_bytes) if left else b""
         taken()
         self.write(rest)
 
-    def _hurry(self, left: deque[memoryview]) -> None:
+    def _write_at_once(self, left: deque[memoryview]) -> None:
         poll = select.poll()
         poll.register(self.sock, select.POLLOUT)
-        end = time.monotonic() + HURRY_S
+        end = time.monotonic() + AT_ONCE_S
         while left and (wait_s := end - time.monotonic()) > 0 and poll.poll(wait_s * 1000):
             with contextlib.suppress(BlockingIOError):
                 self.write_some(left, socket.MSG_DONTWAIT)

@@ -14,7 +14,7 @@ _MAX_PATH = 107  # sun_path less its terminating zero
 def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
     """Raises TransportRefused without a folder."""
     if not folder:
-        raise TransportRefused("no directory for its sockets (shm_dir) is set", "no_folder")
+        raise TransportRefused("no directory for its sockets (shm_dir) is set")
     return Path(folder) / f"{boot.hex()}{suffix}"
 
 
@@ -28,7 +28,7 @@ def listen_unix(
         path.parent.mkdir(parents=True, exist_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as err:
-        raise TransportRefused(f"{path.parent}: {err.strerror}", "no_folder") from None
+        raise TransportRefused(f"{path.parent}: {err.strerror}") from None
     try:
         with _sun_path(path) as short:
             sock.bind(short)
@@ -36,7 +36,7 @@ def listen_unix(
         sock.listen(2 * SLOTS)
     except OSError as err:
         sock.close()
-        raise TransportRefused(f"{path}: {err.strerror}", "no_socket") from None
+        raise TransportRefused(f"{path}: {err.strerror}") from None
 
     def remove() -> None:
         path.unlink(missing_ok=True)
@@ -55,7 +55,7 @@ def dial_unix(path: Path, timeout_s: float) -> socket.socket:
         sock.settimeout(None)
     except OSError as err:
         sock.close()
-        raise TransportRefused(f"{path}: {err.strerror or err}", "no_socket") from None
+        raise TransportRefused(f"{path}: {err.strerror or err}") from None
     return sock
 
 

@@ -2,7 +2,7 @@
 //
 // Into a slot, the tag goes to where `tag` points (behind the slot's payload). Out of a slot, the
 // tag found there is compared with that of the copied bytes, and the verdict goes to host memory.
-// Compiled at run time by CuPy (kernels/cuda/launch.py), and by nvcc in the tests.
+// Compiled at run time by CuPy (kernels/cuda/copy_hash.py), and by nvcc in the tests.
 #include "copy_hash.h"
 
 using copy_hash::kLanes;

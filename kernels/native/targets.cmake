@@ -10,7 +10,8 @@ if(PDSERVE_SANITIZE)  # of -fsanitize=, e.g. address,undefined or thread
   list(APPEND NATIVE_OPTIONS -O1 -g1 -fsanitize=${PDSERVE_SANITIZE} -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${PDSERVE_SANITIZE})
 else()
-  list(APPEND NATIVE_OPTIONS -O3)
+  set(PDSERVE_OPTIMIZE "-O3" CACHE STRING "Level of optimization")
+  list(APPEND NATIVE_OPTIONS ${PDSERVE_OPTIMIZE})
 endif()
 # Kernels are one large function each: checks by calls compile in half the time. They know nothing
 # of threads, so that the thread sanitizer has nothing to see in them.

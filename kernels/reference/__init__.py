@@ -4,12 +4,11 @@ from pdserve.kernels.reference.activation import gated
 from pdserve.kernels.reference.attention import paged_attention, write_kv
 from pdserve.kernels.reference.linear import linear
 from pdserve.kernels.reference.logprobs import logprobs
-from pdserve.kernels.reference.norm import add_rms_norm, rms_norm
+from pdserve.kernels.reference.norm import rms_norm
 from pdserve.kernels.reference.rope import rope
 from pdserve.kernels.reference.sampling import sample, stream
 
 __all__ = [
-    "add_rms_norm",
     "gated",
     "linear",
     "logprobs",

@@ -7,9 +7,3 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dim; x [..., N], weight float32 [N]; in x's dtype."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the norm that follows a residual connection."""
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual

@@ -1,7 +1,7 @@
 """Which router session a served request belongs to, and how long it outlives a lost session; pure.
 
     state                event                                     next state
-    OWNED(epoch)         SessionLost                               PARKED(epoch, until)
+    OWNED(epoch)         SessionLost of its epoch                  PARKED(epoch, until)
     OWNED                Resumed by a higher epoch                 OWNED
     OWNED                BlocksEvicted                             GIVEN_UP
     PARKED               Resumed by a higher epoch, before until   OWNED
@@ -9,6 +9,7 @@
     OWNED, PARKED        AttemptEnded(keep)                        KEPT(epoch, until)
     OWNED, PARKED, KEPT  AttemptEnded                              ENDED
     KEPT                 Resumed by a higher epoch                 KEPT, last events repeated
+    KEPT                 SessionLost of its epoch                  KEPT, until is extended
     KEPT                 LeaseTick at until, BlocksEvicted         ENDED
 
 A lost session is not a cancel: a parked request keeps its blocks and gets no steps, and a hand-off

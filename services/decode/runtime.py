@@ -88,7 +88,7 @@ class DecodeRuntime(WorkerRuntime):
             on_lost=self._lost,
             on_verified=self._verified,
             wake=self.thread.wake,
-            progress=self._progress,
+            liveness=self._liveness,
             mixing=self.mixing,
             encrypted=settings.encrypt_kv,
             event_log=event_log,

@@ -157,7 +157,7 @@ class WorkerProcess:
             hello,
             self._settings.routers,
             self._settings.cluster_secret,
-            lambda: (runtime.thread.steps, runtime.thread.busy),
+            lambda: (runtime.thread.liveness, runtime.thread.busy),
         )
         if self._settings.metrics_port:
             self._metrics = WorkerMetrics(self.address, hello.card.name)
@@ -214,7 +214,7 @@ class WorkerProcess:
         seen, serving = StallDetector(), True
         while True:
             await asyncio.sleep(LOOK_S)
-            frozen = seen.look(thread.steps, thread.busy, loop.time())
+            frozen = seen.look(thread.liveness, thread.busy, loop.time())
             if frozen == serving:
                 serving = not frozen
                 if frozen:

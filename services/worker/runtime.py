@@ -112,15 +112,15 @@ class WorkerRuntime(ABC):
             identity=self.engine.kv_identity,
             on_ended=on_ended,
             wake=self.thread.wake,
-            progress=self._progress,
+            liveness=self._liveness,
             encrypted=self._settings.encrypt_kv,
             event_log=EventLog(self._ring),
         )
 
-    def _progress(self) -> tuple[int, bool]:
-        """The engine's counter, for the peers of hand-offs. It always counts as busy: the ticker
-        wakes the thread while hand-offs live, so a thread that does not turn is frozen."""
-        return self.thread.steps, True
+    def _liveness(self) -> int:
+        """The engine thread's counter, for the peers of hand-offs. The ticker wakes the thread
+        while hand-offs live, so it moves even if the engine has nothing to compute."""
+        return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
         """The engine thread calls `poll` each turn; True: there is more to do at once."""

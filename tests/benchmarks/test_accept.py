@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import accept
+import gone_tests
+import psutil
 import pytest
+from eventually import wait_until
 from line9_promises import stands
 
 SCRIPT = """import json, sys
@@ -20,7 +23,7 @@ class Topic:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
-        self.revision, self.tree = "aaaaaaaaaaaa", "tree"
+        self.revision, self.tree, self.docs = "aaaaaaaaaaaa", "tree", "docs"
         self._capsys = capsys
         (folder / "made").mkdir()
 
@@ -47,7 +50,9 @@ def topic(
     made = Topic(tmp_path, capsys)
     monkeypatch.setattr(accept, "HERE", tmp_path)
     monkeypatch.setattr(accept, "commit", lambda: made.revision)
-    monkeypatch.setattr(accept, "source_tree", lambda: made.tree)
+    monkeypatch.setattr(
+        accept, "source_tree", lambda prose=False: made.tree + (made.docs if prose else "")
+    )
     return made
 
 
@@ -115,6 +120,54 @@ def test_what_is_not_known_is_run(topic: Topic, change: str) -> None:
     assert topic.runs(1) == 2
 
 
+def test_what_a_dirty_checkout_gave_is_not_known_to_a_clean_one(topic: Topic) -> None:
+    """Both have the tree of the same commit."""
+    clean = topic.revision
+    topic.line(1, {"ok": True})
+    topic.revision += "-dirty"
+    topic.run()
+    topic.revision = clean
+    _, found = topic.run()
+    assert topic.verdicts(found) == {"line1": "held"}
+    assert topic.runs(1) == 2
+
+
+def test_a_line_that_reads_the_docs_is_run_again_after_their_change(topic: Topic) -> None:
+    for number in (1, 2):
+        topic.line(number, {"ok": True})
+    module = topic.folder / "made/line2_x.py"
+    module.write_text(f"READS_PROSE = True\n{module.read_text()}")
+    topic.run()
+    topic.docs = "other docs"
+    _, found = topic.run()
+    assert topic.verdicts(found) == {"line1": "held earlier", "line2": "held"}
+
+
+def test_lines_that_test_the_docs_say_so() -> None:
+    folder = Path(accept.__file__).parent
+    testing = {p for p in folder.glob("*/line*.py") if '"tests/test_docs.py"' in p.read_text()}
+    assert len(testing) >= 2
+    assert [p for p in testing if not accept.READS_PROSE.search(p.read_text())] == []
+
+
+def test_a_late_line_ends_with_its_children(topic: Topic) -> None:
+    pid, module = topic.folder / "pid", topic.folder / "made/line1_x.py"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(999)"
+    module.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+    for timeout_s in (1, 4, 16, 64):  # until it has had the time to start a child
+        assert accept.run_line(module, timeout_s)["verdict"] == "failed"
+        if pid.exists() and pid.read_text().endswith("."):
+            break
+
+    def ended() -> bool:
+        try:
+            return psutil.Process(int(pid.read_text().rstrip("."))).status() == "zombie"
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(ended, "its child's end")
+
+
 def test_records_of_before_the_verdicts_are_judged_too(topic: Topic) -> None:
     """A line that was written as ok with a skipped part is no result to stand on."""
     topic.line(1, {"ok": True})
@@ -153,3 +206,14 @@ def test_a_promise_stands_on_this_tree_alone() -> None:
     assert "no namespaces" in stands(part, "tree")["skipped"]
     assert not stands(held | {"verdict": "failed"}, "tree")["ok"]
     assert not stands(None, "tree")["ok"]
+
+
+def test_a_test_that_is_gone_needs_a_successor() -> None:
+    successors = [one for found in gone_tests.GONE.values() for one in found]
+    before = ["test_kept", "test_twice", "test_twice", *gone_tests.GONE]
+    assert gone_tests.missing(before, [*successors, "test_kept", "test_twice"]).keys() == {
+        "test_twice"
+    }
+    lost = gone_tests.missing([], successors[1:])
+    assert list(lost) == [next(iter(gone_tests.GONE))]
+    assert successors[0] in lost[next(iter(gone_tests.GONE))]

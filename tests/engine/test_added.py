@@ -17,10 +17,14 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.backends import names, register
+from pdserve.engine.backends import choose, names, register
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model
+from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models.layers.norm import TorchNorm
+from pdserve.engine.models.layers.torch_part import computes, made
+from pdserve.engine.models.parts import Norm, Part, TensorSpec
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -40,6 +44,18 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     assert theirs.std() > 0.3, "logits too flat to tell anything"
     with pytest.raises(CheckpointError, match="native kernels cannot compute Experts"):
         load(path)
+
+
+def test_a_part_is_computed_by_one_class() -> None:
+    class Unheard(Part):
+        def tensors(self) -> tuple[TensorSpec, ...]:
+            return ()
+
+    nothing: Any = None
+    with pytest.raises(UnsupportedModel, match="reference kernels cannot compute Unheard"):
+        made(Unheard(), nothing)
+    with pytest.raises(ValueError, match="part Norm is registered twice"):
+        computes(Norm)(TorchNorm)
 
 
 def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
@@ -85,13 +101,15 @@ def test_a_backend(tmp_path: Path) -> None:
     assert answer == {("a", 0): [31, 32, 33, 34]}
     with pytest.raises(ValueError, match="twice"):
         register(added.CountingBackend)
-    with pytest.raises(ValueError, match=r"--kernels none is not known; known: .*native, ref"):
+    with pytest.raises(ValueError, match="--kv-dtype int8 needs the native kernels, which --kern"):
+        load(path, kernels="counting", kv_dtype="int8")
+    with pytest.raises(ValueError, match=r"--kernels none is not known; known: auto, .*native, "):
         load(path, kernels="none")
 
 
-def test_the_backends_of_the_product_are_the_choices_of_the_option() -> None:
-    (option,) = [f for f in EngineConfig.__dataclass_fields__.values() if f.name == "kernels"]
+def test_each_file_of_the_folder_is_a_backend() -> None:
     folder = Path(import_module("pdserve.engine.backends").__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert set(option.metadata["choices"]) == {"auto", *files}
-    assert files <= set(names())
+    assert files == {"native", "reference"} <= set(names())
+    for name in files:
+        assert choose(EngineConfig(kernels=name)).name == name

@@ -349,7 +349,7 @@ def test_launch_and_collect_are_separate() -> None:
     plan = engine.schedule()
     assert plan is not None
     step = engine.collect(engine.launch(plan))
-    assert (step.index, step.num_tokens, step.num_rows) == (1, 5, 1)
+    assert (step.index, plan.num_tokens, len(plan.rows)) == (1, 5, 1)
     assert [type(e) for e in step.events] == [Scheduled, PrefillComputed, NewTokens, Finished]
     assert engine.schedule() is None
     assert engine.step() is None

@@ -105,7 +105,7 @@ class Poisoned(FakeDecoder):
     def forward(self, batch: Batch[Ints], kv: KvCache) -> torch.Tensor:
         logits = super().forward(batch, kv)
         for output, token in enumerate(batch.logit_tokens.tolist()):
-            row = next(r for r in range(batch.num_rows) if batch.starts[r + 1] > token)
+            row = next(r for r in range(len(batch.kv_lens)) if batch.starts[r + 1] > token)
             first = int(kv.layer(0)[0][batch.groups[0].block_table[row, 0], 0, 0, 0, 0])
             if first == self.poison:
                 logits[output, 5] = float("nan")

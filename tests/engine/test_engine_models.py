@@ -79,9 +79,9 @@ def test_batched_warm_preempted_and_chunked_are_the_same(
     for request in asked(sampled):
         batched.submit(request)
     events = []
-    while (step := batched.step()) is not None:
-        widths.append(step.num_rows)
-        events += step.events
+    while (plan := batched.schedule()) is not None:
+        widths.append(len(plan.rows))
+        events += batched.collect(batched.launch(plan)).events
     assert max(widths) == 16
     assert tokens(events) == alone[sampled]
     warm = run(batched, *asked(sampled))

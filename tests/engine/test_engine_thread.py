@@ -6,14 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fake_decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.engine import Engine
 from pdserve.engine.thread import EngineThread
-
-WAIT_S = 10
 
 
 class Listener:
@@ -48,10 +46,10 @@ def test_posted_requests_run_in_order_of_posting() -> None:
         for i in range(5):
             thread.post(lambda _, i=i: order.append(i))
         future = thread.post(lambda e: e.submit(ask("a", range(9))))
-        assert future.result(WAIT_S) is None
+        assert future.result(LIMIT_S) is None
         listener.wait_for("a")
         assert order == list(range(5))
-        assert thread.steps > 0
+        assert thread.liveness > 0
     assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(engine)
 
@@ -77,8 +75,8 @@ def test_what_a_post_raises_is_its_future_s() -> None:
     with running(fake_engine(), listener) as thread:
         future = thread.post(lambda e: e.submit(ask("a", [])))
         with pytest.raises(Exception, match="empty"):
-            future.result(WAIT_S)
-        assert thread.post(lambda e: e.stats().step).result(WAIT_S) == 0
+            future.result(LIMIT_S)
+        assert thread.post(lambda e: e.stats().step).result(LIMIT_S) == 0
 
 
 def test_polls_run_between_steps_and_while_they_have_more() -> None:
@@ -94,40 +92,38 @@ def test_polls_run_between_steps_and_while_they_have_more() -> None:
 
     with running(fake_engine(), listener) as thread:
         thread.add_poll(poll)
-        assert enough.wait(WAIT_S)
+        assert enough.wait(LIMIT_S)
         thread.post(lambda e: e.submit(ask("a", range(9))))
         listener.wait_for("a")
         before = polls
         woken = threading.Event()
         thread.add_poll(lambda: woken.set() or False)  # type: ignore[func-returns-value]
-        assert woken.wait(WAIT_S)
+        assert woken.wait(LIMIT_S)
         woken.clear()
         thread.wake()
-        assert woken.wait(WAIT_S)
+        assert woken.wait(LIMIT_S)
     assert before > 20
 
 
 def test_an_idle_thread_does_not_spin() -> None:
     with running(fake_engine(), Listener()) as thread:
-        thread.post(lambda _: None).result(WAIT_S)
-        turns = thread.post(lambda _: thread.steps).result(WAIT_S)
+        thread.post(lambda _: None).result(LIMIT_S)
+        turns = thread.post(lambda _: thread.liveness).result(LIMIT_S)
         threading.Event().wait(0.2)
-        assert thread.post(lambda _: thread.steps).result(WAIT_S) <= turns + 3
+        assert thread.post(lambda _: thread.liveness).result(LIMIT_S) <= turns + 3
 
 
 def test_close_cancels_what_is_posted_and_ends() -> None:
     entered, go_on = threading.Event(), threading.Event()
     thread = EngineThread(fake_engine(), Listener())
     thread.start()
-    thread.post(lambda _: (entered.set(), go_on.wait(WAIT_S)))
-    assert entered.wait(WAIT_S)
+    thread.post(lambda _: (entered.set(), go_on.wait(LIMIT_S)))
+    assert entered.wait(LIMIT_S)
     closer = threading.Thread(target=thread.close)
     closer.start()
-    while not thread._closing:
-        threading.Event().wait(0.001)
-    assert thread.post(lambda _: None).cancelled()
+    wait_until(lambda: thread.post(lambda _: None).cancelled())
     go_on.set()
-    closer.join(WAIT_S)
+    closer.join(LIMIT_S)
     assert not closer.is_alive()
 
 
@@ -183,14 +179,10 @@ def test_steps_advance_while_work_waits_for_blocks(monkeypatch: pytest.MonkeyPat
     engine, listener = fake_engine(num_blocks=4), Listener()
     with running(engine, listener) as thread:
         reservation = thread.post(lambda e: e.reserve(ask("r", range(12), max_tokens=1)))
-        held = reservation.result(WAIT_S)
-        thread.post(lambda e: e.submit(ask("a", range(12), max_tokens=1))).result(WAIT_S)
-        before, deadline = thread.steps, threading.Event()
-        for _ in range(200):
-            if thread.steps > before + 3:
-                break
-            deadline.wait(0.01)
-        assert thread.steps > before + 3
+        held = reservation.result(LIMIT_S)
+        thread.post(lambda e: e.submit(ask("a", range(12), max_tokens=1))).result(LIMIT_S)
+        before = thread.liveness
+        wait_until(lambda: thread.liveness > before + 3)
         assert not listener.events
         thread.post(lambda e: e.release(held))
         listener.wait_for("a")

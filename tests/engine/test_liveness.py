@@ -10,47 +10,47 @@ from pdserve.engine.scheduling.stats import GROWTH, StepMeter
 from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
 
 
-def verdicts(pulse: LivenessCounter, start: float, end: float, every_s: float) -> list[float]:
+def verdicts(liveness: LivenessCounter, start: float, end: float, every_s: float) -> list[float]:
     """When somebody who looks finds it frozen."""
     seen, found = StallDetector(), []
     for i in range(int((end - start) / every_s)):
         now = start + i * every_s
-        if seen.look(pulse.read(now), True, now):
+        if seen.look(liveness.read(now), True, now):
             found.append(now)
     return found
 
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
 def test_a_hung_step_of_the_usual_size_is_found_within_ten_seconds(every_s: float) -> None:
-    pulse = LivenessCounter()
-    pulse.beat(0.0, expected_s=0.15)  # a chunk of 100 ms among decode rows
-    found = verdicts(pulse, 0.0, 30.0, every_s)
+    liveness = LivenessCounter()
+    liveness.beat(0.0, expected_s=0.15)  # a chunk of 100 ms among decode rows
+    found = verdicts(liveness, 0.0, 30.0, every_s)
     assert FROZEN_S <= found[0] <= 10.0
     assert found == sorted(found)
-    pulse.beat(30.0)
-    assert not StallDetector(counter=pulse.read(29.9)).look(pulse.read(30.0), True, 30.0)
+    liveness.beat(30.0)
+    assert not StallDetector(counter=liveness.read(29.9)).look(liveness.read(30.0), True, 30.0)
 
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
 def test_a_chunk_of_a_minute_is_not_frozen(every_s: float) -> None:
-    pulse = LivenessCounter()
-    pulse.beat(0.0, expected_s=60.0)
-    assert not verdicts(pulse, 0.0, SLACK * 60.0, every_s)
-    assert verdicts(pulse, 0.0, SLACK * 60.0 + 10.0, every_s), "but not for ever"
+    liveness = LivenessCounter()
+    liveness.beat(0.0, expected_s=60.0)
+    assert not verdicts(liveness, 0.0, SLACK * 60.0, every_s)
+    assert verdicts(liveness, 0.0, SLACK * 60.0 + 10.0, every_s), "but not for ever"
 
 
 def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
     rng = Random(3)
-    pulse, now, last, moved_itself = LivenessCounter(), 0.0, 0, 0
+    liveness, now, last, moved_itself = LivenessCounter(), 0.0, 0, 0
     for _ in range(3000):
         now += rng.choice((0.001, 0.4, 1.7, 30.0))
         if rng.random() < 0.4:
-            before = pulse.read(now)
-            pulse.beat(now, rng.choice((0.0, 0.05, 3.0)))
-            assert pulse.read(now) == before + 1
-        moved_itself += pulse.read(now) > last
-        assert pulse.read(now) >= last
-        last = pulse.read(now)
+            before = liveness.read(now)
+            liveness.beat(now, rng.choice((0.0, 0.05, 3.0)))
+            assert liveness.read(now) == before + 1
+        moved_itself += liveness.read(now) > last
+        assert liveness.read(now) >= last
+        last = liveness.read(now)
     assert moved_itself > 300
 
 

@@ -4,7 +4,7 @@ A shadow keeps what every layer of every block holds. Whatever the prefix cache 
 whole block whose tokens, and all before them, give its hash, in every layer.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,7 +23,7 @@ from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.reservation import Reservation
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 SIZE = 4
 SEED = cache_seed(b"test", b"")
@@ -44,7 +44,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
         chunk_size=16,
     )
     kv = KvCache(spec, num_blocks)
-    return Engine(FakeDecoder(spec), kv, limits, select("cpu"), kv_identity=KvIdentity(b"test"))
+    return Engine(FakeDecoder(spec), kv, limits, reference, kv_identity=KvIdentity(b"test"))
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Cluster:
     committed: list[str] = field(default_factory=list)
     held: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     left_behind: set[bytes] = field(default_factory=set)  # hashes of released reservations
+    published: dict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))  # by group
     num_requests: int = 0
 
     def reserve(self) -> None:
@@ -76,7 +77,7 @@ class Cluster:
         ids = tuple((start + i) % 50 for i in range(length))
         self.num_requests += 1
         request = ask(f"r{self.num_requests}", ids, n=self.random.choice([1, 1, 3]), max_tokens=1)
-        findable = self.findable()
+        findable = self.findable().keys()
         try:
             reservation = self.engine.reserve(request)
         except ContextLengthExceeded:
@@ -84,7 +85,7 @@ class Cluster:
         if reservation is None:
             self.reached["no room"] += 1
             return
-        self.reached["evicted"] += bool(findable - self.findable())
+        self.reached["evicted"] += bool(findable - self.findable().keys())
         hashes = chain_hashes(ids[:-1], SIZE, SEED)
         hit = -(-reservation.cached_tokens // SIZE)
         self.reached["found what was left behind"] += any(
@@ -173,8 +174,16 @@ class Cluster:
         """A committed request ends before its first step."""
         self.engine.abort(self.committed.pop())
 
-    def findable(self) -> set[bytes]:
-        return set(self.engine.jobs.tables.pools[0].findable())
+    def findable(self, group: int = 0) -> dict[bytes, int]:
+        """Every block that can be found, by its chain hash, as the pool's events tell it."""
+        pool, known = self.engine.jobs.tables.pools[group], self.published[group]
+        added, removed = pool.take_events()
+        assert not known & set(added)
+        assert known >= set(removed)
+        known.update(added)
+        known.difference_update(removed)
+        found = {chain_hash: pool.find(chain_hash) for chain_hash in known}
+        return {chain_hash: block for chain_hash, block in found.items() if block is not None}
 
     def check(self) -> None:
         known: dict[tuple[int, ...], bytes] = {}
@@ -185,7 +194,8 @@ class Cluster:
             tables = [s.block_tables[group] for job in jobs for s in job.sequences]
             in_tables = {block for table in tables for block in table if block}
             assert counts.used + counts.reserved == len(in_tables)
-            findable = pool.findable()
+            findable = self.findable(group)
+            assert findable.keys() == self.published[group], "published, and not found"
             found = set(findable.values())
             assert len(found) == len(findable)
             assert counts.cached == len(found - in_tables), "a cached block that nobody can find"

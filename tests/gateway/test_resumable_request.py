@@ -128,7 +128,7 @@ def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
     assert request.take(now) is None
 
 
-def test_where_it_ran_and_its_strikes_travel_with_it() -> None:
+def test_where_it_ran_and_its_crashes_travel_with_it() -> None:
     request = ResumableRequest(start(crash_count=0), 0.0)
     request.issue(0.0)
     assert not request.placed

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pdserve.kernels import _native as native
 
-TYPES = ("f32", "bf16", "f16", "i8")
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+TYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ONE = native.Context(1)
 ALL = [native.Context(threads, isa=isa) for isa in native.isas() for threads in (1, 2)]
 
@@ -25,7 +25,7 @@ class Sizes:
     group: int = 3
     head_dim: int = 64
     block_size: int = 32
-    type: str = "f32"
+    type: str = "float32"
     window: int = 0
     soft_cap: float = 0.0
 
@@ -40,7 +40,7 @@ class Sizes:
 
 def stored(x: Tensor, kind: str) -> Tensor:
     """What a pool of that type keeps of x [..., head_dim], float64."""
-    if kind != "i8":
+    if kind != "int8":
         return x.to(DTYPES[kind]).double()
     most = x.abs().amax(-1, keepdim=True)
     return (x * (torch.tensor(127.0) / most)).round().double() * (most / 127).double()
@@ -160,12 +160,12 @@ def test_formula(sizes: Sizes, rows: list[tuple[int, int]], seed: int) -> None:
 
 VARIANTS = (
     Sizes(),
-    Sizes(type="bf16"),
-    Sizes(type="f16", window=100, kv_heads=1, group=4),
-    Sizes(type="i8", head_dim=24, group=1),
-    Sizes(type="bf16", soft_cap=3.0, window=513, kv_heads=1, group=8, head_dim=80),
+    Sizes(type="bfloat16"),
+    Sizes(type="float16", window=100, kv_heads=1, group=4),
+    Sizes(type="int8", head_dim=24, group=1),
+    Sizes(type="bfloat16", soft_cap=3.0, window=513, kv_heads=1, group=8, head_dim=80),
     Sizes(head_dim=128, kv_heads=1, group=2),
-    Sizes(type="bf16", head_dim=256, kv_heads=1, group=4, window=512),
+    Sizes(type="bfloat16", head_dim=256, kv_heads=1, group=4, window=512),
 )
 
 
@@ -233,7 +233,7 @@ def test_block_size_changes_nothing(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("type", ["f32", "bf16", "f16", "i8"])
+@pytest.mark.parametrize("type", ["float32", "bfloat16", "float16", "int8"])
 def test_a_bad_key_or_value_reaches_only_those_who_see_it(type: str, bad: float) -> None:
     sizes = Sizes(type=type, window=70, kv_heads=2, group=2)
     clean = Cache(sizes, [300, 40])
@@ -254,10 +254,10 @@ def test_a_bad_key_or_value_reaches_only_those_who_see_it(type: str, bad: float)
             assert not (where == "values" and finite[:, 5].any())
         else:
             assert not finite.any()
-        if type == "i8":
+        if type == "int8":
             assert not finite.any() or (where == "keys" and bad == bad)
         if bad != bad:
-            whole_row = where == "keys" or type == "i8"
+            whole_row = where == "keys" or type == "int8"
             assert not (finite.any() if whole_row else finite[:, 5].any())
         for context in ALL:
             again = cache.attend(q, batch, context)
@@ -285,7 +285,7 @@ def test_what_is_written(type: str) -> None:
         kv = torch.full((3, s.block_bytes), 7, dtype=torch.uint8)
         before = kv.clone()
         k, v = torch.randn(2, 2, 24), torch.randn(2, 2, 24)
-        k[0, 0, :4] = torch.tensor([1e-30, -1e30, 0.5, -0.0]) if type != "f16" else 0.25
+        k[0, 0, :4] = torch.tensor([1e-30, -1e30, 0.5, -0.0]) if type != "float16" else 0.25
         native.write_kv(context, kv, type, 16, k, v, torch.tensor([2 * 16 + 5, 15]))
         assert torch.equal(kv[1], before[1])
         dtype = DTYPES.get(type, torch.int8)
@@ -294,21 +294,21 @@ def test_what_is_written(type: str) -> None:
         for token, (block, offset) in enumerate(((2, 5), (0, 15))):
             keys = flat[block, 0].view(2, 24, 16)[:, :, offset].float()
             values = flat[block, 1].view(2, 16, 24)[:, offset].float()
-            if type == "i8":
+            if type == "int8":
                 scales = kv[block, 2 * 2 * 16 * 24 :].contiguous().view(torch.float32)
                 keys = keys * scales.view(2, 2, 16, 1)[0, :, offset]
                 values = values * scales.view(2, 2, 16, 1)[1, :, offset]
             torch.testing.assert_close(
-                keys.double(), stored(k[token], type), rtol=1e-6 if type == "i8" else 0, atol=0
+                keys.double(), stored(k[token], type), rtol=1e-6 if type == "int8" else 0, atol=0
             )
             torch.testing.assert_close(
-                values.double(), stored(v[token], type), rtol=1e-6 if type == "i8" else 0, atol=0
+                values.double(), stored(v[token], type), rtol=1e-6 if type == "int8" else 0, atol=0
             )
         assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
 
 
 def test_int8_of_zeros_and_of_nothing_finite() -> None:
-    s = Sizes(type="i8", kv_heads=1, group=1, head_dim=16)
+    s = Sizes(type="int8", kv_heads=1, group=1, head_dim=16)
     cache = Cache(s, [5])
     cache.values[0].zero_()
     cache.write(0)
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused() -> None:
             "context": ONE,
             "q": q,
             "kv": cache.kv,
-            "type": "f32",
+            "type": "float32",
             "kv_heads": 3,
             "block_size": 32,
             "block_table": cache.table,
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused() -> None:
     attend()
     bad: dict[str, dict[str, Any]] = {
         "type of keys": {"type": "f64"},
-        "kv_block_bytes": {"type": "bf16"},
+        "kv_block_bytes": {"type": "bfloat16"},
         "multiple of kv_heads": {"kv_heads": 2, "kv": torch.zeros(9, 2 * 2 * 32 * 64 * 4).byte()},
         "multiple of 16": {"block_size": 24},
         "window": {"window": -1},
@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused() -> None:
         native.write_kv(
             ONE,
             cache.kv,
-            "f32",
+            "float32",
             32,
             torch.zeros(1, 3, 64),
             torch.zeros(1, 3, 64),

@@ -170,7 +170,7 @@ class Batch:
 
 
 def pools(count: int, rows: int) -> list[NDArray[np.uint8]]:
-    size = native.kv_block_bytes("f32", KV_HEADS, BLOCK, HEAD_DIM)
+    size = native.kv_block_bytes("float32", KV_HEADS, BLOCK, HEAD_DIM)
     return [np.zeros((rows * Batch.WIDTH, size), np.uint8) for _ in range(count)]
 
 
@@ -205,10 +205,16 @@ def run(
     )
 
 
+def product(x: Floats, matrices: list[native.Matrix], bias: Floats | None = None) -> Floats:
+    out = np.empty((len(x), sum(m.rows for m in matrices)), np.float32)
+    native.linear_into(ONE, x, matrices, out, bias)
+    return out
+
+
 def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batch) -> Floats:
     """Final hidden states of all tokens, by the single operations on a thread of their own."""
     stream = embedding().row_values(ONE, batch.ids)
-    native.scale(ONE, stream, 1.5)
+    stream *= np.float32(1.5)
     for parts, pool in zip(lists, kv, strict=True):
         x = stream
         for kind, fields in parts:
@@ -228,7 +234,7 @@ def operation(
     elif kind == "add":
         out = stream + x
     elif kind == "linear":
-        out = native.linear(ONE, x, f["matrices"], f["bias"])
+        out = product(x, f["matrices"], f["bias"])
     elif kind == "gate":
         gate, up = (np.ascontiguousarray(half) for half in np.split(x, 2, axis=1))
         out = np.empty_like(gate)
@@ -241,19 +247,22 @@ def operation(
             native.rms_norm(ONE, rows.copy(), f["weight"], f["eps"], rows)
             heads[:, own] = rows.reshape(tokens, -1, HEAD_DIM)
         elif kind == "rope":
-            turned = np.ascontiguousarray(heads[:, : f["heads"]])
-            native.rope(ONE, turned.copy(), batch.positions, COS, SIN, turned)
-            heads[:, : f["heads"]] = turned
+            turned = heads[:, : f["heads"]]
+            first, second = np.split(turned.copy(), 2, axis=2)
+            cos, sin = COS[batch.positions, None], SIN[batch.positions, None]
+            turned[...] = np.concatenate(
+                (first * cos - second * sin, second * cos + first * sin), axis=2
+            )
         else:
             q, k, v = (
                 np.ascontiguousarray(part)
                 for part in np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
             )
-            native.write_kv(ONE, pool, "f32", BLOCK, k, v, batch.slots)
+            native.write_kv(ONE, pool, "float32", BLOCK, k, v, batch.slots)
             heads, starts, lens = np.empty_like(q), np.array(batch.starts), np.array(batch.kv_lens)
             options = (f["scale"], f["window"], f["soft_cap"])
             native.paged_attention(
-                ONE, q, pool, "f32", KV_HEADS, BLOCK, batch.table, starts, lens, *options, heads
+                ONE, q, pool, "float32", KV_HEADS, BLOCK, batch.table, starts, lens, *options, heads
             )
         out = heads.reshape(tokens, -1)
     return out
@@ -299,7 +308,7 @@ def test_logits_are_the_product_with_the_head() -> None:
     stack, hidden = stack_of(CONTEXTS[2], [made(plain_layer())]), values(1, 5, HIDDEN)
     out = np.empty((5, VOCAB), np.float32)
     stack.logits(hidden, out)
-    assert out.tobytes() == native.linear(ONE, hidden, [head()]).tobytes()
+    assert out.tobytes() == product(hidden, [head()]).tobytes()
 
 
 # --- lists that cannot be run

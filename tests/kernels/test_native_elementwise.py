@@ -1,4 +1,7 @@
-"""Native operations on rows: their formulas in float64, and the same bits on every target."""
+"""The norm and the gate of rows: their formulas in float64, and the same bits on every target.
+
+The other operations on rows are tested in C++ (kernels/native/test/elementwise_test.cpp).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -47,41 +50,16 @@ def activated(name: str, x: Tensor) -> Tensor:
 @given(SIZES, st.integers(1, 600), SEEDS)
 @settings(max_examples=30, deadline=None)
 def test_rms_norm(rows: int, cols: int, seed: int) -> None:
-    x, residual, weight = normal(seed, rows, cols), normal(seed + 1, rows, cols), normal(7, cols)
+    x, weight = normal(seed, rows, cols), normal(7, cols)
 
-    def plain(context: native.Context) -> Tensor:
+    def normed(context: native.Context) -> Tensor:
         out = torch.empty_like(x)
         native.rms_norm(context, x, weight, 1e-5, out)
         return out
 
-    def fused(context: native.Context) -> Tensor:
-        out, total = torch.empty_like(x), torch.empty_like(x)
-        native.add_rms_norm(context, x, residual, weight, 1e-5, out, total)
-        return torch.cat((out, total))
-
-    def formula(x: Tensor) -> Tensor:
-        mean = x.double().square().mean(-1, keepdim=True)
-        return x.double() / (mean + 1e-5).sqrt() * weight.double()
-
-    torch.testing.assert_close(on_all(plain).double(), formula(x), rtol=2e-6, atol=0)
-    both = on_all(fused)
-    out, total = both[:rows], both[rows:]
-    assert torch.equal(total, x + residual)
-    torch.testing.assert_close(out.double(), formula(total), rtol=2e-6, atol=0)
-
-
-def test_rms_norm_in_place_and_by_row() -> None:
-    x, residual, weight = normal(1, 9, 576), normal(2, 9, 576), normal(3, 576)
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    context = ALL[0]
-    native.add_rms_norm(context, x, residual, weight, 1e-5, out, total)
-    for row in range(9):
-        one = torch.empty(1, 576)
-        native.rms_norm(context, total[row : row + 1], weight, 1e-5, one)
-        assert torch.equal(one[0], out[row])
-    native.add_rms_norm(context, x, residual, weight, 1e-5, x, residual)  # over its own inputs
-    assert torch.equal(x, out)
-    assert torch.equal(residual, total)
+    mean = x.double().square().mean(-1, keepdim=True)
+    formula = x.double() / (mean + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(on_all(normed).double(), formula, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -108,23 +86,6 @@ def test_activations_everywhere() -> None:
     torch.testing.assert_close(activated("gelu", x).double(), F.gelu(x.double()), rtol=0, atol=6e-7)
 
 
-def test_soft_cap_is_tanh_to_a_few_units() -> None:
-    x = torch.cat([torch.linspace(-s, s, 40_001) for s in (1e-30, 1e-3, 0.62, 0.64, 12.0)])[None]
-
-    def capped(context: native.Context, cap: float) -> Tensor:
-        y = x * cap
-        native.soft_cap(context, y, cap)
-        return y
-
-    torch.testing.assert_close(
-        on_all(lambda context: capped(context, 1.0)).double(), x.double().tanh(), rtol=3e-7, atol=0
-    )
-    formula = 50.0 * ((x * 50.0).double() / 50.0).tanh()
-    torch.testing.assert_close(
-        on_all(lambda context: capped(context, 50.0)).double(), formula, rtol=5e-7, atol=0
-    )
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinity_and_nan_pass_as_in_the_reference(activation: str) -> None:
     x = torch.tensor([INFINITE, -INFINITE, float("nan"), 1e30, -1e30, 0.0])
@@ -146,52 +107,17 @@ def test_a_row_that_is_not_finite_stays_alone(bad: float) -> None:
     assert out[[0, 1, 3]].isfinite().all()
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 70), st.integers(0, 8), SEEDS)
-@settings(max_examples=40, deadline=None)
-def test_rope(tokens: int, heads: int, half: int, rest: int, seed: int) -> None:
-    x = normal(seed, tokens, heads, 2 * half + rest)
-    cos, sin = normal(seed + 1, 50, half), normal(seed + 2, 50, half)
-    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
-
-    def rotated(context: native.Context) -> Tensor:
-        out = torch.empty_like(x)
-        native.rope(context, x, positions, cos, sin, out)
-        return out
-
-    assert torch.equal(on_all(rotated), reference.rope(x, positions, cos, sin))
-
-
-def test_row_by_row_changes() -> None:
-    for cols in (5, 16, 100):
-        y, bias = normal(1, 3, cols), normal(2, cols)
-        biased, scaled = y.clone(), y.clone()
-        native.add_bias(ALL[0], biased, bias)
-        native.scale(ALL[0], scaled, 0.3)
-        assert torch.equal(biased, y + bias)
-        assert torch.equal(scaled, y * torch.tensor(0.3))
-
-
 def test_what_does_not_fit_is_refused() -> None:
     context, x, row = ALL[0], torch.zeros(2, 8), torch.zeros(8)
-    table = torch.zeros(4, 4)
-    heads, positions = x.view(2, 1, 8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="weight"):
         native.rms_norm(context, x, torch.zeros(7), 1e-5, torch.zeros(2, 8))
     with pytest.raises(ValueError, match="out"):
         native.rms_norm(context, x, row, 1e-5, torch.zeros(3, 8))
-    with pytest.raises(ValueError, match="residual"):
-        native.add_rms_norm(context, x, torch.zeros(1, 8), row, 1e-5, x, x)
+    with pytest.raises(ValueError, match="one shape"):
+        native.gated(context, x, torch.zeros(1, 8), "silu", x)
     with pytest.raises(ValueError, match="activation"):
         native.gated(context, x, x, "relu", x)
-    with pytest.raises(ValueError, match="position"):
-        native.rope(context, heads, positions + 4, table, table, heads)
-    with pytest.raises(ValueError, match="position"):
-        native.rope(context, heads, positions - 1, table, table, heads)
-    with pytest.raises(ValueError, match="more dims"):
-        native.rope(context, heads, positions, torch.zeros(4, 5), torch.zeros(4, 5), heads)
-    with pytest.raises(ValueError, match="cap"):
-        native.soft_cap(context, x, 0.0)
     with pytest.raises(TypeError):
         native.rms_norm(context, x.double(), row, 1e-5, x)
     with pytest.raises(TypeError):
-        native.scale(context, torch.zeros(8, 2).t(), 2.0)
+        native.rms_norm(context, x, row, 1e-5, torch.zeros(8, 2).t())

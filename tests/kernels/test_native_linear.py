@@ -83,6 +83,17 @@ def same(a: Floats, b: Floats) -> bool:
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def product(
+    context: _native.Context,
+    x: Floats,
+    matrices: list[_native.Matrix],
+    bias: Floats | None = None,
+) -> Floats:
+    out = np.full((len(x), sum(m.rows for m in matrices)), np.nan, np.float32)
+    _native.linear_into(context, x, matrices, out, bias)
+    return out
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(FLOATS + BLOCKS),
@@ -118,7 +129,7 @@ def test_product_is_that_of_weights_and_encoded_inputs(
     cols = blocks * quantum(kind) if quantum(kind) < 256 else (blocks % 5 + 1) * 256
     matrix, values = packed(context, kind, rows, cols, seed)
     x = inputs(tokens, cols, seed)
-    result = _native.linear(context, x, [matrix])
+    result = product(context, x, [matrix])
     seen = x.astype(np.float64)
     if kind == "BF16":
         seen = torch.from_numpy(x).bfloat16().double().numpy()
@@ -152,10 +163,10 @@ def test_a_row_is_the_same_alone_and_among_others(
     matrix, _ = packed(context, kind, 90, cols)
     x = inputs(max(ROW_COUNTS), cols)
     single = _native.Context(1)
-    alone = np.concatenate([_native.linear(single, row[None], [matrix]) for row in x])
+    alone = np.concatenate([product(single, row[None], [matrix]) for row in x])
     for count in ROW_COUNTS:
-        assert same(_native.linear(context, x[:count], [matrix]), alone[:count])
-        assert same(_native.linear(single, x[-count:], [matrix]), alone[-count:])
+        assert same(product(context, x[:count], [matrix]), alone[:count])
+        assert same(product(single, x[-count:], [matrix]), alone[-count:])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FLOATS + BLOCKS if kind != "BF16"])
@@ -165,7 +176,7 @@ def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> No
     contexts = [_native.Context(1, isa=isa) for isa in _native.isas()]
     matrix, _ = packed(contexts[0], kind, 50, cols)
     x = inputs(tokens, cols)
-    results = [_native.linear(context, x, [matrix]) for context in contexts]
+    results = [product(context, x, [matrix]) for context in contexts]
     assert len(results) > 1
     assert all(same(result, results[0]) for result in results)
 
@@ -173,19 +184,16 @@ def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> No
 def test_several_matrices_lie_side_by_side(context: _native.Context) -> None:
     parts = [packed(context, "Q4_1", rows, 576, rows) for rows in (17, 1, 64, 200)]
     x, bias = inputs(3, 576), inputs(1, 282)[0]
-    together = _native.linear(context, x, [matrix for matrix, _ in parts], bias)
-    each = np.concatenate([_native.linear(context, x, [matrix]) for matrix, _ in parts], 1)
+    together = product(context, x, [matrix for matrix, _ in parts], bias)
+    each = np.concatenate([product(context, x, [matrix]) for matrix, _ in parts], 1)
     assert same(together, each + bias)
-    out = np.full((3, 282), np.nan, np.float32)
-    _native.linear_into(context, x, [matrix for matrix, _ in parts], out, bias)
-    assert same(out, together)
 
 
 def test_mixed_encodings_in_one_product(context: _native.Context) -> None:
     parts = [packed(context, kind, 20, 64) for kind in ("Q8_0", "BF16", "F16", "Q5_1")]
     x = inputs(9, 64)
-    together = _native.linear(context, x, [matrix for matrix, _ in parts])
-    each = np.concatenate([_native.linear(context, x, [matrix]) for matrix, _ in parts], 1)
+    together = product(context, x, [matrix for matrix, _ in parts])
+    each = np.concatenate([product(context, x, [matrix]) for matrix, _ in parts], 1)
     assert same(together, each)
 
 
@@ -194,7 +202,7 @@ def test_mixed_encodings_in_one_product(context: _native.Context) -> None:
 def test_plain_numbers_of_any_width(context: _native.Context, kind: str, cols: int) -> None:
     matrix, values = packed(context, kind, 21, cols)
     x = torch.from_numpy(inputs(4, cols)).bfloat16().float().numpy()
-    result = _native.linear(context, x, [matrix])
+    result = product(context, x, [matrix])
     assert np.allclose(result, x @ values.T, rtol=1e-5, atol=1e-5)
 
 
@@ -205,10 +213,10 @@ def test_what_is_not_finite_spoils_its_row_alone(isa: str, kind: str, bad: float
     context = _native.Context(1, isa=isa)
     matrix, _ = packed(context, kind, 20, 512)
     x = inputs(40, 512)
-    clean = _native.linear(context, x, [matrix])
+    clean = product(context, x, [matrix])
     for count in (1, 5, 40):
         x[count - 1, 300] = bad
-        result = _native.linear(context, x[:count], [matrix])
+        result = product(context, x[:count], [matrix])
         assert not np.isfinite(result[-1]).any()
         assert same(result[:-1], clean[: count - 1])
         x = inputs(40, 512)
@@ -218,9 +226,13 @@ def test_zero_and_tiny_inputs(context: _native.Context) -> None:
     matrix, values = packed(context, "Q8_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
     x[1, 5] = 1e-42  # 127 / 1e-42 is infinite
-    assert (_native.linear(context, x, [matrix]) == 0).all()
+    assert (product(context, x, [matrix]) == 0).all()
     x[1, 5] = 1e-20
-    assert np.allclose(_native.linear(context, x, [matrix])[1], 1e-20 * values[:, 5], rtol=1e-5)
+    assert np.allclose(product(context, x, [matrix])[1], 1e-20 * values[:, 5], rtol=1e-5)
+
+
+def test_every_format_is_tested_here() -> None:
+    assert _native.formats() == [*FLOATS, *BLOCKS]
 
 
 def test_wrong_arguments_raise(context: _native.Context) -> None:
@@ -247,15 +259,15 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
     matrix = pack(context, "Q4_1", data, 4, 64)
     x = inputs(2, 64)
     with pytest.raises(ValueError, match="columns"):
-        _native.linear(context, inputs(2, 32), [matrix])
+        product(context, inputs(2, 32), [matrix])
     with pytest.raises(ValueError, match="needs a matrix"):
-        _native.linear(context, x, [])
+        product(context, x, [])
     with pytest.raises(ValueError, match="bias"):
-        _native.linear(context, x, [matrix], inputs(1, 5)[0])
+        product(context, x, [matrix], inputs(1, 5)[0])
     with pytest.raises(ValueError, match="out is not"):
         _native.linear_into(context, x, [matrix], inputs(2, 5))
     with pytest.raises(TypeError):
-        _native.linear(context, x.astype(np.float64), [matrix])
+        product(context, x.astype(np.float64), [matrix])
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([0, 4]))
     with pytest.raises(ValueError, match="outside"):
@@ -264,5 +276,5 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
 
 def test_no_tokens(context: _native.Context) -> None:
     matrix, _ = packed(context, "Q4_1", 20, 64)
-    assert _native.linear(context, inputs(0, 64), [matrix]).shape == (0, 20)
+    assert product(context, inputs(0, 64), [matrix]).shape == (0, 20)
     assert matrix.row_values(context, np.array([], np.int64)).shape == (0, 64)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from handoff_pair import DIRECT_TRANSPORTS
 from hostile_peer import Attack
 from shuffled_frames import ShuffledPair
 from victim import Victim
@@ -10,7 +11,7 @@ from victim import Victim
 from pdserve.engine.transport.registry import transports
 
 # A direct transport has no payload bytes that pass through the host: its own tests attack it.
-HOST_TRANSPORTS = [name for name, found in transports().items() if not found.direct]
+HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["tagged", "sealed"])

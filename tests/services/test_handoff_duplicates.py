@@ -1,5 +1,6 @@
 """Records that the network doubles, credits that it damages: counted, and the connection stays."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
+from link_ends import slots_returned
 
 from pdserve.engine.handoff.connection import link as link_module
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.transport import shm, tcp
 from pdserve.engine.transport.base import SLOTS, Wire
 from pdserve.engine.transport.cuda_ipc import wires
@@ -68,10 +71,29 @@ def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
         pair.close()
 
 
-def the_one_link(pair: Pair) -> Any:
+def frames_sent(pair: Pair) -> int:
+    return sum(figures.frames for figures in pair.sender.figures.values())
+
+
+def check_the_one_link(pair: Pair) -> None:
     (link,) = pair.sender.links
     assert link.open
-    return link
+
+
+def refused_credits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bytes]]:
+    """(slot, mark) of the Credits that free no slot: its frame has been answered, or is another."""
+    refused: list[tuple[int, bytes]] = []
+    slot_returned = DataLink.slot_returned
+
+    def noted(link: DataLink, slot: int, mark: bytes) -> bool:
+        known = slot_returned(link, slot, mark)
+        on_reader = threading.current_thread().name.endswith("-read")  # answers come elsewhere
+        if on_reader and not known:
+            refused.append((slot, mark))
+        return known
+
+    monkeypatch.setattr(DataLink, "slot_returned", noted)
+    return refused
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
@@ -87,15 +109,16 @@ def test_a_record_that_comes_twice_in_a_row(
 
     monkeypatch.setattr(writer, "send_frame", twice)
     small_frames(monkeypatch)
+    surplus = refused_credits(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
-        link = the_one_link(pair)
+        check_the_one_link(pair)
         frames = pair.receiver.figures[transport].frames
         pair.wait(lambda: pair.receiver.counters["duplicate_frames"] >= 1)
         duplicates = pair.receiver.counters["duplicate_frames"]
         late = pair.receiver.counters["late_frames"]  # their attempt was complete with the first
         assert frames > 100
         assert 0 < duplicates <= duplicates + late <= frames
-        print(f"{frames} frames, {duplicates} duplicates, {link.num_surplus} surplus credits")
+        print(f"{frames} frames, {duplicates} duplicates, {len(surplus)} surplus credits")
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
@@ -118,23 +141,24 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
 
     monkeypatch.setattr(writer, "send_frame", late_again)
     small_frames(monkeypatch)
+    surplus = refused_credits(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
-        link = the_one_link(pair)
+        check_the_one_link(pair)
         assert repeated > 100
-        pair.wait(lambda: link.num_surplus > 50)
+        pair.wait(lambda: len(surplus) > 50)
         assert pair.receiver.counters["duplicate_frames"] > 50
         assert pair.receiver.counters["corrupt_frames"] == 0
 
 
-def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Decode's first credits name other frames; the slots of those."""
-    damaged: list[int] = []
+def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, bytes]]:
+    """Decode's first credits name other frames; their slots, with the marks that they have now."""
+    damaged: list[tuple[int, bytes]] = []
     credit = link_module._credit
 
     def damage(slot: int, mark: bytes) -> bytes:
         if len(damaged) < most:
-            damaged.append(slot)
             mark = bytes([mark[0] ^ 1]) + mark[1:]
+            damaged.append((slot, mark))
         return credit(slot, mark)
 
     monkeypatch.setattr(link_module, "_credit", damage)
@@ -148,10 +172,12 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
     """Else as many damaged credits as there are slots would stop the connection for ever."""
     damaged = damage_credits(monkeypatch, SLOTS)
     small_frames(monkeypatch)
+    refused, returned = refused_credits(monkeypatch), slots_returned(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
-        link = the_one_link(pair)
-        pair.wait(lambda: link.num_free_slots == SLOTS)
-        assert link.num_surplus >= len(damaged) == SLOTS
+        check_the_one_link(pair)
+        pair.wait(lambda: sum(returned) == frames_sent(pair))
+        assert len(damaged) == SLOTS
+        pair.wait(lambda: set(damaged) <= set(refused))
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
@@ -159,8 +185,8 @@ def test_the_end_of_a_hand_off_answers_its_last_frames(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode says Complete of them and nothing else."""
-    damaged = damage_credits(monkeypatch, 1 << 20)
+    damaged, returned = damage_credits(monkeypatch, 1 << 20), slots_returned(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
-        link = the_one_link(pair)
-        pair.wait(lambda: link.num_free_slots == SLOTS)
+        check_the_one_link(pair)
+        pair.wait(lambda: sum(returned) == frames_sent(pair))
         assert damaged

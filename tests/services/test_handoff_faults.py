@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_kit import fake_engine
+from eventually import LIMIT_S
 from fake_device import array_at
 from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
 from pdserve.engine.api.request import PrefillComputed
 from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
 from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
 from pdserve.engine.handoff.receiver import Receiver
@@ -71,11 +73,11 @@ def test_prefill_killed_between_the_first_and_the_last_frame(pair: Pair) -> None
     killed: list[int] = []
 
     def hook(step: Any) -> None:
-        for link in pair.receiver.links:
+        for link in pair.sender.links:
             frames = sum(f.frames for f in pair.receiver.figures.values())
             if not killed and frames >= 1:
                 killed.append(frames)
-                link.wire.interrupt()
+                link.end("killed")
 
     pair.prefill_hook = hook
     slow_frames(pair)
@@ -197,7 +199,7 @@ def test_other_models_are_refused_and_named(
 
 def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
     asked = request(60)
     promise_anything(monkeypatch)
     ticket = pair.admit(asked, time.monotonic() + 0.3)
@@ -206,7 +208,7 @@ def test_a_deadline_ends_both_sides(make_pair: MakePair, monkeypatch: pytest.Mon
     pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
     assert pair.lost[ticket.attempt] == "deadline"
     assert pair.sent[ticket.attempt].reason == "peer: deadline"
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()
 
 
@@ -215,14 +217,14 @@ def test_a_silent_peer_ends_the_attempt(
 ) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.protocol.machine.SILENCE_S", 0.3)
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
     promise_anything(monkeypatch)
     pair.sender._stop_ticker()  # prefill lives, but says nothing while its claim waits
     attempt = pair.hand_off(request(60))
     pair.wait(lambda: attempt in pair.lost)
     assert pair.lost[attempt] == "peer silent"
     pair.wait(lambda: attempt in pair.sent)
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()
 
 
@@ -237,12 +239,12 @@ def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pai
     def held(*args: Any) -> None:
         """On the thread of the connection, before it looks at the frame."""
         arrived.set()
-        assert ended.wait(10)
+        assert ended.wait(LIMIT_S)
         payload(*args)
 
     pair.receiver.payload = held  # type: ignore[method-assign]
     pair.start(asked, ticket)
-    assert arrived.wait(10)
+    assert arrived.wait(LIMIT_S)
     pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
     ended.set()
     pair.wait(lambda: ticket.attempt in pair.sent)
@@ -252,21 +254,30 @@ def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pai
     pair.assert_clean()
 
 
-def test_frames_wait_on_a_device_when_their_attempt_ends(make_pair: MakePair) -> None:
+def test_frames_wait_on_a_device_when_their_attempt_ends(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = make_pair(transport="cuda_ipc")
     asked = request(200)
     ticket = pair.admit(asked)
     assert ticket is not None
     before = [data.copy() for data in pair.decode.kv.data]
     begun = threading.Event()
-    poll = pair.receiver.device_frames.poll
-    pair.receiver.device_frames.poll = lambda: begun.is_set() and poll()  # type: ignore[method-assign]
+    arrived, poll = DeviceFrames.arrived, DeviceFrames.poll
+    waiting_frames: list[ReceivedFrame] = []
+
+    def arrives(frames: DeviceFrames, frame: ReceivedFrame) -> None:
+        waiting_frames.append(frame)
+        arrived(frames, frame)
+
+    monkeypatch.setattr(DeviceFrames, "arrived", arrives)
+    monkeypatch.setattr(DeviceFrames, "poll", lambda frames: begun.is_set() and poll(frames))
     pair.start(asked, ticket)
-    pair.wait(lambda: pair.receiver.device_frames.num_waiting > 0)
+    pair.wait(lambda: len(waiting_frames) > 0)
 
     def cancel(receiver: Receiver) -> int:
         receiver.cancel(ticket.attempt, "cancel")
-        return receiver.device_frames.num_waiting
+        return len(waiting_frames)
 
     waiting = pair.at_decode(cancel)
     begun.set()
@@ -283,7 +294,7 @@ def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
     host, port = pair.addresses["tcp"].rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_UNPROVEN + 4)]
     pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 4)
-    assert not any(link.wire._private for link in pair.receiver.links)
+    assert not any(link._wire._private for link in pair.receiver.links)
     asked = request(50)
     attempt = pair.hand_off(asked)
     pair.wait(lambda: attempt in pair.sent)

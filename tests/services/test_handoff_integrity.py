@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from engine_kit import fake_engine
+from eventually import LIMIT_S
 from fake_decoder import words
-from handoff_pair import MakePair, Pair, fresh, local, request
+from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, fresh, local, request
+from link_ends import make_transport
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages
@@ -23,7 +25,7 @@ from pdserve.engine.transport.base import Frame, Target
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
-HOST_TRANSPORTS = [name for name, found in transports().items() if not found.direct]
+HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]
 OURS = KvIdentity(b"i" * 16, "aa", "Q4_1", "cc", "70", "float32", "reference")
 OTHER_WEIGHTS = replace(OURS, digest=b"w" * 16, weights="bb", quantization="Q8_0")
 OTHER_NUMERICS = replace(OURS, digest=b"n" * 16, numerics="native")
@@ -98,7 +100,7 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
     asked = request(50)
     first, ids = pair.hand_off(asked), asked.prompt_ids
     pair.answer(asked)
-    added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(10)
+    added, _ = pair.decode_thread.post(lambda e: e.take_prefix_events()).result(LIMIT_S)
     mixed = chain_hashes(ids[:48], 4, cache_seed(OTHER_WEIGHTS.digest + OURS.digest, b""))
     assert len(mixed) == 12
     assert set(mixed) <= set(added)
@@ -106,9 +108,9 @@ def test_blocks_of_another_identity_are_cached_for_that_pair_only(tmp_path: Path
         assert set(chain_hashes(ids, 4, cache_seed(seed, b""))).isdisjoint(added)
     # A prompt that decode computes itself finds none of them; the next one of the pair does.
     own = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(own)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(own)).result(LIMIT_S)
     assert pair.answer(own) == local(asked)
-    hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(10)
+    hits = pair.decode_thread.post(lambda e: e.stats().prefix_hits).result(LIMIT_S)
     assert hits == 0
     again = fresh(asked)
     second = pair.hand_off(again)
@@ -214,8 +216,7 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         host, port = address.rsplit(":", 1)
         sock = socket.create_connection((host, int(port)))
     else:
-        (shm,) = pair.sender.transports
-        sock = shm.dial(Target("", pair.decode_boot), 1.0).sock
+        sock = make_transport(transport, tmp_path).dial(Target("", pair.decode_boot), 1.0).sock
     with sock:
         sock.settimeout(10)
         sock.sendall(bytes(record))

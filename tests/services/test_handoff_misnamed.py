@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from handoff_pair import MakePair, Pair, fresh, local, request
+from eventually import LIMIT_S
+from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages
@@ -51,7 +52,7 @@ def hand_over(pair: Pair, length: int, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "encrypted"),
-    [(n, sealed) for n, found in transports().items() for sealed in {False, not found.direct}],
+    [(n, sealed) for n in transports() for sealed in {False, n not in DIRECT_TRANSPORTS}],
 )
 @pytest.mark.parametrize("length", [9, 200], ids=["one frame", "many"])
 def test_a_frame_is_asked_for_again(
@@ -102,11 +103,11 @@ def test_the_end_of_an_attempt_is_heard(
 ) -> None:
     pair = make_pair(num_blocks=64)
     hand_over(pair, 8, 0)
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(230))).result(LIMIT_S)
     asked = fresh(request(60))
     left = change(monkeypatch, messages.Abort.TYPE, [100])
     attempt = pair.hand_off(asked)
-    pair.wait(lambda: pair.at_decode(lambda r: len(r.claims) == 1))
+    pair.wait(lambda: pair.at_decode(lambda r: len(claims_of(r)) == 1))
     ended = pair.at_prefill if side == "prefill" else pair.at_decode
     assert ended(lambda part: part.cancel(attempt, "cancel"))
     pair.wait(lambda: attempt in pair.lost and attempt in pair.sent)
@@ -114,5 +115,5 @@ def test_the_end_of_an_attempt_is_heard(
     reasons = pair.sent[attempt].reason, pair.lost[attempt]
     told = ("cancel", "peer: cancel") if side == "prefill" else ("peer: cancel", "cancel")
     assert reasons == told
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.assert_clean()

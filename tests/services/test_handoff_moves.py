@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from handoff_pair import MakePair, Pair, fresh, local, request
+from eventually import LIMIT_S
+from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
@@ -49,7 +50,7 @@ class Source:
         assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
 
     def do(self, act: Any) -> Any:
-        return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(10)
+        return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(LIMIT_S)
 
     def admit(self) -> tuple[Request, Ticket]:
         """The rest of it at the other side."""
@@ -149,7 +150,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
     source.run(asked, 6)
     rest, ticket = source.admit()
     if how in ("cancelled there", "it stays", "no answer"):  # its claim is not granted
-        pair.decode_thread.post(lambda e: setattr(e, "reserve", lambda *a: None)).result(10)
+        pair.decode_thread.post(lambda e: setattr(e, "reserve", lambda *a: None)).result(LIMIT_S)
     if how == "before":
         assert source.do(lambda d: d.stay(source.attempt))
         assert not source.do(lambda d: d.send(source.attempt, ticket, "", b""))
@@ -159,7 +160,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
         source.send(ticket)
     else:
         source.send(ticket)
-        pair.wait(lambda: bool(pair.receiver.claims))
+        pair.wait(lambda: bool(claims_of(pair.receiver)))
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":

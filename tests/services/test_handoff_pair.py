@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from engine_kit import ask
-from handoff_pair import MakePair, Pair, fresh, local, promise_anything, request
+from eventually import LIMIT_S
+from handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
-from pdserve.engine.handoff.protocol.machine import Action, Phase
+from pdserve.engine.handoff.protocol.machine import Action
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())
@@ -40,7 +41,7 @@ def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakeP
     forward, reserve = pair.prefill.model.forward, pair.decode.reserve
 
     def slow(batch: Any, kv: Any) -> Any:
-        waited.append(granted.wait(5))
+        waited.append(granted.wait(LIMIT_S))
         return forward(batch, kv)
 
     def noted(asked: Request, sender: bytes = b"") -> Any:
@@ -192,11 +193,13 @@ def test_a_claim_waits_for_blocks_and_then_goes_on(make_pair: MakePair) -> None:
     asked = request(60, seed=2)
     ticket = pair.admit(asked)  # promised while there was room
     assert ticket is not None
-    pair.decode_thread.post(lambda engine: engine.submit(hog)).result(10)
+    pair.decode_thread.post(lambda engine: engine.submit(hog)).result(LIMIT_S)
     pair.wait(lambda: hog.key in pair.tokens)
     pair.start(asked, ticket)
     waited = []
-    pair.wait(lambda: waited.append(len(pair.receiver.claims)) or ticket.attempt in pair.received)
+    pair.wait(
+        lambda: waited.append(len(claims_of(pair.receiver))) or ticket.attempt in pair.received
+    )
     assert pair.received[ticket.attempt].times.granted > 0
     assert pair.answer(asked) == local(asked)
     assert pair.answer(hog) == local(hog)
@@ -207,7 +210,7 @@ def test_a_waiting_claim_keeps_fifo_order(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40, "prefix_cache": False})
-    blocker = pair.decode_thread.post(lambda e: e.reserve(request(120))).result(10)
+    blocker = pair.decode_thread.post(lambda e: e.reserve(request(120))).result(LIMIT_S)
     assert blocker is not None
     large, small = request(100, seed=1), request(9, seed=2)
     promise_anything(monkeypatch)
@@ -216,9 +219,9 @@ def test_a_waiting_claim_keeps_fifo_order(
         assert ticket is not None
         pair.start(one, ticket)
         pair.wait(lambda t=ticket: pair.receiver.attempt(t.attempt).state.linked)
-    assert [a.state.phase for a in pair.receiver.claims] == [Phase.CLAIMED] * 2
+    assert [a.request.key for a in claims_of(pair.receiver)] == [large.key, small.key]
     assert not pair.received, "the small one fits, but the head is first"
-    pair.decode_thread.post(lambda e: e.release(blocker)).result(10)
+    pair.decode_thread.post(lambda e: e.release(blocker)).result(LIMIT_S)
     pair.decode_thread.wake()
     for one in (large, small):
         assert pair.answer(one) == local(one)

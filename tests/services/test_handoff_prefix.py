@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Request
@@ -37,7 +37,7 @@ class Stop:
             self._wait(attempt, event.num_tokens)
             if event.num_tokens >= self._tokens <= self._arrived(attempt):
                 self.reached.set()
-                self.go_on.wait(15)
+                self.go_on.wait(LIMIT_S)
 
     def _wait(self, attempt: bytes, num_tokens: int) -> None:
         outgoing = self._pair.sender.attempt(attempt)
@@ -60,15 +60,15 @@ def verified(pair: Pair, attempt: bytes) -> int:
 
 def cut_off(pair: Pair) -> None:
     """What decode sees of a prefill that is killed."""
-    for link in pair.receiver.links:
-        link.wire.interrupt()
+    for link in pair.sender.links:
+        link.end("killed")
 
 
 def lose(pair: Pair, asked: Request, tokens: int) -> int:
     """Hands `asked` over and cuts the connection after `tokens`; how many decode has kept."""
     stop = Stop(pair, tokens)
     attempt = pair.hand_off(asked)
-    assert stop.reached.wait(15)
+    assert stop.reached.wait(LIMIT_S)
     assert attempt not in pair.received, "between the first and the last frame"
     cut_off(pair)
     pair.wait(lambda: attempt in pair.lost)
@@ -96,11 +96,11 @@ def test_another_prefill_sends_only_the_missing_blocks(pair: Pair, tokens: int) 
 def test_decode_itself_computes_only_the_missing_tokens(pair: Pair) -> None:
     asked = request(200)
     kept = lose(pair, asked, 160)
-    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 0
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 0
     again = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
     assert pair.answer(again) == local(asked)
-    computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10)
+    computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S)
     assert computed == 200 - kept <= 0.25 * 200
     pair.assert_clean()
 
@@ -120,12 +120,12 @@ def test_a_cancelled_attempt_leaves_its_prefix(pair: Pair) -> None:
     asked = request(200)
     stop = Stop(pair, 96)
     attempt = pair.hand_off(asked)
-    assert stop.reached.wait(15)
+    assert stop.reached.wait(LIMIT_S)
     assert pair.at_decode(lambda r: r.cancel(attempt, "cancel"))
     stop.go_on.set()
     pair.wait(lambda: attempt in pair.sent)
     pair.assert_clean()
-    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(10)
+    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(LIMIT_S)
     assert counts.cached == verified(pair, attempt) // BLOCK >= 96 // BLOCK
 
 
@@ -134,7 +134,7 @@ def test_one_prompt_received_twice_at_once(pair: Pair) -> None:
     asked = request(200)
     stop = Stop(pair, 96)
     first = pair.hand_off(asked)
-    assert stop.reached.wait(15)
+    assert stop.reached.wait(LIMIT_S)
     twin = fresh(asked)
     ticket = pair.admit(twin)
     assert ticket is not None
@@ -143,7 +143,7 @@ def test_one_prompt_received_twice_at_once(pair: Pair) -> None:
     assert pair.answer(asked) == pair.answer(twin) == local(asked)
     assert {first, ticket.attempt} <= set(pair.received)
     pair.assert_clean()
-    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(10)
+    counts = pair.decode_thread.post(lambda e: e.stats().blocks).result(LIMIT_S)
     assert counts.cached <= 52
 
 
@@ -157,7 +157,7 @@ def test_a_window_model_never_finds_a_prefix_that_it_could_not_go_on_from(
     kept = lose(pair, asked, 80)
     assert kept == 0
     again = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
     assert pair.answer(again) == local(asked, window=window)
     pair.assert_clean()
 
@@ -169,7 +169,7 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     asked = request(200)
     stop = Stop(pair, 96)
     attempt = pair.hand_off(asked)
-    assert stop.reached.wait(15)
+    assert stop.reached.wait(LIMIT_S)
     pair.wait(lambda: attempt in pair.lost)
     assert pair.lost[attempt] == "prefill slow"
     assert not stop.go_on.is_set(), "prefill was still at its chunk"
@@ -177,11 +177,10 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     pair.wait(lambda: attempt in pair.sent)
     assert pair.sent[attempt].reason == "peer: prefill slow"
     again = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
     assert pair.answer(again) == local(asked)
-    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 200 - verified(
-        pair, attempt
-    )
+    computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S)
+    assert computed == 200 - verified(pair, attempt)
     pair.assert_clean()
 
 
@@ -190,9 +189,9 @@ def test_choices_go_on_from_the_prefix_too(pair: Pair) -> None:
     asked = request(90, **options)
     kept = lose(pair, asked, 64)
     again = fresh(asked)
-    pair.decode_thread.post(lambda e: e.submit(again)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(again)).result(LIMIT_S)
     assert pair.answer(again) == local(asked)
-    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 90 - kept
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 90 - kept
     pair.assert_clean()
 
 
@@ -200,9 +199,9 @@ def test_another_tenant_does_not_find_it(pair: Pair) -> None:
     asked = request(200)
     lose(pair, asked, 160)
     other = fresh(ask("", asked.prompt_ids, cache_salt=b"another"))
-    pair.decode_thread.post(lambda e: e.submit(other)).result(10)
+    pair.decode_thread.post(lambda e: e.submit(other)).result(LIMIT_S)
     assert pair.answer(other) == local(asked)
-    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(10) == 200
+    assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 200
 
 
 def test_a_prefix_of_another_identity_is_not_told_as_decodes_own(tmp_path: Path) -> None:

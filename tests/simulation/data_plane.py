@@ -137,12 +137,12 @@ class SimLink(DataLink):
     def hear(self) -> None:
         """decode: the Hello is here."""
         self.introduced = True
-        self._guarded(self._hear_out)
+        self._guarded(self._check_hello)
         self._pump()
 
     def arrived(self) -> None:
         while self._sim.pending and self.open:
-            self._guarded(self._turn)
+            self._guarded(self._read_and_credit)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
@@ -161,8 +161,8 @@ class SimLink(DataLink):
         super().push(*jobs)
         self._pump_soon()
 
-    def landed(self, slot: int, mark: bytes) -> bool:
-        known = super().landed(slot, mark)
+    def slot_returned(self, slot: int, mark: bytes) -> bool:
+        known = super().slot_returned(slot, mark)
         self._pump_soon()
         return known
 

@@ -76,7 +76,7 @@ class Model:
         digests: dict[int, int] = dict.fromkeys(batch.logit_tokens.tolist(), 0)
         for number, group in enumerate(self._spec.groups):
             data, table = self._data[number], batch.groups[number].block_table
-            for row in range(batch.num_rows):
+            for row in range(len(batch.kv_lens)):
                 blocks = table[row].tolist()
                 for at in range(batch.starts[row], batch.starts[row + 1]):
                     p = positions[at]

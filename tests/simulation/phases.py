@@ -37,7 +37,6 @@ ASKED = "asked"
 # Steps of a move to another decode worker, which then sends in prefill's place: the source has said
 # Held, the router is about to say Move, the source has said Moved. In between it is claimed,
 # transferring and complete like any hand-off.
-MOVES = ("held", "sending", "moved")
 # (request, phase, index, the message that shows it, or None)
 Tell = Callable[[str, str, int, Message | None], None]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.backends import register
-from pdserve.engine.execution.backend import Backend
+from pdserve.engine.backends import Backend, register
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec

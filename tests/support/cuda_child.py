@@ -8,7 +8,6 @@ takes a few frames and then holds them.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,8 +100,7 @@ def write(mode: str, folder: str) -> None:
     if mode == "flood":
         for sequence in range(1_000_000):
             link.push(frame(sequence, slots.append))
-            while len(slots) + 4 < sequence and link.open:
-                threading.Event().wait(0.001)
+            wait_until(lambda up_to=sequence: len(slots) + 4 >= up_to or not link.open)
     link.push(frame(7, slots.append))
     for _ in sys.stdin:
         array_at(slots[0].address, SIZE)[:] = 0xEE

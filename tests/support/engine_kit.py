@@ -13,7 +13,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end
 
@@ -52,7 +52,7 @@ def _engine(
         model or FakeDecoder(spec),
         KvCache(spec, num_blocks),
         EngineLimits(**(options | limits)),
-        select("cpu"),
+        reference,
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
         clock=clock,

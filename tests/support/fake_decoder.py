@@ -45,7 +45,7 @@ class FakeDecoder:
         self.widest = max(self.widest, batch.num_decode_rows)
         self.kv_only_steps += batch.kv_only
         assert all(batch.starts[r + 1] - batch.starts[r] == 1 for r in range(batch.num_decode_rows))
-        seen = torch.zeros(batch.num_tokens)
+        seen = torch.zeros(len(batch.token_ids))
         for number, group in enumerate(self.spec.groups):
             pool, at = kv.layer(group.layers[0])
             assert at == number
@@ -55,7 +55,7 @@ class FakeDecoder:
             assert (block > 0).all(), "a write into the null block"
             assert len(table.slots.unique()) == len(table.slots), "two writes into one slot"
             data[block, :, 0, offset] = words(batch.token_ids, batch.positions)
-            for row in range(batch.num_rows):
+            for row in range(len(batch.kv_lens)):
                 kept = data[table.block_table[row], :, 0]  # [max_blocks, 2, size, 4]
                 kept = kept.transpose(1, 2).flatten(0, 1)  # [max_blocks * size, 2, 4]
                 for token in range(batch.starts[row], batch.starts[row + 1]):

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
+from eventually import LIMIT_S
 from numpy.typing import NDArray
 
 from pdserve.engine.kv.pages import Pages
@@ -82,7 +83,7 @@ class FakeCopy:
         return self.ended.is_set()
 
     def wait(self) -> None:
-        if not self.ended.wait(10):
+        if not self.ended.wait(LIMIT_S):
             raise DeviceError("a fake copy that nobody runs")
 
 

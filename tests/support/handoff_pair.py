@@ -1,7 +1,6 @@
 """A Sender and a Receiver in one process, each with an engine on its own thread."""
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +8,16 @@ from typing import Any
 
 import pytest
 from engine_kit import ask, fake_engine, run, tokens
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fake_device import FakeDevice
 
 from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.incoming import IncomingHandoff, Received
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol.machine import Phase
 from pdserve.engine.handoff.protocol.promises import Promises
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder.event_log import EventLog
@@ -29,6 +29,12 @@ from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports
 
 INF = float("inf")
+DIRECT_TRANSPORTS = {"cuda_ipc"}  # whose payloads stay on a device, so cannot be encrypted
+
+
+def claims_of(receiver: Receiver) -> list[IncomingHandoff]:
+    """The attempts whose Claims wait for blocks, oldest attempt first."""
+    return [one for one in receiver.live if one.state.phase is Phase.CLAIMED]
 
 
 class Pair:
@@ -70,7 +76,7 @@ class Pair:
             on_lost=lambda attempt, reason: self._lost(attempt, reason),
             on_verified=self._verified,
             wake=self.decode_thread.wake,
-            progress=lambda: (self.decode_thread.steps, True),
+            liveness=lambda: self.decode_thread.liveness,
             mixing=change.get("mixing", Mixing()),
             encrypted=change.get("decode_encrypted", encrypted),
             event_log=EventLog(self.rings[0]),
@@ -83,7 +89,7 @@ class Pair:
             identity=prefill.kv_identity,
             on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
             wake=self.prefill_thread.wake,
-            progress=lambda: (self.prefill_thread.steps, True),
+            liveness=lambda: self.prefill_thread.liveness,
             encrypted=encrypted,
             event_log=EventLog(self.rings[1]),
         )
@@ -97,7 +103,7 @@ class Pair:
         attempt = bytes.fromhex(request.key)
         return self.decode_thread.post(
             lambda _: self.receiver.admit(attempt, request, self.prefill_boot, deadline)
-        ).result(10)
+        ).result(LIMIT_S)
 
     def start(self, request: Request, ticket: Ticket, ids: Sequence[int] | None = None) -> None:
         chosen = tuple(ids if ids is not None else prefix_ids(request)[:-1])
@@ -106,7 +112,7 @@ class Pair:
             lambda _: self.sender.start_sending(
                 ticket, address, chosen, b"", INF, self.receiver.identity.digest
             )
-        ).result(10)
+        ).result(LIMIT_S)
 
     def hand_off(self, request: Request) -> bytes:
         """Admit and start; the attempt."""
@@ -124,19 +130,15 @@ class Pair:
         return self.tokens[request.key]
 
     def at_decode(self, fn: Callable[[Receiver], Any]) -> Any:
-        return self.decode_thread.post(lambda _: fn(self.receiver)).result(10)
+        return self.decode_thread.post(lambda _: fn(self.receiver)).result(LIMIT_S)
 
     def at_prefill(self, fn: Callable[[Sender], Any]) -> Any:
-        return self.prefill_thread.post(lambda _: fn(self.sender)).result(10)
+        return self.prefill_thread.post(lambda _: fn(self.sender)).result(LIMIT_S)
 
     def assert_clean(self) -> None:
         """Nothing is held, reserved or promised on either side: free + cached == total."""
-        for _ in range(200):
-            if self._clean(self.prefill_thread) and self._clean(self.decode_thread):
-                break
-            threading.Event().wait(0.02)
-        assert self._clean(self.prefill_thread)
-        assert self._clean(self.decode_thread)
+        threads = self.prefill_thread, self.decode_thread
+        wait_until(lambda: all(map(self._clean, threads)), "nothing held", pause_s=0.002)
         assert self.at_decode(lambda r: (r.promises.blocks, r.num_live)) == (0, 0)
         assert self.at_prefill(lambda s: s.num_live) == 0
 
@@ -150,7 +152,7 @@ class Pair:
                 ring.close()
 
     def _clean(self, thread: EngineThread) -> bool:
-        counts = thread.post(lambda engine: engine.stats().blocks).result(10)
+        counts = thread.post(lambda engine: engine.stats().blocks).result(LIMIT_S)
         return bool(counts.free + counts.cached == counts.total)
 
     def _prefill_step(self, step: Step) -> None:

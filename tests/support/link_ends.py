@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from eventually import LIMIT_S
 from fake_device import FakeDevice, pages_of
 
@@ -57,6 +58,19 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
     return build
 
 
+def slots_returned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a slot came back, for each Credit and each answer that said so at prefill."""
+    returned: list[bool] = []
+    slot_returned = DataLink.slot_returned
+
+    def noted(link: DataLink, slot: int, mark: bytes) -> bool:
+        returned.append(slot_returned(link, slot, mark))
+        return returned[-1]
+
+    monkeypatch.setattr(DataLink, "slot_returned", noted)
+    return returned
+
+
 class Recorder:
     """A LinkHandler. At decode every Claim is trusted, and every payload taken at once, but from
     `hold` to `go_on`: then slots on a device are not credited, and the thread of a connection
@@ -72,6 +86,7 @@ class Recorder:
         self._free.set()
         self.reasons: list[str] = []
         self.links: list[DataLink] = []
+        self.wires: list[Wire] = []  # of the links
 
     def introduced(self, link: DataLink, hello: messages.Hello) -> str:
         return self.refuse
@@ -141,6 +156,7 @@ class Ends:
 
     def _accepted(self, wire: Wire) -> None:
         link = DataLink(wire, self.transport.name, self.decode)
+        self.decode.wires.append(wire)
         self.decode.links.append(link)
         link.accept()
 

@@ -56,7 +56,7 @@ class MemoryLink:
         if header.slot not in self.other.free:
             self.other.free.append(header.slot)
 
-    def landed(self, slot: int, mark: bytes) -> bool:
+    def slot_returned(self, slot: int, mark: bytes) -> bool:
         return False
 
     def take_busy_s(self) -> float:

@@ -58,7 +58,7 @@ class Worker:
             identity=self.engine.kv_identity,
             on_ended=self.ended,
             wake=lambda: None,
-            progress=lambda: (world.steps, True),
+            liveness=lambda: world.steps,
             clock=world.clock,
         )
         self.sender._slot_bytes = 1  # a frame for each block of each layer

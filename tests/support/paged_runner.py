@@ -17,13 +17,14 @@ from torch import Tensor
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
+from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
+from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels
-from pdserve.kernels.ops import select
 
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -53,7 +54,7 @@ def load_decoder(
     kv = TORCH_NAMES[kv_dtype or dtype]
     if kernels == "native":
         return NativeDecoder(config, stored.pop, CpuKernels(threads=2), kv)
-    return Decoder(config, stored.pop, select(device), dtype, kv, torch.device(device))
+    return Decoder(config, stored.pop, reference, dtype, kv, torch.device(device))
 
 
 def as_raw(tensor: Tensor) -> RawTensor:
@@ -70,6 +71,7 @@ class PoisonedKv:
         self, decoder: Decoder | NativeDecoder, num_blocks: int, block_size: int, device: str
     ) -> None:
         self._native = isinstance(decoder, NativeDecoder)
+        self.spec = KvSpec(block_size, decoder.kv_groups)
         self._layers: dict[int, tuple[Tensor, int]] = {}
         for index, group in enumerate(decoder.kv_groups):
             two, heads, size = group.block_shape

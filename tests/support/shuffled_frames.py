@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_kit import fake_engine
 from handoff_pair import Pair, local, request
-from patience import Patience
+from no_timeouts import no_timeouts
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol.layout import Piece
@@ -60,7 +60,8 @@ class ShuffledPair:
 
     def __enter__(self) -> "ShuffledPair":
         kept = self._kept
-        self._patience = Patience()
+        self._timeouts = no_timeouts()
+        self._timeouts.__enter__()
         OutgoingHandoff.push = (  # type: ignore[method-assign]
             lambda outgoing, kv, pieces, table, resends: kept.extend(
                 (kv, piece, table, resends) for piece in pieces
@@ -68,10 +69,10 @@ class ShuffledPair:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         OutgoingHandoff.push = self._push  # type: ignore[method-assign]
         self.pair.close()
-        self._patience.end()
+        self._timeouts.__exit__(*raised)
 
     def transfer(self, number: int) -> None:
         """One hand-off; raises AssertionError if a byte, a token or a count is wrong."""

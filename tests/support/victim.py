@@ -3,12 +3,13 @@
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from engine_kit import ask, fake_engine
 from eventually import LIMIT_S, wait_until
-from patience import Patience
+from no_timeouts import no_timeouts
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
@@ -57,7 +58,8 @@ class Victim:
         self.lost: dict[bytes, str] = {}
         self.received: list[Any] = []
         self.writes = 0
-        self._patience = Patience()
+        self._timeouts = ExitStack()
+        self._timeouts.enter_context(no_timeouts())
         write = self.engine.kv.write
 
         def counted(*args: Any) -> None:
@@ -74,7 +76,7 @@ class Victim:
             on_received=self.received.append,
             on_lost=self._lost,
             wake=self.thread.wake,
-            progress=lambda: (self.thread.steps, True),
+            liveness=lambda: self.thread.liveness,
             encrypted=encrypted,
         )
         options = TransportOptions("127.0.0.1:0", str(folder), SLOT_BYTES)
@@ -123,7 +125,7 @@ class Victim:
     def close(self) -> None:
         self.thread.close()
         self.receiver.close()
-        self._patience.end()
+        self._timeouts.close()
 
     def _lost(self, attempt: bytes, reason: str) -> None:
         self.lost[attempt] = reason

@@ -1,9 +1,8 @@
-"""SIGTERM of a worker under eight streams: it ends in time with code 0, and no client notices."""
+"""SIGTERM of a worker under eight streams: it ends with code 0, and no client notices."""
 
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,12 +10,11 @@ import grpc
 import openai
 import psutil
 import pytest
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fleet import Fleet
 from streams import LONG, WORDS, Stream
 
 EXTRA = {"min_tokens": 100}
-DRAIN_S = 30.0  # the default of --drain-s
 OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp", "--threads", "1")
 
 
@@ -84,8 +82,9 @@ def calm(fleet: Fleet) -> list[tuple[Any, ...]]:
     return Run(fleet).end()
 
 
-def terminate(fleet: Fleet, address: str) -> float:
-    """SIGTERM to who listens there; the seconds until it was gone. Its code must be 0."""
+def terminate(fleet: Fleet, address: str) -> None:
+    """SIGTERM to who listens there, until it is gone. Its code must be 0: its drain was not cut off
+    by --drain-s."""
     ended = fleet.log().count("ended (exit code 0)")
     (victim,) = [
         child
@@ -93,12 +92,9 @@ def terminate(fleet: Fleet, address: str) -> float:
         for at in child.net_connections("tcp")
         if at.status == "LISTEN" and at.laddr.port == int(address.rpartition(":")[2])
     ]
-    began = time.monotonic()
     os.kill(victim.pid, signal.SIGTERM)
-    victim.wait(DRAIN_S)
-    took_s = time.monotonic() - began
+    victim.wait(LIMIT_S)
     wait_until(lambda: fleet.log().count("ended (exit code 0)") > ended, "its exit code")
-    return took_s
 
 
 def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
@@ -113,7 +109,7 @@ def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
 
     looking = threading.Thread(target=look)
     looking.start()
-    told["took_s"] = terminate(fleet, worker.hello.address)
+    terminate(fleet, worker.hello.address)
     over.set()
     looking.join()
 
@@ -154,7 +150,6 @@ def test_a_drained_decode_worker_hands_its_streams_over(
     answers = run.end()
     watch.join(60)
     assert answers == calm
-    assert told["took_s"] < DRAIN_S
     after = fleet.fleet_view()
     assert after.moves - before.moves >= 2
     assert after.moved_tokens > before.moved_tokens
@@ -179,7 +174,7 @@ def test_a_drained_prefill_worker_hands_back_what_it_has_not_begun(fleet: Fleet)
         return next((w for w in workers if w.load.waiting >= 2), None)
 
     leaves = wait_until(queue, "prompts in prefill's queue")
-    assert terminate(fleet, leaves.hello.address) < DRAIN_S
+    terminate(fleet, leaves.hello.address)
     answers = run.end()
     view = whole(fleet)
     assert view.retries - before.retries >= 2, "handed back, and done by others"
@@ -196,7 +191,7 @@ def test_a_drained_router_or_gateway_lets_its_streams_end(
     run = Run(fleet)
     assert not run.num_ended
     address = fleet.router if role == "router" else fleet.url
-    assert terminate(fleet, address) < DRAIN_S
+    terminate(fleet, address)
     assert run.end() == calm
     after = whole(fleet)
     assert (after.router_boot != before.router_boot) == (role == "router")

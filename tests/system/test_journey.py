@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fleet import Fleet
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 60  # about 600 tokens
@@ -59,7 +59,7 @@ def test_stopping_leaves_nothing_behind(tmp_path: Path) -> None:
         ask(fleet, LONG)
         host, port = fleet.url.removeprefix("http://").split(":")
     assert fleet.exit_code == 0, fleet.final_log
-    gone, alive = psutil.wait_procs(family, timeout=5)
+    gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     assert len(gone) == len(family)
     assert [p for p in tmp_path.iterdir() if "pdserve" in p.name] == []

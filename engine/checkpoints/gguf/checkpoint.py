@@ -9,8 +9,8 @@ import numpy as np
 
 from pdserve.engine.checkpoints.gguf.config import common_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.gguf.parts import part_names
 from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
+from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
@@ -26,13 +26,13 @@ FindMapping = Callable[[str], tuple[str, GgufMapping]]
 
 
 class GgufCheckpoint:
-    """Implements Checkpoint; any part of a split model names the whole."""
+    """Implements Checkpoint; any file of a split model names the whole."""
 
     def __init__(self, path: Path, find_mapping: FindMapping) -> None:
-        """Raises CheckpointError if a part is missing or malformed, the architecture is not known
+        """Raises CheckpointError if a file is missing or malformed, the architecture is not known
         or a tensor has no place in it.
         """
-        readers = _read_parts(path)
+        readers = _read_shards(path)
         self._metadata = readers[0].metadata
         self._paths = tuple(str(reader.path) for reader in readers)
         arch = self._metadata.get("general.architecture")
@@ -112,9 +112,9 @@ def _well_formed(path: Path | str) -> Iterator[None]:
         raise CheckpointError(f"{path}: the metadata is malformed: {error}") from error
 
 
-def _read_parts(path: Path) -> list[GgufReader]:
-    """All parts, the first one first."""
-    paths = [path.with_name(name) for name in part_names(path.name)]
+def _read_shards(path: Path) -> list[GgufReader]:
+    """All files, the first one first."""
+    paths = [path.with_name(name) for name in shard_names(path.name)]
     if len(paths) == 1:
         return [GgufReader(path)]
     missing = [part.name for part in paths if not part.exists()]

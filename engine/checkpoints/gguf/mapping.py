@@ -1,7 +1,8 @@
 """How an architecture's GGUF names and values become Hugging Face's.
 
 Defaults hold for every architecture; what is special to one is a field of its own mapping. Data
-only: engine/models carries one per architecture, engine/checkpoints/gguf/checkpoint.py applies it.
+only: each module of engine/architectures has its own, engine/checkpoints/gguf/checkpoint.py applies
+it.
 """
 
 from collections.abc import Callable, Mapping

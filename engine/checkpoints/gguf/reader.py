@@ -14,6 +14,9 @@ from typing import Any
 
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -34,42 +37,52 @@ NUMBERS = {
     11: "q",
     12: "d",
 }
-# Number of a tensor's type -> (name, values of a block, bytes of a block).
+# Number of a tensor's type -> name.
 TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-    41: ("Q1_0", 128, 18),
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+# Types that no Format expands: values and bytes of a block. The others are in engine/weights.
+NOT_EXPANDED = {
+    "Q1_0": (128, 18),
+    "Q8_1": (32, 40),
+    "Q8_K": (256, 292),
+    "I8": (1, 1),
+    "I16": (1, 2),
+    "I32": (1, 4),
+    "I64": (1, 8),
 }
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
@@ -223,10 +236,22 @@ def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) 
     """(type name, bytes) of a tensor; the product of its dims is exact, so it cannot wrap."""
     if kind not in TYPES:
         raise cursor.fail(f"tensor {name!r} of unknown type {kind}")
-    type_name, block_values, block_bytes = TYPES[kind]
+    type_name = TYPES[kind]
+    block_values, block_bytes = block_size(type_name)
     if 0 in shape or shape[-1] % block_values:
         raise cursor.fail(f"tensor {name!r} of shape {list(shape)} cannot be {type_name}")
     return type_name, math.prod(shape) // block_values * block_bytes
+
+
+def block_size(type_name: str) -> tuple[int, int]:
+    """Values and bytes of a block of one of TYPES; a plain number is a block of one value."""
+    if type_name in PLAIN:
+        return 1, PLAIN[type_name].itemsize
+    if type_name in NOT_EXPANDED:
+        return NOT_EXPANDED[type_name]
+    kind = formats()[type_name]
+    assert isinstance(kind, BlockFormat), type_name
+    return kind.block_values, kind.block_bytes
 
 
 def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:

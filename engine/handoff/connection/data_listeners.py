@@ -6,7 +6,7 @@ threads and memory without end.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.engine.handoff.connection.dial import listen_all
 from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
@@ -18,8 +18,9 @@ MAX_UNPROVEN = 16
 
 
 class DataListeners:
-    """The listeners of one decode process. `links` and `counters` belong to the Receiver: each
-    accepted connection is added to `links`, each refused one to `unproven_refused`."""
+    """The listeners of one decode process. `links` belongs to the Receiver: each accepted
+    connection is added to it. `count("unproven_refused")` is called for each refused one, on the
+    thread of a listener."""
 
     def __init__(
         self,
@@ -27,14 +28,14 @@ class DataListeners:
         compatibility: HandoffCompatibility,
         handler: DataLinkHandler,
         links: dict[DataLink, None],
-        counters: Counter[str],
+        count: Callable[[str], None],
     ) -> None:
         self.refusals: Counter[str] = Counter()  # transports that cannot listen here
         self._boot = boot
         self._compatibility = compatibility
         self._handler = handler
         self._links = links
-        self._counters = counters
+        self._count = count
         self._listeners: list[Listener] = []
 
     def open(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
@@ -64,7 +65,7 @@ class DataListeners:
     def _accepted(self, transport: str, wire: Wire) -> None:
         unproven = sum(link.open and not link.genuine for link in list(self._links))
         if unproven >= MAX_UNPROVEN:
-            self._counters["unproven_refused"] += 1
+            self._count("unproven_refused")
             wire.close()
             return
         link = DataLink(wire, transport, self._handler)

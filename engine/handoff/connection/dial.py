@@ -60,7 +60,7 @@ class Dialer:
     """Opens connections from prefill; `refusals` counts refused tries by transport."""
 
     def __init__(self, transports: Sequence[KvTransport], handler: DataLinkHandler) -> None:
-        self.transports = transports
+        self._transports = transports
         self._handler = handler
         self.refusals: Counter[str] = Counter()
 
@@ -68,7 +68,7 @@ class Dialer:
         """Connects; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
         end = time.monotonic() + DIAL_S
         reasons = []
-        for transport in self.transports:
+        for transport in self._transports:
             left = max(0.01, end - time.monotonic())
             try:
                 wire = transport.dial(target, left)

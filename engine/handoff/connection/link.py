@@ -70,7 +70,7 @@ class DataLink:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
         self.hello: messages.Hello | None = None  # decode: what the peer said of itself
-        self.wire = wire
+        self._wire = wire
         self._handler = handler
         self._wake = threading.Condition()
         self._posted: deque[memoryview] = deque()
@@ -79,7 +79,6 @@ class DataLink:
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # at prefill
         self._lent = ReaderSlots(SLOTS)  # at decode
         self._credits: list[bytes] = []  # decode's reader thread: records to be posted
-        self.num_surplus = 0  # prefill: credits of doubled or damaged records, or after an answer
         self._genuine = False
         self._reason = ""
         self._busy_s = 0.0  # seconds of moving payloads since take_busy_s
@@ -123,13 +122,13 @@ class DataLink:
     def accept(self) -> None:
         """decode: starts the threads; the reader waits for Hello. Memory stays small until
         `trust`."""
-        self.wire.deadline = time.monotonic() + INTRODUCTION_S
+        self._wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
     @property
     def heard(self) -> float:
         """When the last byte arrived (time.monotonic)."""
-        return self.wire.heard
+        return self._wire.heard
 
     @property
     def open(self) -> bool:
@@ -138,17 +137,12 @@ class DataLink:
     @property
     def direct(self) -> bool:
         """Whether payloads go from pool to pool on a device."""
-        return self.wire.direct
+        return self._wire.direct
 
     @property
     def slot_bytes(self) -> int:
         """The largest payload."""
-        return self.wire.slot_bytes
-
-    @property
-    def num_free_slots(self) -> int:
-        """prefill: slots that no frame has."""
-        return self._slots.num_free
+        return self._wire.slot_bytes
 
     @property
     def ended(self) -> bool:
@@ -169,8 +163,8 @@ class DataLink:
         thread."""
         if not self._genuine:
             self._genuine = True
-            self.wire.trust()
-            if window := self.wire.window():
+            self._wire.trust()
+            if window := self._wire.window():
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
@@ -192,7 +186,7 @@ class DataLink:
         why the wire is closed, if it is."""
         if not self._reason:
             try:
-                self.wire.write_some(self._posted, socket.MSG_DONTWAIT)
+                self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 pass
             except WireClosed as err:
@@ -210,8 +204,9 @@ class DataLink:
         credited before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
-    def landed(self, slot: int, mark: bytes) -> bool:
-        """prefill: decode is done with that frame's slot; False if that was known already.
+    def slot_returned(self, slot: int, mark: bytes) -> bool:
+        """prefill: decode is done with that frame's slot; False if that was known already, or if
+        another frame is in the slot.
 
         Both the Credit and an answer to the frame say so: a Credit may be damaged on the way, and a
         frame of an ended attempt gets no answer.
@@ -236,7 +231,7 @@ class DataLink:
                 return
             self._reason = reason
             self._wake.notify_all()
-        self.wire.interrupt()
+        self._wire.interrupt()
         self._handler.closed(self, reason)
 
     def _start(self) -> None:
@@ -248,9 +243,9 @@ class DataLink:
     def _read_loop(self) -> None:
         try:
             if not self._genuine:
-                self._hear_out()
+                self._check_hello()
             while True:
-                self._turn()
+                self._read_and_credit()
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
@@ -258,14 +253,14 @@ class DataLink:
             self.end("internal error")
         finally:
             self._writer.join()
-            self.wire.close()
+            self._wire.close()
 
-    def _hear_out(self) -> None:
-        self.wire.setup()
+    def _check_hello(self) -> None:
+        self._wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
         except OtherVersion as err:  # the peer finds our version in the answer and says so
-            self.wire.write(messages.encode(messages.Refused(str(err))))
+            self._wire.write(messages.encode(messages.Refused(str(err))))
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
@@ -275,12 +270,12 @@ class DataLink:
         if not reason and hello.transport != self.transport:
             reason = f"transport {hello.transport} on a {self.transport} listener"
         try:
-            reply = messages.Refused(reason) if reason else messages.Welcome(self.wire.proof())
+            reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
         except TransportRefused as err:
             reply = messages.Refused(str(err))
         self.peer = hello.prefill_boot
         if isinstance(reply, messages.Refused):
-            self.wire.write(messages.encode(reply))  # the writer has nothing to send yet
+            self._wire.write(messages.encode(reply))  # the writer has nothing to send yet
             raise TransportRefused(reply.reason)
         self.post(messages.encode(reply))
 
@@ -289,12 +284,12 @@ class DataLink:
         answer."""
         with contextlib.suppress(WireClosed):
             while True:
-                self.wire.take(1)
+                self._wire.take(1)
 
-    def _turn(self) -> None:
+    def _read_and_credit(self) -> None:
         """Reads a record, then posts the credits if no more records wait."""
         self._read_record()
-        if len(self._credits) >= SLOTS // 2 or (self._credits and not self.wire.readable):
+        if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
             self.post(b"".join(self._credits))
             self._credits.clear()
 
@@ -304,38 +299,38 @@ class DataLink:
             self._read_frame(prefix)
             return
         message = self._read_control(prefix)
-        if isinstance(message, messages.Credit):
-            self._credited(message)
+        if isinstance(message, messages.Credit):  # of no use if doubled, damaged or after an answer
+            self.slot_returned(message.slot, message.mark)
         elif isinstance(message, messages.SlotWindow):
             self._opened(message.data)
         else:
             self._handler.message(self, message)
 
     def _read_prefix(self) -> Prefix:
-        return Prefix.unpack(self.wire.take(PREFIX_BYTES))
+        return Prefix.unpack(self._wire.take(PREFIX_BYTES))
 
     def _read_control(self, prefix: Prefix) -> messages.Message:
-        return messages.decode(prefix.pack() + self.wire.take(prefix.length))
+        return messages.decode(prefix.pack() + self._wire.take(prefix.length))
 
     def _read_frame(self, prefix: Prefix) -> None:
         if not self._genuine:
             raise FrameError("a frame before a genuine claim")
-        record = prefix.pack() + self.wire.take(prefix.length)
+        record = prefix.pack() + self._wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
-        if header.payload_bytes > self.wire.slot_bytes:
+        if header.payload_bytes > self._wire.slot_bytes:
             raise FrameError("payload larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
-            self.wire.skip_payload(header.slot, header.payload_bytes)
+            self._wire.skip_payload(header.slot, header.payload_bytes)
             if not lent:  # otherwise it came twice, and the first one will be credited
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
         start = time.monotonic()
-        payload = self.wire.payload(header.slot, header.payload_bytes)
+        payload = self._wire.payload(header.slot, header.payload_bytes)
         self._handler.payload(self, header, payload)
         self._busy_s += time.monotonic() - start
-        if not self.wire.direct:
+        if not self._wire.direct:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
@@ -344,14 +339,10 @@ class DataLink:
 
     def _opened(self, window: bytes) -> None:
         """prefill: the window is open, so there are slots from now on."""
-        self.wire.open_window(window)
+        self._wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
             self._wake.notify()
-
-    def _credited(self, credit: messages.Credit) -> None:
-        if not self.landed(credit.slot, credit.mark):
-            self.num_surplus += 1
 
     # the writer thread
 
@@ -387,20 +378,20 @@ class DataLink:
 
     def _write(self, work: bytes | tuple[int, FrameJob]) -> None:
         if isinstance(work, bytes):
-            self.wire.write(work)
+            self._wire.write(work)
         else:
             self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
         with ExitStack() as held:
-            frame = held.enter_context(job(slot, self.wire.sink(slot)))
+            frame = held.enter_context(job(slot, self._wire.sink(slot)))
             with self._wake:
                 if frame is None:
                     self._slots.put_back(slot)
                     return
                 self._slots.sent(slot, mark_of(frame.record))
             start = time.monotonic()
-            self.wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
             self._busy_s += time.monotonic() - start
 
 

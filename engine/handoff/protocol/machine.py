@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 SILENCE_S = 1.0  # without a byte from the peer, from Claim on
-FROZEN_S = 10.0  # of an unchanged step counter while the peer has work queued
-PROGRESS_S = 0.1  # how often each side tells its step counter
+FROZEN_S = 10.0  # of an unchanged liveness counter of the peer
+PROGRESS_S = 0.1  # how often each side tells its liveness counter
 
 
 class Side(Enum):
@@ -96,11 +96,11 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The peer's engine has done `steps` steps; `busy`: it has work queued."""
+    """The liveness counter of the peer's engine thread was `liveness`; it has moved with every turn
+    of the thread, and within a step as long as the step may take (engine/liveness.py)."""
 
     at: float
-    steps: int
-    busy: bool
+    liveness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class Handoff:
     deadline: float  # absolute; inf: none
     phase: Phase = Phase.ADMITTED
     heard: float = 0.0  # last byte of the peer, from Claim on
-    steps: int = -1  # the peer's counter
-    moved: float = 0.0  # when it last changed, or the peer had nothing queued
+    liveness: int = -1  # the peer's counter
+    moved: float = 0.0  # when it last changed
     reason: str = ""  # of a release
 
     @property
@@ -166,10 +166,9 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
     match event:
         case Heard(at):
             return replace(state, heard=max(state.heard, at)), ()
-        case PeerProgress(at, steps, busy):
-            moves = steps != state.steps or not busy
-            moved = max(state.moved, at) if moves else state.moved
-            return replace(state, heard=max(state.heard, at), steps=steps, moved=moved), ()
+        case PeerProgress(at, liveness):
+            moved = max(state.moved, at) if liveness != state.liveness else state.moved
+            return replace(state, heard=max(state.heard, at), liveness=liveness, moved=moved), ()
         case Tick():
             reason = _overdue(state, now)
             return _release(state, HandoffEnded(reason)) if reason else (state, ())

@@ -123,11 +123,11 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Both ways, every 100 ms from Claim to the last acknowledgement."""
+    """Both ways, every 100 ms from Claim to the last acknowledgement: the liveness counter of the
+    sender's engine thread."""
 
     TYPE: ClassVar[int] = 21
-    steps: int
-    busy: bool
+    liveness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ _CODECS: dict[int, _Codec] = {
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
     Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),
     Nack.TYPE: _fixed(Nack, "Q", "sequence"),
-    Progress.TYPE: _fixed(Progress, "Q?", "steps", "busy"),
+    Progress.TYPE: _fixed(Progress, "Q", "liveness"),
     Complete.TYPE: _fixed(Complete, ""),
     Abort.TYPE: _text(Abort),
 }

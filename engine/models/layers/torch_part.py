@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.execution.batch import Batch
+from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.layers.stored import Weights, expand
 from pdserve.engine.models.parts import Part, TensorSpec
 from pdserve.engine.models.rope import RopeConfig, RopeTable
@@ -75,9 +76,12 @@ Maker = TypeVar("Maker", bound=Callable[[Any, Setup], TorchPart])
 
 
 def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
-    """Decorates the class that computes a kind of part; it is made of (part, setup)."""
+    """Decorates the class that computes a kind of part; it is made of (part, setup). Raises
+    ValueError if another class computes that kind."""
 
     def note(maker: Maker) -> Maker:
+        if kind in _kinds:
+            raise ValueError(f"part {kind.__name__} is registered twice")
         _kinds[kind] = maker
         return maker
 
@@ -92,6 +96,8 @@ def _discover() -> None:
 
 
 def made(part: Part, setup: Setup) -> TorchPart:
-    """What computes a part."""
+    """What computes a part. Raises UnsupportedModel for a kind that nothing here computes."""
     _discover()
+    if type(part) not in _kinds:
+        raise UnsupportedModel(f"the reference kernels cannot compute {type(part).__name__}")
     return _kinds[type(part)](part, setup)

@@ -18,7 +18,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.device import Device, DeviceError, Slot
 from pdserve.kernels.copy_hash import TILE_BYTES, UNIT_BYTES, expand_key
-from pdserve.kernels.cuda.launch import INTACT, SHARE_BYTES, SHARES_AT, CopyHash
+from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT, CopyHash
 
 _LOCAL, _INTERPROCESS = 2, 2 | 4  # cudaEventDisableTiming, and cudaEventInterprocess
 _NOT_READY = 600  # cudaErrorNotReady

@@ -1,7 +1,7 @@
 """Decode's 4 KiB cells, into which a peer proves that its copies arrive before it gets a window.
 
-A stranger costs a cell and two tiny copies, whatever it does: cells are allocated once, lent for
-one handshake each, and a key is used for one handshake only.
+A peer that has proven nothing yet costs a cell and two tiny copies, whatever it does: cells are
+allocated once, lent for one handshake each, and a key is used for one handshake only.
 """
 
 import secrets

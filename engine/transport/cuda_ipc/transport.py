@@ -5,7 +5,7 @@ behind them; the frame's record follows on the socket once the slot's event has 
 Decode looks at the event (its stream never waits for another process), copies the slot into its
 own blocks with a kernel that hashes what it copies, and takes the frame only if the tags agree.
 So a writer that is frozen or dies can spoil the window, and nothing else. What is said before the
-first record is in cuda_handshake.py; who may write into which window in windows.py.
+first record is in handshake.py; who may write into which window in windows.py.
 
 Payloads never pass the host, so GPUs and processes must see each other: one host, one PID and one
 IPC namespace, one GPU or two with peer access.
@@ -39,7 +39,6 @@ class CudaIpcTransport(KvTransport):
 
     name = "cuda_ipc"
     preference = 5
-    direct = True
 
     def __init__(self, options: TransportOptions) -> None:
         super().__init__(options)
@@ -63,7 +62,7 @@ class CudaIpcTransport(KvTransport):
             probes = Probes(device)
         except DeviceError as err:
             windows.close()
-            raise TransportRefused(f"window_memory: {err}", "window_memory") from None
+            raise TransportRefused(f"window_memory: {err}") from None
 
         def cleanup() -> None:
             windows.close()
@@ -99,7 +98,7 @@ class CudaIpcTransport(KvTransport):
             raise TransportRefused(f"no handshake: {err}") from None
         except DeviceError as err:
             wire.close()
-            raise TransportRefused(f"no_device: {err}", "no_device") from None
+            raise TransportRefused(f"no_device: {err}") from None
         return wire
 
     def close(self) -> None:
@@ -110,13 +109,13 @@ class CudaIpcTransport(KvTransport):
 
     def _opened(self) -> Device:
         if self.options.device is None:
-            raise TransportRefused("no_device: the KV pool is not on a CUDA device", "no_device")
+            raise TransportRefused("no_device: the KV pool is not on a CUDA device")
         with self._lock:
             if self._device is None:
                 try:
                     self._device = self.options.device()
                 except DeviceError as err:
-                    raise TransportRefused(f"{err.reason}: {err}", err.reason) from None
+                    raise TransportRefused(f"{err.reason}: {err}") from None
             return self._device
 
     def _source(self, device: Device) -> Memory:

@@ -1,4 +1,4 @@
-"""The two ends of a cuda_ipc connection: see cuda_ipc.py.
+"""The two ends of a cuda_ipc connection: see transport.py.
 
 Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and gives it
 back when it is closed; prefill's end has it mapped as long as a copy of its own runs.
@@ -113,14 +113,14 @@ class CudaWriter(WindowWriter):
         """The handshake, with PROBE_BYTES of this process. Raises TransportRefused, WireClosed,
         ValueError."""
         self.write(here(self._device).pack())
-        _heed(_answer(self))
+        _raise_if_refused(_answer(self))
         theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
         offer = HandshakeOffer.unpack(self.take(OFFER_BYTES))
         far = self._device.unreachable(theirs.uuid)
         refusal = Refusal(*far) if far else self._probe(offer, source)
         self.write(refusal.pack())
-        _heed(refusal)
-        _heed(_answer(self))
+        _raise_if_refused(refusal)
+        _raise_if_refused(_answer(self))
 
     def proof(self) -> bytes:
         return self._proof
@@ -142,7 +142,7 @@ class CudaWriter(WindowWriter):
                 signal = self._device.open_signal(handle)
                 self._slots.append(Slot(address, self.slot_bytes, signal))
         except DeviceError as err:
-            raise TransportRefused(f"open_failed: {err}", "open_failed") from None
+            raise TransportRefused(f"open_failed: {err}") from None
 
     def sink(self, slot: int) -> DeviceSink:
         return _DeviceSlot(self._device, self._slots[slot])
@@ -212,15 +212,15 @@ class CudaReader(WindowReader):
             with self._probes.lend() as cell:
                 if not refusal.reason:
                     refusal = self._prepare(cell)
-                self._say(refusal)
+                self._send_answer(refusal)
                 assert cell is not None  # else refused as busy
                 self.write(ours.pack(), cell.offer().pack())
-                _heed(_answer(self))
+                _raise_if_refused(_answer(self))
                 end = self.deadline or time.monotonic() + 1.0
                 refusal = cell.verify(self._device, end)
                 if not refusal.reason:
                     self._proof = self._device.get(cell.copy_address, PROOF_BYTES)
-                self._say(refusal)
+                self._send_answer(refusal)
         except (ValueError, DeviceError) as err:
             raise WireClosed(f"no handshake: {err}") from None
         except TransportRefused as err:
@@ -236,7 +236,7 @@ class CudaReader(WindowReader):
             self._window = self._windows.take(self._peer)
             return self._window.handles()
         except DeviceError as err:
-            raise TransportRefused(f"window_memory: {err}", "window_memory") from None
+            raise TransportRefused(f"window_memory: {err}") from None
 
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
@@ -263,8 +263,8 @@ class CudaReader(WindowReader):
             return Refusal("window_memory", str(err))
         return Refusal()
 
-    def _say(self, refusal: Refusal) -> None:
-        """Raises WireClosed if it is one."""
+    def _send_answer(self, refusal: Refusal) -> None:
+        """Sends decode's answer. Raises WireClosed if it refuses."""
         self.write(refusal.pack())
         if refusal.reason:
             log.info("transport cuda_ipc refused: %s: %s", refusal.reason, refusal.text)
@@ -286,6 +286,6 @@ def _answer(wire: Wire) -> Refusal:
     return Refusal.unpack(wire.take(ANSWER_BYTES))
 
 
-def _heed(refusal: Refusal) -> None:
+def _raise_if_refused(refusal: Refusal) -> None:
     if refusal.reason:
-        raise TransportRefused(f"{refusal.reason}: {refusal.text}", refusal.reason)
+        raise TransportRefused(f"{refusal.reason}: {refusal.text}")

@@ -23,7 +23,7 @@ def register(*added: Format) -> None:
 @cache
 def _discover() -> None:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        register(*getattr(import_module(module.name), "FORMATS", ()))
+        register(*import_module(module.name).FORMATS)
 
 
 def formats() -> Mapping[str, Format]:

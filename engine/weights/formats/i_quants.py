@@ -1,6 +1,6 @@
 """Formats whose levels come from codebooks or non-linear tables (IQ)."""
 
-from pdserve.engine.weights.formats.by_gguf import gguf_format
+from pdserve.engine.weights.by_gguf import gguf_format
 
 FORMATS = (
     gguf_format("IQ1_S", 256, 50),

@@ -5,8 +5,8 @@ Where a format has no minimum its levels are centred on zero by a constant.
 
 import numpy as np
 
+from pdserve.engine.weights.bits import Bytes, fields, flat, floats, half, signed
 from pdserve.engine.weights.format import BlockFormat, Floats
-from pdserve.engine.weights.formats.bits import Bytes, fields, flat, floats, half, signed
 
 
 def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:

@@ -12,21 +12,16 @@
 using pdserve::KvLayer;
 using pdserve::KvType;
 
-namespace {
-
 KvType kv_type(const std::string& name) {
-  if (name == "f32") return KvType::kF32;
-  if (name == "bf16") return KvType::kBf16;
-  if (name == "f16") return KvType::kF16;
-  if (name == "i8") return KvType::kI8;
-  throw std::invalid_argument("the type of keys must be f32, bf16, f16 or i8, not '" + name + "'");
+  if (name == "float32") return KvType::kF32;
+  if (name == "bfloat16") return KvType::kBf16;
+  if (name == "float16") return KvType::kF16;
+  if (name == "int8") return KvType::kI8;
+  throw std::invalid_argument("the type of keys must be float32, bfloat16, float16 or int8, not '" +
+                              name + "'");
 }
 
-int64_t bytes_of(KvType type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
-  int64_t slots = 2 * kv_heads * block_size;
-  if (type == KvType::kI8) return slots * (head_dim + 4);
-  return slots * head_dim * (type == KvType::kF32 ? 4 : 2);
-}
+namespace {
 
 void require_sizes(int64_t kv_heads, int64_t block_size, int64_t head_dim) {
   constexpr int64_t kMost = 1 << 16;
@@ -36,21 +31,27 @@ void require_sizes(int64_t kv_heads, int64_t block_size, int64_t head_dim) {
           "block_size must be a multiple of 16, at most 65536");
 }
 
-template <class Pool>
-KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
-              int64_t head_dim) {
+// A layer of these sizes, without memory.
+KvLayer sized(const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
   require_sizes(kv_heads, block_size, head_dim);
   KvLayer result;
   result.type = kv_type(type);
-  result.block_bytes = bytes_of(result.type, kv_heads, block_size, head_dim);
+  result.block_size = block_size;
+  result.kv_heads = kv_heads;
+  result.head_dim = head_dim;
+  result.block_bytes = pdserve::kv_block_bytes(result);
+  return result;
+}
+
+template <class Pool>
+KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
+              int64_t head_dim) {
+  KvLayer result = sized(type, kv_heads, block_size, head_dim);
   require(static_cast<int64_t>(kv.shape(1)) == result.block_bytes,
           "kv must have kv_block_bytes bytes a block");
   // Kernels take a layer that they may write; reading ones do not.
   result.data = const_cast<uint8_t*>(kv.data());
   require(reinterpret_cast<uintptr_t>(result.data) % 4 == 0, "kv must be aligned to 4 bytes");
-  result.block_size = block_size;
-  result.kv_heads = kv_heads;
-  result.head_dim = head_dim;
   return result;
 }
 
@@ -133,11 +134,10 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
 void bind_attention(nb::module_& m) {
   m.def("kv_block_bytes",
         [](const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
-          require_sizes(kv_heads, block_size, head_dim);
-          return bytes_of(kv_type(type), kv_heads, block_size, head_dim);
+          return sized(type, kv_heads, block_size, head_dim).block_bytes;
         },
         nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("head_dim"),
-        "Bytes of a block of one layer; type: f32, bf16, f16 or i8.");
+        "Bytes of a block of one layer; type: float32, bfloat16, float16 or int8.");
   m.def("write_kv", &write_kv, nb::arg("context"), nb::arg("kv").noconvert(), nb::arg("type"),
         nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert(),
         nb::arg("slots").noconvert(),

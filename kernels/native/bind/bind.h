@@ -11,8 +11,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "threads/pool.h"
+#include "attention/attend.h"
 #include "dispatch/table.h"
+#include "threads/pool.h"
 
 namespace nb = nanobind;
 
@@ -40,8 +41,8 @@ std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
   return {static_cast<T*>(std::aligned_alloc(pdserve::kAlign, bytes)), &std::free};
 }
 
-// silu, gelu_tanh or gelu; throws std::invalid_argument for another name.
-pdserve::Activation activation_of(const std::string& name);
+// float32, bfloat16, float16 or int8; throws std::invalid_argument for another name.
+pdserve::KvType kv_type(const std::string& name);
 
 void bind_context(nb::module_& m);
 void bind_linear(nb::module_& m);

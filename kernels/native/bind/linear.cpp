@@ -112,19 +112,7 @@ void bind_linear(nb::module_& m) {
            "The weights of rows `ids` (int64 [n]) as float32 [n, cols], exactly as stored.\n"
            "ValueError if an id is outside.");
 
-  m.def(
-      "linear",
-      [](Context& context, const Array<const float, 2>& x,
-         const std::vector<const Matrix*>& matrices,
-         const std::optional<Array<const float, 1>>& bias) {
-        const int64_t outputs = outputs_of(x, matrices, bias);
-        Numbers y = new_array(static_cast<int64_t>(x.shape(0)), outputs);
-        multiply(context, x, matrices, bias, y.data(), outputs);
-        return y;
-      },
-      nb::arg("context"), nb::arg("x").noconvert(), nb::arg("matrices"), nb::arg("bias") = nb::none(),
-      "x [T, N] times each matrix transposed, side by side, plus bias: float32 [T, sum of rows].\n"
-      "A row of the result depends on the same row of x alone, to the last bit.");
+  m.def("formats", &pdserve::stored_formats, "The formats that Matrix.pack takes.");
   m.def(
       "linear_into",
       [](Context& context, const Array<const float, 2>& x,
@@ -136,5 +124,7 @@ void bind_linear(nb::module_& m) {
         multiply(context, x, matrices, bias, out.data(), outputs);
       },
       nb::arg("context"), nb::arg("x").noconvert(), nb::arg("matrices"), nb::arg("out").noconvert(),
-      nb::arg("bias") = nb::none(), "linear, written to `out`.");
+      nb::arg("bias") = nb::none(),
+      "Writes x [T, N] times each matrix transposed, side by side, plus bias: out is float32\n"
+      "[T, sum of rows]. A row of it depends on the same row of x alone, to the last bit.");
 }

@@ -165,6 +165,13 @@ auto named(const std::string& name, const nb::dict& dict, const Make& make) {
 
 }  // namespace
 
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "gelu") return Activation::kGelu;
+  throw std::invalid_argument("activation must be silu, gelu_tanh or gelu, not '" + name + "'");
+}
+
 std::unique_ptr<Part> make_part(const std::string& name, const std::string& kind,
                                 const nb::dict& fields, const Stack& stack) {
   return named(name, fields, [&](Fields& f) { return kind_of(kind).make(f, stack); });

@@ -8,3 +8,6 @@
 std::unique_ptr<pdserve::Part> make_part(const std::string& name, const std::string& kind,
                                          const nb::dict& fields, const pdserve::Stack& stack);
 pdserve::NormPart make_norm(const std::string& name, const nb::dict& fields);
+
+// silu, gelu_tanh or gelu; throws std::invalid_argument for another name.
+pdserve::Activation activation_of(const std::string& name);

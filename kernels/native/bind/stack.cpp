@@ -15,14 +15,6 @@ using Table = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cp
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdTable = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-pdserve::KvType kv_type(const std::string& name) {
-  if (name == "float32") return pdserve::KvType::kF32;
-  if (name == "bfloat16") return pdserve::KvType::kBf16;
-  if (name == "float16") return pdserve::KvType::kF16;
-  if (name == "int8") return pdserve::KvType::kI8;
-  throw std::invalid_argument("KV type '" + name + "'; known: float32, bfloat16, float16, int8");
-}
-
 // The arrays that a Stack's memory depends on are kept alive beside it.
 struct Model {
   nb::object context;

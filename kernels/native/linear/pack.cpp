@@ -278,6 +278,12 @@ Matrix lay_out(const StoredFormat& format, int64_t rows, int64_t cols) {
 
 }  // namespace
 
+std::vector<std::string> stored_formats() {
+  std::vector<std::string> names;
+  for (const StoredFormat& format : kFormats) names.emplace_back(format.name);
+  return names;
+}
+
 const StoredFormat& stored_format(const std::string& name) {
   std::string known;
   for (const StoredFormat& format : kFormats) {

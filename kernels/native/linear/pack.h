@@ -22,6 +22,9 @@ struct StoredFormat {
   bool has_minima;
 };
 
+// The names of all formats.
+std::vector<std::string> stored_formats();
+
 // The format of that name. Throws std::invalid_argument with the names that exist.
 const StoredFormat& stored_format(const std::string& name);
 

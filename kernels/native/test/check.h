@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <vector>
 
 inline int failures = 0;
 
@@ -40,6 +42,36 @@ class Random {
   uint64_t state_;
 };
 
+// Whether case number i runs: with NATIVE_TEST_THIN=n every nth does, for emulators and sanitizers.
+inline bool runs(int64_t i) {
+  static const char* const thin = std::getenv("NATIVE_TEST_THIN");
+  static const int64_t n = thin ? std::atoll(thin) : 1;
+  return i % n == 0;
+}
+
+// Mappings that no Guarded has now, by their size: emulators and sanitizers are slow at new ones.
+inline std::map<size_t, std::vector<char*>>& spare_pages() {
+  static std::map<size_t, std::vector<char*>> spare;
+  return spare;
+}
+
+// A page that faults, `inside` bytes of NaN, and a page that faults; for one thread.
+inline char* take_pages(size_t page, size_t inside) {
+  std::vector<char*>& spare = spare_pages()[inside + 2 * page];
+  if (spare.empty()) {
+    void* fresh = mmap(nullptr, inside + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    spare.push_back(static_cast<char*>(fresh));
+    if (fresh == MAP_FAILED || mprotect(spare.back() + page, inside, PROT_READ | PROT_WRITE)) {
+      std::perror("guarded memory");
+      std::exit(2);
+    }
+  }
+  char* base = spare.back();
+  spare.pop_back();
+  std::memset(base + page, 0xff, inside);
+  return base;
+}
+
 // count values of T; the byte after the last one, and those a page before the first, fault.
 template <class T>
 class Guarded {
@@ -48,18 +80,13 @@ class Guarded {
     size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     size_t inside = ((count * sizeof(T) + 64) / page + 1) * page;
     bytes_ = inside + 2 * page;
-    base_ = static_cast<char*>(
-        mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + page, inside, PROT_READ | PROT_WRITE)) {
-      std::perror("guarded memory");
-      std::exit(2);
-    }
+    base_ = take_pages(page, inside);
     // An emulator may lack the suppression of faults in masked loads: then 64 bytes are left.
     size_t slack = std::getenv("NATIVE_TEST_SLACK") ? 64 : 0;
     data_ = reinterpret_cast<T*>(base_ + page + inside - count * sizeof(T) - slack);
   }
   ~Guarded() {
-    if (base_) munmap(base_, bytes_);
+    if (base_) spare_pages()[bytes_].push_back(base_);
   }
   Guarded(Guarded&& other) noexcept
       : count_(other.count_), bytes_(other.bytes_), base_(other.base_), data_(other.data_) {

@@ -1,5 +1,5 @@
-// Operations on rows: equal bits on every target for any length, near their formulas in double, and
-// no byte beyond the row read or written.
+// Operations on rows: equal bits on every target for any length, near their formulas in double or
+// rounded exactly as they are defined, in place too, and no byte beyond the row read or written.
 #include "kernels.h"
 #include "tests.h"
 
@@ -70,6 +70,67 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
   }
 }
 
+// What is one rounding or two is exact; the norm of a sum is near its formula to a few units.
+void check_roundings(const Rows& in, const Guarded<float>& out) {
+  const int64_t cols = in.a.size();
+  double squares = 0;
+  for (int64_t i = 0; i < cols; ++i) {
+    const float sum = in.a[i] + in.b[i];
+    squares += double{sum} * sum;
+    const float* row = out.data() + i;
+    CHECK(row[cols] == sum && row[8 * cols] == sum && row[7 * cols] == in.a[i] * 0.3f,
+          "a sum or a product of %a and %a is rounded otherwise", in.a[i], in.b[i]);
+  }
+  for (int64_t i = 0; i < cols; ++i) {
+    const double want = double{out[cols + i]} / std::sqrt(squares / cols + 1e-5) * in.c[i];
+    CHECK(std::fabs(out[2 * cols + i] - want) <= 2e-6 * std::fabs(want), "norm: %a, not %a",
+          out[2 * cols + i], want);
+  }
+}
+
+// Over its own inputs, the norm of a sum is what it is beside them, and the norm of that sum.
+void check_in_place(const Rows& in, const Guarded<float>& out) {
+  const int64_t cols = in.a.size();
+  for (const Kernels* target : targets()) {
+    Guarded<float> x(cols), residual(cols), apart(cols);
+    std::memcpy(x.data(), in.a.data(), cols * sizeof(float));
+    std::memcpy(residual.data(), in.b.data(), cols * sizeof(float));
+    target->rms_norm(x.data(), residual.data(), in.c.data(), 1e-5f, cols, residual.data(),
+                     x.data());
+    check_same(*target, "sum in place", residual.data(), out.data() + cols, cols);
+    check_same(*target, "norm in place", x.data(), out.data() + 2 * cols, cols);
+    target->rms_norm(residual.data(), nullptr, in.c.data(), 1e-5f, cols, nullptr, apart.data());
+    check_same(*target, "norm of the sum", apart.data(), x.data(), cols);
+  }
+}
+
+// tanh behind the soft cap, to a few units over all magnitudes.
+void check_soft_cap() {
+  constexpr int64_t kSteps = 40001;
+  for (float cap : {1.0f, 50.0f}) {
+    for (double size : {1e-30, 1e-3, 0.62, 0.64, 12.0}) {
+      Guarded<float> x(kSteps), expected(kSteps);
+      for (int64_t i = 0; i < kSteps; ++i) {
+        expected[i] = x[i] = static_cast<float>(size * (2.0 * i / (kSteps - 1) - 1)) * cap;
+      }
+      generic_kernels().soft_cap(expected.data(), cap, kSteps);
+      for (int64_t i = 0; i < kSteps; ++i) {
+        const double want = cap * std::tanh(double{x[i]} / cap);
+        CHECK(std::fabs(expected[i] - want) <= 5e-7 * std::fabs(want), "cap %g of %a: %a, not %a",
+              cap, x[i], expected[i], want);
+      }
+      for (const Kernels* target : targets()) {
+        Guarded<float> y(kSteps);
+        std::memcpy(y.data(), x.data(), kSteps * sizeof(float));
+        target->soft_cap(y.data(), cap, kSteps);
+        check_same(*target, "soft cap", y.data(), expected.data(), kSteps);
+      }
+    }
+  }
+}
+
+float product(float a, float b) { return static_cast<float>(double{a} * b); }  // never fused
+
 void check_rope(Random& random, int64_t heads, int64_t head_dim, int64_t half) {
   Guarded<float> x(heads * head_dim), cos(half), sin(half), expected(heads * head_dim);
   fill(random, x.data(), x.size());
@@ -82,11 +143,10 @@ void check_rope(Random& random, int64_t heads, int64_t head_dim, int64_t half) {
   generic_kernels().rope(expected.data(), cos.data(), sin.data(), heads, head_dim, half);
   for (int64_t i = 0; i < x.size(); ++i) {
     int64_t dim = i % head_dim, pair = dim < half ? dim : dim - half;
-    double want = x[i];
-    if (dim < half) want = double{x[i]} * cos[pair] - double{x[i + half]} * sin[pair];
-    else if (dim < 2 * half) want = double{x[i]} * cos[pair] + double{x[i - half]} * sin[pair];
-    CHECK(std::fabs(expected[i] - want) < 1e-6, "rope at %d: %g, not %g", static_cast<int>(i),
-          expected[i], want);
+    float want = x[i];  // products are rounded before they are added, as in the reference
+    if (dim < half) want = product(x[i], cos[pair]) - product(x[i + half], sin[pair]);
+    else if (dim < 2 * half) want = product(x[i], cos[pair]) + product(x[i - half], sin[pair]);
+    CHECK(expected[i] == want, "rope at %d: %a, not %a", static_cast<int>(i), expected[i], want);
   }
   for (const Kernels* target : targets()) {
     Guarded<float> y(x.size());
@@ -105,12 +165,15 @@ void test_elementwise() {
       const Rows rows(random, cols, awkward);
       const Guarded<float> expected = apply(generic_kernels(), rows);
       if (!awkward) check_formulas(rows, expected);
+      if (!awkward) check_roundings(rows, expected);
+      check_in_place(rows, expected);
       for (const Kernels* target : targets()) {
         const Guarded<float> got = apply(*target, rows);
         check_same(*target, "elementwise", got.data(), expected.data(), got.size());
       }
     }
   }
+  check_soft_cap();
   for (int64_t half : {1, 4, 8, 15, 16, 24, 32}) {
     check_rope(random, 3, 2 * half, half);
     check_rope(random, 2, 2 * half + 5, half);

@@ -12,7 +12,7 @@ from tiny_models import write_tiny
 
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.load import open_checkpoint
 from pdserve.engine.weights.unpack import unpack
 
@@ -27,8 +27,16 @@ def entry(shape: list[Any], first: Any, last: Any, kind: Any = "F32") -> dict[st
     return {"dtype": kind, "shape": shape, "data_offsets": [first, last]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_tensors_equal_the_packages(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.float32, "F32"),
+        (torch.float16, "F16"),
+        (torch.bfloat16, "BF16"),
+        (torch.float64, "F64"),
+    ],
+)
+def test_tensors_equal_the_packages(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype)}
     tensors["scalar"] = torch.tensor(2.5, dtype=dtype)
@@ -38,6 +46,7 @@ def test_tensors_equal_the_packages(dtype: torch.dtype, tmp_path: Path) -> None:
     for name, expected in tensors.items():
         array = reader.array(name)
         assert array.shape == tuple(expected.shape)
+        assert reader.layout(name) == Layout(stored, array.shape)
         assert array.tobytes() == expected.view(-1).view(torch.uint8).numpy().tobytes()
 
 

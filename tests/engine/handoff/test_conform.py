@@ -254,7 +254,7 @@ EVENTS: list[Event] = [
     Reserved(),
     ClaimGranted(),
     Tick(),
-    PeerProgress(1.0, 2, True),
+    PeerProgress(1.0, 2),
 ]
 EVENTS += [HandoffEnded("cancel"), HandoffEnded("peer: cancel", peer_notified=True)]
 reached: dict[Phase, int] = {}
@@ -312,7 +312,7 @@ def test_names_of_other_attempts_do_not_matter() -> None:
 def test_the_trace_leaves_out_what_changes_nothing() -> None:
     notes = fresh("decode")
     trace, state = EventLog(notes), Handoff(Side.RECEIVE, 1.0)
-    for event in (Tick(), PeerProgress(0.0, 1, True)):
+    for event in (Tick(), PeerProgress(0.0, 1)):
         after, actions = step(state, event, 0.5)
         trace.step(ATTEMPT, event, state, after, actions)
     assert notes.records == []

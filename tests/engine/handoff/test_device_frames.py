@@ -61,6 +61,7 @@ class DeviceSource:
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
         assert self.is_ready
         copy = Copy(self._run.pool, pages, self.content)
+        self._run.num_begun += 1
         self._run.copies.append(copy)
         return copy
 
@@ -82,9 +83,14 @@ class Run:
         )
         self.told: Counter[str] = Counter()
         self.nacked: deque[Piece] = deque()
-        self.inlets: list[DeviceSource] = []
-        self.num_sent = 0
+        self.sources: list[DeviceSource] = []
+        self.num_sent = self.num_begun = 0
         self.frames = DeviceFrames(self.pool, self, self.guarded)
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames whose copy has not begun, and that will have one or be found to be there."""
+        return self.num_sent - self.num_begun - self.told["duplicate"]
 
     def send(self, piece: Piece, content: str) -> None:
         header = FrameHeader(
@@ -99,8 +105,8 @@ class Run:
             payload_tag=bytes(16),
         )
         self.num_sent += 1
-        self.inlets.append(DeviceSource(self, content))
-        self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.inlets[-1]))
+        self.sources.append(DeviceSource(self, content))
+        self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.sources[-1]))
 
     def guarded(self, attempt: Any, act: Any) -> bool:
         act(attempt)
@@ -133,7 +139,7 @@ class Run:
 
     def something_happens(self) -> bool:
         """On the device, or at the peer; False: nothing is left to happen."""
-        waiting = [i for i in self.inlets if not i.is_ready]
+        waiting = [i for i in self.sources if not i.is_ready]
         running = [c for c in self.copies if not c.over]
         choice = self.rng.random()
         if waiting and (choice < 0.5 or not running):
@@ -160,7 +166,7 @@ def test_any_order_of_duplicates_and_damage() -> None:
             run.something_happens()
             run.check()
             run.frames.poll()
-            deferred += run.frames.num_waiting
+            deferred += run.num_waiting
             run.check()
         assert run.attempt.bitmap.complete
         assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)
@@ -173,10 +179,10 @@ def test_any_order_of_duplicates_and_damage() -> None:
 def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
     run = Run(0)
     run.send(Piece(0, range(2), range(3)), GOOD)
-    run.inlets[0].is_ready = True
+    run.sources[0].is_ready = True
     run.frames.poll()
     run.send(Piece(0, range(1, 3), range(2, 5)), BAD)
-    run.inlets[1].is_ready = True
+    run.sources[1].is_ready = True
     assert run.frames.poll()
     assert len(run.copies) == 1, "it waits for the copy that it overlaps"
     run.copies[0].end()
@@ -192,7 +198,7 @@ def test_an_attempt_that_ends(when: str) -> None:
     run = Run(0)
     run.send(Piece(0, range(1), range(2)), GOOD)
     if when == "during the copy":
-        run.inlets[0].is_ready = True
+        run.sources[0].is_ready = True
         assert run.frames.poll()
         run.copies[0].end()
     run.attempt.state.holds = False
@@ -205,7 +211,7 @@ def test_a_peer_that_never_finishes_holds_nobody_up() -> None:
     run = Run(0)
     run.send(Piece(0, range(1), range(2)), GOOD)
     run.send(Piece(0, range(1, 2), range(2)), GOOD)
-    run.inlets[1].is_ready = True
+    run.sources[1].is_ready = True
     assert run.frames.poll()
     run.copies[0].end()
     assert run.frames.poll(), "the first still waits"

@@ -30,7 +30,7 @@ HITS: Counter[str] = Counter()  # how often each interesting state was reached
 BLOCKS, WINDOW, STEP_S = 16, 10, 0.001
 
 
-class ShellsMachine(RuleBasedStateMachine):
+class EndpointsMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000))
     def begin(self, seed: int) -> None:
         self.random = Random(seed)
@@ -49,7 +49,7 @@ class ShellsMachine(RuleBasedStateMachine):
             on_received=self.on_received,
             on_lost=self.on_lost,
             wake=lambda: None,
-            progress=lambda: (self.steps, True),
+            liveness=lambda: self.steps,
             clock=self.clock,
         )
         self.workers = [Worker(self, BLOCKS, WINDOW), Worker(self, BLOCKS, WINDOW)]
@@ -123,7 +123,7 @@ class ShellsMachine(RuleBasedStateMachine):
             self.next_tick[side] = self.now + PROGRESS_S
             for attempt in side.live:
                 if attempt.state.linked:
-                    attempt.post(messages.Progress(self.steps, True))
+                    attempt.post(messages.Progress(self.steps))
 
     def step_decode(self) -> bool:
         self.steps += 1
@@ -319,14 +319,14 @@ class ShellsMachine(RuleBasedStateMachine):
             HITS["dial refused"] += worker.num_refused
 
 
-TestShells = ShellsMachine.TestCase
-TestShells.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEndpoints = EndpointsMachine.TestCase
+TestEndpoints.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 WEIGHTS = {"go": 30, "hand_off": 8, "tear": 2, "duplicate": 2, "replay": 2, "say_again": 1}
 WEIGHTS |= {"cut": 1, "cancel": 2, "crash": 1, "refuse": 1, "wait": 3}
 
 
-def drive(machine: ShellsMachine, random: Random, steps: int) -> None:
+def drive(machine: EndpointsMachine, random: Random, steps: int) -> None:
     """A long run of the same rules, with odds under which hand-offs get somewhere."""
     machine.begin(random.randrange(1000))
     for _ in range(steps):
@@ -353,7 +353,7 @@ def drive(machine: ShellsMachine, random: Random, steps: int) -> None:
 def test_long_runs_reach_every_interesting_state() -> None:
     HITS.clear()
     for seed in range(40):
-        drive(ShellsMachine(), Random(seed), 250)
+        drive(EndpointsMachine(), Random(seed), 250)
     print(dict(sorted(HITS.items())))
     wanted = {
         "received", "finished", "sent", "overtaken", "duplicate", "replayed", "replayed elsewhere",

@@ -48,7 +48,7 @@ BODY = st.one_of(
     st.builds(messages.Computed, U32),
     st.builds(messages.Ack, st.lists(U64, max_size=100).map(tuple)),
     st.builds(messages.Nack, U64),
-    st.builds(messages.Progress, U64, st.booleans()),
+    st.builds(messages.Progress, U64),
     st.builds(messages.Complete),
     st.builds(messages.Abort, TEXT),
 )

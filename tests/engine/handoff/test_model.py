@@ -3,8 +3,10 @@
 `make modelcheck` covers the larger runs. See tests/support/handoff_model.
 """
 
+import ast
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,9 @@ from handoff_model import decode, faults, prefill, router
 from handoff_model.bugs import BUGS, Bug
 from handoff_model.check import Result, explore
 from handoff_model.config import IN_TEST, Config
+from handoff_model.rules import Rules
+
+from pdserve.services.router.requests import actions, machine
 
 MOVES_OF = (router, decode, prefill, faults)
 
@@ -62,3 +67,19 @@ def test_a_seeded_bug_is_found(bug: Bug) -> None:
     assert len(found.trace) > 5
     sound = explore(bug.config)
     assert sound.complete, told(sound)
+
+
+def test_the_router_of_the_model_is_the_product_s_machine() -> None:
+    """No rule of its own: it makes no action, and states only for a request's begin and end."""
+    assert Rules().request_step is machine.step
+    folder = Path(router.__file__).parent
+    decides = {name for name in vars(actions) if isinstance(getattr(actions, name), type)}
+    made: Counter[tuple[str, str]] = Counter()
+    for path in folder.glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and path.name != "bugs.py":
+                name = ast.unparse(call.func).rpartition(".")[2]
+                if name in {*decides, "Routing", "Migration"}:
+                    made[path.name, name] += 1
+                assert name == "Routing" or not any(word.arg == "stage" for word in call.keywords)
+    assert made == {("machines.py", "Routing"): 2}

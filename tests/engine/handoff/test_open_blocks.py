@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_kit import ask
+from eventually import LIMIT_S
 from memory_link import MemoryLink
 
 from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks
@@ -23,7 +24,6 @@ LAYERS, SIZE, BLOCKS = 6, 4, [3, 5, 9, 2]
 TOKENS = SIZE * len(BLOCKS)
 GROUP = LayerGroup(tuple(range(LAYERS)), "full", 0, 1, 8, "bfloat16", 0, 1)
 SPEC = KvSpec(SIZE, (GROUP,))
-WAIT_S = 10.0
 
 
 def header(
@@ -47,7 +47,7 @@ class Gate:
 
         def held(*args: Any) -> None:
             self.entered.set()
-            assert self.free.wait(WAIT_S)
+            assert self.free.wait(LIMIT_S)
             write(*args)
 
         kv.write = held  # type: ignore[method-assign]
@@ -119,13 +119,13 @@ def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None
     writer = threading.Thread(target=blocks.write, args=(kv, first, payload))
     closer = threading.Thread(target=blocks.close)
     writer.start()
-    assert gate.entered.wait(WAIT_S)
+    assert gate.entered.wait(LIMIT_S)
     closer.start()
     closer.join(0.1)
     assert closer.is_alive(), "the blocks are still being written"
     gate.free.set()
-    closer.join(WAIT_S)
-    writer.join(WAIT_S)
+    closer.join(LIMIT_S)
+    writer.join(LIMIT_S)
     assert not closer.is_alive()
     before = content(kv)
     assert bytes(payload) == before[: len(payload)]
@@ -172,7 +172,7 @@ class World:
             on_received=lambda received: None,
             on_lost=lambda attempt, reason: self.lost.append(reason),
             wake=self._wake,
-            progress=lambda: (0, True),
+            liveness=lambda: 0,
         )
         self.attempt = os.urandom(16)
         request = ask(self.attempt.hex(), range(TOKENS + 1))
@@ -217,14 +217,14 @@ def test_an_attempt_that_ends_while_a_frame_is_written_frees_its_blocks_afterwar
     gate = Gate(world.kv)
     writer = threading.Thread(target=world.frame, args=(range(3), range(4), 1))
     writer.start()
-    assert gate.entered.wait(WAIT_S)
+    assert gate.entered.wait(LIMIT_S)
     engine = threading.Thread(target=world.receiver.cancel, args=(world.attempt, "cancelled"))
     engine.start()
     engine.join(0.1)
     assert world.engine.ended == [], "not under the frame"
     gate.free.set()
-    engine.join(WAIT_S)
-    writer.join(WAIT_S)
+    engine.join(LIMIT_S)
+    writer.join(LIMIT_S)
     assert world.engine.ended == ["released"]
     before = content(world.kv)
     world.frame(range(3, 6), range(4), 2)

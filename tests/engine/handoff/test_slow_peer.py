@@ -3,7 +3,7 @@
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, SlowPeerDetector, granted
+from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, SlowPeerDetector
 
 STEP_S = 0.1
 
@@ -21,13 +21,13 @@ def wait(
 
 
 def test_before_a_chunk_is_complete_there_is_nothing_to_compare_with() -> None:
-    pace = granted(5.0).arrived(6.0, chunk=False)
+    pace = SlowPeerDetector.begin(5.0).arrived(6.0, chunk=False)
     assert wait(pace, 6.0, 60.0)[2] is None
 
 
 @given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=20))
 def test_it_is_slow_after_twice_its_longest_chunk(chunks: list[float]) -> None:
-    now, pace = 100.0, granted(100.0)
+    now, pace = 100.0, SlowPeerDetector.begin(100.0)
     for seconds in chunks:
         pace, now, slow = wait(pace, now, seconds)
         now = max(now, pace.chunk_at + seconds)
@@ -35,15 +35,15 @@ def test_it_is_slow_after_twice_its_longest_chunk(chunks: list[float]) -> None:
             event("slow before the last chunk")
             return  # its chunks differ that much
         pace = pace.look(now).arrived(now, chunk=True)
-    patience = max(SLOW_S, SLOW_RATIO * max(chunks))
-    event(f"the floor counts: {patience == SLOW_S}")
-    _, _, slow = wait(pace, now, patience + 1.0)
+    limit = max(SLOW_S, SLOW_RATIO * max(chunks))
+    event(f"the floor counts: {limit == SLOW_S}")
+    _, _, slow = wait(pace, now, limit + 1.0)
     assert slow is not None
-    assert patience < slow - now <= patience + 2 * STEP_S
+    assert limit < slow - now <= limit + 2 * STEP_S
 
 
 def test_frames_of_a_chunk_are_progress() -> None:
-    pace = granted(0.0).arrived(0.2, chunk=True)
+    pace = SlowPeerDetector.begin(0.0).arrived(0.2, chunk=True)
     now = 0.2
     for _ in range(10):
         pace, now, slow = wait(pace, now, 0.9)
@@ -55,7 +55,7 @@ def test_frames_of_a_chunk_are_progress() -> None:
 @given(st.floats(LOOK_S, 100.0))
 def test_time_in_which_nobody_looked_does_not_count(away_s: float) -> None:
     """Decode was stopped or computed something long; what came meanwhile it has not read yet."""
-    pace = granted(0.0).arrived(0.1, chunk=True).look(0.1)
+    pace = SlowPeerDetector.begin(0.0).arrived(0.1, chunk=True).look(0.1)
     back = 0.1 + away_s
     pace = pace.look(back)
     assert not pace.slow(back)

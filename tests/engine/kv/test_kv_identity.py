@@ -36,7 +36,6 @@ OTHERS = {
     "kv_dtype": kv_identity(CARD, "float32", OURS.numerics),
     "numerics": kv_identity(CARD, "bf16", "native-1/cpu/avx2"),
 }
-ADMITS = {"weights": Mixing(weights=True), "numerics": Mixing(numerics=True)}
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -138,6 +138,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention",
     ),
+    "soft cap of scores": (
+        "gemma3",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping: Gemma 3 has no cap",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.weights.format import BLOCKS, RawTensor
 from pdserve.engine.weights.unpack import as_plain
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 
 # Rows of stored blocks are whole blocks of 32.
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 32}
@@ -49,7 +49,7 @@ def test_logits_equal_those_of_expanded_weights(
         return stored[name]
 
     kv_dtype = str(dtype).removeprefix("torch.")
-    args = (select("cpu"), dtype, kv_dtype, torch.device("cpu"))
+    args = (reference, dtype, kv_dtype, torch.device("cpu"))
     logits = {}
     for kind, weights in (("stored", as_stored), ("expanded", expanded.__getitem__)):
         runner = PagedRunner(Decoder(config, weights, *args))

@@ -6,12 +6,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from eventually import LIMIT_S, wait_until
-from link_ends import SLOT_BYTES, Ends, Recorder, claim_record, frame_job, make_transport, record_of
+from link_ends import (
+    SLOT_BYTES,
+    Ends,
+    Recorder,
+    claim_record,
+    frame_job,
+    make_transport,
+    record_of,
+    slots_returned,
+)
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix
@@ -108,11 +117,13 @@ def test_credits_of_waiting_frames_share_writes(
         post(data)
 
     monkeypatch.setattr(decode_link, "post", seen)
+    returned = slots_returned(monkeypatch)
+    sent: list[int] = []
     for i in range(SLOTS):
-        link.push(frame_job(bytes([i]) * 1000, i))
-    wait_until(lambda: not link.num_free_slots and not link._writing, "all on their way")
+        link.push(counted(frame_job(bytes([i]) * 1000, i), i, sent, after=True))
+    wait_until(lambda: len(sent) == SLOTS, "all on their way")
     ends.decode.go_on()
-    wait_until(lambda: link.num_free_slots == SLOTS, "every credit")
+    wait_until(lambda: returned == [True] * SLOTS, "every credit")
     credit = len(messages.encode(messages.Credit(0, bytes(MARK_BYTES))))
     assert sum(given) == SLOTS * credit
     if link.direct:  # the engine thread gives them back as they are done with
@@ -122,10 +133,17 @@ def test_credits_of_waiting_frames_share_writes(
         assert max(given) == SLOTS // 2 * credit
 
 
-def counted(job: FrameJob, number: int, built: list[int]) -> FrameJob:
-    def build(slot: int, sink: DeviceSink | None) -> AbstractContextManager[Frame | None]:
-        built.append(number)
-        return job(slot, sink)
+def counted(job: FrameJob, number: int, built: list[int], after: bool = False) -> FrameJob:
+    """The job, which notes its number when it is built, or when its payload was taken."""
+
+    @contextmanager
+    def build(slot: int, sink: DeviceSink | None) -> Iterator[Frame | None]:
+        if not after:
+            built.append(number)
+        with job(slot, sink) as frame:
+            yield frame
+        if after:
+            built.append(number)
 
     return build
 
@@ -202,8 +220,8 @@ def test_garbage_and_silence_cost_nothing(
         with raw_socket(ends) as sock:
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
-    for stranger in ends.decode.links:
-        assert not getattr(stranger.wire, "_private", None), "no memory for strangers"
+    for wire in ends.decode.wires:
+        assert not getattr(wire, "_private", None), "no memory for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)

@@ -28,10 +28,10 @@ class Keeper(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlets: list[tuple[DataLink, FrameHeader, Any]] = []
+        self.sources: list[tuple[DataLink, FrameHeader, Any]] = []
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
-        self.inlets.append((link, header, payload))
+        self.sources.append((link, header, payload))
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def start(tmp_path: Path) -> Iterator[Any]:
 def first(ends: Ends, count: int = 1) -> Any:
     """The source of the `count`th frame."""
     keeper: Any = ends.decode
-    wait_until(lambda: len(keeper.inlets) >= count)
-    return keeper.inlets[count - 1][2]
+    wait_until(lambda: len(keeper.sources) >= count)
+    return keeper.sources[count - 1][2]
 
 
 def take(source: Any) -> tuple[bool, np.ndarray]:
@@ -79,7 +79,7 @@ def take(source: Any) -> tuple[bool, np.ndarray]:
 
 
 def window_of(ends: Ends, link: int) -> Any:
-    return ends.decode.links[link].wire._window  # type: ignore[attr-defined]
+    return ends.decode.wires[link]._window  # type: ignore[attr-defined]
 
 
 def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:
@@ -144,7 +144,7 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child = start("flood")
         for _ in range(1 + 5 * round):
             first(ends, taken + 1)
-            link, header, source = keeper.inlets[taken]
+            link, header, source = keeper.sources[taken]
             intact, data = take(source)
             assert intact
             assert (data == payload(header.sequence)).all()
@@ -154,7 +154,7 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child.wait()
         over = round + 1
         wait_until(lambda over=over: len(keeper.reasons) == over)
-        taken = len(keeper.inlets)  # what came after the last one that was taken
+        taken = len(keeper.sources)  # what came after the last one that was taken
     assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
 
 

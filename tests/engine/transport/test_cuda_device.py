@@ -64,7 +64,7 @@ def test_where_blocks_of_a_pool_lie() -> None:
 
 def test_cupy_has_every_function_that_is_called() -> None:
     if importlib.util.find_spec("cupy") is None:
-        pytest.skip("NO CUPY: the names that cuda_device.py calls were not looked up")
+        pytest.skip("NO CUPY: the names that device_cupy.py calls were not looked up")
     from cupy.cuda import runtime
 
     source = Path(device_cupy.__file__).read_text()

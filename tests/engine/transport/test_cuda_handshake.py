@@ -2,13 +2,12 @@
 
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fake_device import UUID, FakeDevice, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
@@ -37,9 +36,23 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
     made.close()
 
 
-def dialer(folder: Path, device: Callable[[], FakeDevice], choice: str = "cuda_ipc") -> Dialer:
+class ClosingDialer(Dialer):
+    """A Dialer that has its transports to itself."""
+
+    def __init__(self, transports: list[KvTransport]) -> None:
+        super().__init__(transports, Recorder())
+        self._owned = transports
+
+    def close(self) -> None:
+        for transport in self._owned:
+            transport.close()
+
+
+def dialer(
+    folder: Path, device: Callable[[], FakeDevice], choice: str = "cuda_ipc"
+) -> ClosingDialer:
     options = TransportOptions("", str(folder), SLOT_BYTES, device, SLOT_BYTES)
-    return Dialer(make_transports(choice, options), Recorder())
+    return ClosingDialer(make_transports(choice, options))
 
 
 def refused(
@@ -65,8 +78,7 @@ def refused(
         assert any("cuda_ipc.wires" in r.name for r in said), "decode's log"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 def test_another_gpu(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,8 +98,7 @@ def test_a_gpu_with_peer_access_is_used(ends: Ends, tmp_path: Path) -> None:
     link = dial.dial(ends.target, replace(HELLO, transport="cuda_ipc"))
     assert device.num["out"] == 1, "the 4 KiB"
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 @pytest.mark.parametrize("name", ["pid_namespace", "ipc_namespace"])
@@ -180,12 +191,11 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     first = ends.dial(Recorder())
     wait_until(lambda: len(ends.decode.messages) == 1)
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, FakeDevice, SLOT_BYTES)
-    second = Dialer([CudaIpcTransport(options)], Recorder())
+    second = ClosingDialer([CudaIpcTransport(options)])
     with pytest.raises(TransportRefused, match="window_memory: out of memory"):
         second.dial(ends.target, HELLO)
     assert first.open
-    for transport in second.transports:
-        transport.close()
+    second.close()
     ends.close()
 
 
@@ -195,7 +205,7 @@ def test_decode_without_memory_does_not_listen(tmp_path: Path) -> None:
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, lambda: device, SLOT_BYTES)
     with pytest.raises(TransportRefused, match="window_memory: out of memory") as caught:
         CudaIpcTransport(options).listen(BOOT, lambda wire: None)
-    assert caught.value.reason == "window_memory"
+    assert str(caught.value).startswith("window_memory: ")
     assert not list(tmp_path.iterdir())
 
 
@@ -215,8 +225,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     wait_until(lambda: len(ends.decode.reasons) == MAX_PROBES + 1)
     link = dial.dial(ends.target, HELLO)
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
 
 
 def broken() -> FakeDevice:
@@ -240,7 +249,7 @@ def test_without_a_device(
     for call in calls:
         with pytest.raises(TransportRefused, match=f"no_device: .*{text}") as caught:
             call()
-        assert caught.value.reason == "no_device"
+        assert str(caught.value).startswith("no_device: ")
     assert not list(tmp_path.iterdir())
 
 
@@ -264,8 +273,7 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     link = dial.dial(cuda.target, HELLO)
     assert link.transport == "cuda_ipc"
     link.close()
-    for transport in dial.transports:
-        transport.close()
+    dial.close()
     cuda.close()
     far = dialer(tmp_path, lambda: FakeDevice(OTHER), "auto")
     link = far.dial(shm.target, HELLO)
@@ -274,15 +282,17 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     shm.close()
 
 
-def test_a_bad_handshake_ends_the_connection_only(ends: Ends, tmp_path: Path) -> None:
-    start = time.monotonic()
+def test_a_bad_handshake_ends_the_connection_only(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the deadline is never reached here."""
+    monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 100 * LIMIT_S)
     for data in (bytes(54), b"KCUD" + b"\xff" * 50):
         with socket.socket(socket.AF_UNIX) as sock:
             seen = len(ends.decode.reasons)
             sock.connect(ends.listener.address)
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
-    assert time.monotonic() - start < 4, "at once, not at the deadline"
     ends.dial(Recorder()).close()
 
 

@@ -79,16 +79,17 @@ async def waiting(router, start):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("play", [waiting, endless])
 async def test_a_client_that_leaves(connect, stream, play):
+    """It is the leaving that ends its request: no cap and no clock of the gateway would, here."""
     router = FakeRouter(play)
-    reader, writer = await connect(router)
+    never = 100 * LIMIT_S
+    bounds = HttpLimits(1 << 16, never, max_buffer_bytes=1 << 40, stall_s=never)
+    reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": stream}))
     await eventually(lambda: router.starts)
     if stream and play is endless:
         assert b"200 OK" in await reader.readline()
-    left_at = asyncio.get_running_loop().time()
     writer.transport.abort()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
-    assert asyncio.get_running_loop().time() - left_at < 0.5
     assert router.left == [router.starts[0].request]
 
 

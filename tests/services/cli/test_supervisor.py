@@ -152,5 +152,5 @@ def test_no_orphan_when_the_parent_is_killed() -> None:
         pid = int(parent.stdout.readline())
         child = psutil.Process(pid)
         parent.kill()
-        psutil.wait_procs([child], timeout=5)
+        psutil.wait_procs([child], timeout=LIMIT_S)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

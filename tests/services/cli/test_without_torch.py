@@ -1,12 +1,14 @@
 """Nothing on the native backend imports torch; what needs it says which extra brings it."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from engine_kit import ask
+from fleet import Fleet
 from tiny_models import write_tiny
 
 LLM = """
@@ -16,21 +18,6 @@ with LLM(sys.argv[1], kv_tokens=512) as llm:
     result = llm.generate("Hello")[0]
     assert len(result.completions[0].token_ids) > 0
 print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"))
-"""
-
-# A decode worker that says, once the model is loaded, what it has imported.
-WORKER = """
-import sys
-from pdserve.engine.api.config import EngineConfig
-from pdserve.services.decode.main import run
-from pdserve.services.decode.settings import DecodeSettings
-
-def report(event, figures):
-    if figures.get("fraction") == 1.0:
-        print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"), flush=True)
-
-settings = DecodeSettings(cluster_secret="x" * 32, routers=("127.0.0.1:9",))
-sys.exit(run(settings, EngineConfig(model=sys.argv[1], kv_tokens=512), report))
 """
 
 BLOCKED = """
@@ -54,17 +41,24 @@ def test_an_llm_in_this_process_imports_no_torch(model: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_decode_worker_imports_no_torch(model: Path) -> None:
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(model)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert worker.stdout is not None
-        assert worker.stdout.readline().strip() == "[]"
-    finally:
-        worker.send_signal(signal.SIGTERM)
-        worker.communicate(timeout=30)
-    assert worker.returncode == 0
+def test_no_process_of_up_imports_torch(model: Path) -> None:
+    """Up itself, gateway, router, prefill and decode, once both kinds of worker have served."""
+    options = ("--model", str(model), "--kv-tokens", "2048", "--remote-prefill", "always")
+    with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
+        params = {"max_tokens": 4, "ignore_eos": True}
+        asked = [ask(f"{count}", range(5, 5 + count), **params) for count in (1, 200)]
+        answered = fleet.generate(asked)
+        assert [len(answered[one.key]) for one in asked] == [4, 4]
+        assert (fleet.prefills("local"), fleet.prefills("remote")) == (1, 1)
+        up = psutil.Process(fleet.process.pid)
+        family = [up, *up.children(recursive=True)]
+        assert len(family) >= 5
+        assert [process.name() for process in family if has_torch(process)] == []
+    assert has_torch(psutil.Process()), "these tests have imported it to write the model"
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """Leaving frees decode's blocks within one step and prefill's within one chunk.
 
 Counted in steps of the engine from the moment at which the worker hears of it, so that a busy
-machine changes nothing.
+machine changes nothing; no timer frees anything here.
 """
 
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
+from handoff_pair import claims_of
+from no_timeouts import no_timeouts
 from worker_kit import Pair, SessionClient, prompt
 
 from pdserve.engine.api.request import Request, SamplingParams
@@ -20,9 +22,14 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 
 STEP_S = 0.1  # of a chunk too: 16 tokens
-SOON_S = 4.0  # less than what any timer would need to free them
 LONG = 200  # tokens: 13 chunks
 HOG = "hog"  # has blocks so that others lack them
+
+
+@pytest.fixture(autouse=True)
+def _no_timer() -> Iterator[None]:
+    with no_timeouts():
+        yield
 
 
 class Slow(FakeDecoder):
@@ -71,7 +78,7 @@ class Freed:
         return False
 
     async def steps(self) -> int:
-        await eventually(lambda: self._after is not None, "blocks back", SOON_S)
+        await eventually(lambda: self._after is not None, "blocks back")
         assert self._after is not None
         return self._after
 
@@ -122,7 +129,7 @@ async def claiming(pair: Pair) -> bytes:
     hogged = await asked(pair.decode_worker, lambda _: held(pair.decode_worker))
     attempt = await pair.hand_off(prompt(LONG))
     part: Any = pair.decode_worker.runtime
-    await eventually(lambda: part.receiver.claims)
+    await eventually(lambda: claims_of(part.receiver))
     assert await asked(pair.decode_worker, lambda _: held(pair.decode_worker)) == hogged
     assert await asked(pair.prefill_worker, lambda _: held(pair.prefill_worker))
     return attempt
@@ -190,5 +197,6 @@ def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., No
         cancel = wire.CancelAttempt(attempt=leader)
         pair.decode.send(wire.DecodeCommand(cancel=cancel))
         pair.prefill.send(wire.PrefillCommand(cancel=cancel))
+        await pair.at_rest()
 
     with_pair(test, engine={"model": model, "num_blocks": 256})

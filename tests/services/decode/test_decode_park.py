@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from parking import EPOCH, another, ask_again, engine_stats, figures, heard, load, lose, served_by
 from worker_kit import Pair, SessionClient, expected, prompt
@@ -128,7 +128,7 @@ def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[...,
         pair.start_prefill(attempt, ids[:-1], admitted.ticket)
         await eventually(lambda: pair.prefill.kinds() == ["accepted", "done", "done"])
         part: Any = pair.prefill_worker.runtime
-        assert part.thread.post(lambda e: e.stats().prompt_tokens).result(5) == 89
+        assert part.thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 89
         forged = wire.Ticket()
         forged.CopyFrom(admitted.ticket)
         forged.id = b"f" * 16
@@ -255,7 +255,7 @@ def busy_engine(pair: Pair) -> Iterator[None]:
     """Its thread is in a step that takes as long as this lasts."""
     part: Any = pair.decode_worker.runtime
     done = threading.Event()
-    part.thread.post(lambda _: done.wait(30))
+    part.thread.post(lambda _: done.wait(LIMIT_S))
     try:
         yield
     finally:

@@ -5,13 +5,14 @@ import hashlib
 import os
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from eventually import LIMIT_S, eventually
+from eventually import LIMIT_S, eventually, wait_until
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_kit import (
@@ -46,7 +47,7 @@ class Gate:
 
     def forward(self, batch: Any, kv: Any) -> Any:
         self.entered.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(LIMIT_S)
         return self._inner.forward(batch, kv)
 
     def logits(self, hidden: Any) -> Any:
@@ -107,11 +108,22 @@ def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None
 def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
     with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
+    """Which phase each step is in, and that nothing else is in the phases of computing."""
+
     class Slow(FakeDecoder):
+        computed: list[tuple[float, float]]  # begin and end of each step, of both workers
+        ready: Callable[[], Any]  # asked before the first step
+
         def forward(self, batch: Any, kv: Any) -> Any:
+            if not self.computed:
+                wait_until(self.ready)
+            began = time.monotonic()
             threading.Event().wait(STEP_S)
+            self.computed.append((began, time.monotonic()))
             return super().forward(batch, kv)
 
+    model = Slow(fake_spec())
+    model.computed = []
     short = {"max_tokens": 2}
     ended: list[ServedAttempt] = []
     finished_of = ServedAttempt.finished
@@ -123,8 +135,16 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
     monkeypatch.setattr(ServedAttempt, "finished", finished)
 
     async def test(pair: Pair) -> None:
+        thread = pair.decode_worker.runtime.thread  # type: ignore[union-attr]
+
+        def claimed() -> bool:
+            """Decode knows that prefill has begun, and has blocks for what it will send."""
+            return bool(thread.post(lambda e: e.stats().blocks.reserved).result(LIMIT_S))
+
+        model.ready = claimed if remote else (lambda: True)
         for length in (12, 44):  # one chunk, the first contact of the two workers; and three
             ended.clear()
+            model.computed.clear()
             if remote:
                 attempt = await pair.hand_off(prompt(length), params=short)
             else:
@@ -134,13 +154,19 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
             total = phases.queue_s + phases.prefill_s + phases.transfer_s + phases.first_token_s
             assert total == pytest.approx(served.first_token - served.arrived)
             chunks = -(-length // 16)
-            assert phases.prefill_s >= STEP_S * chunks
-            assert 0 <= phases.queue_s < STEP_S, "nobody else was there to wait for"
-            assert 0 <= phases.transfer_s < STEP_S
-            assert (phases.first_token_s >= STEP_S) == remote, "a step of its own after a hand-off"
+            assert len(model.computed) == chunks + 1 + remote
+            prefill, first = model.computed[:chunks], model.computed[chunks]
+            assert phases.prefill_s >= sum(end - begin for begin, end in prefill) >= STEP_S * chunks
+            assert 0 <= phases.queue_s <= prefill[0][0] - served.arrived, "before all computing"
+            assert 0 <= phases.transfer_s <= max(0.0, first[0] - prefill[-1][1])
+            if remote:
+                assert phases.first_token_s >= first[1] - first[0], "a step of its own"
+            else:
+                assert phases.transfer_s == 0
+                assert served.first_token <= first[0], "no step of its own"
         await pair.at_rest()
 
-    with_pair(test, engine={"model": Slow(fake_spec())})
+    with_pair(test, engine={"model": model})
 
 
 async def snapshot(pair: Pair) -> Any:
@@ -357,7 +383,7 @@ def test_a_frozen_engine_is_not_serving(
         gate.opened.clear()
         gate.entered.clear()
         attempt = pair.admit(prompt(30), remote=False)
-        await asyncio.to_thread(gate.entered.wait, 10)
+        await asyncio.to_thread(gate.entered.wait, LIMIT_S)
         await until(pair, serving.NOT_SERVING)
         (record,) = [r for r in caplog.records if "engine frozen" in r.getMessage()]
         assert "in forward" in record.getMessage(), "the stack of the engine's thread"

@@ -35,7 +35,9 @@ class Gated(FakeDecoder):
         self.chunks = 0
 
     def forward(self, batch: Any, kv: Any) -> Any:
-        chunk = batch.num_tokens > batch.num_rows and int(batch.positions.max()) >= 2 * CHUNK
+        chunk = (
+            len(batch.token_ids) > len(batch.kv_lens) and int(batch.positions.max()) >= 2 * CHUNK
+        )
         self.chunks += chunk
         if chunk and not self.gate.is_set() and self.arrived.wait(0.1 if self.chunks < 4 else 2.0):
             self.held.set()
@@ -223,9 +225,9 @@ def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: 
         if how == "cancelled":
             pair.decode.send(wire.DecodeCommand(cancel=cancel))
         elif how == "lost":
-            part: Any = pair.decode_worker.runtime
-            for link in list(part.receiver.links):
-                link.wire.interrupt()
+            part: Any = pair.prefill_worker.runtime
+            for link in part.sender.links:
+                link.end("killed")
         for attempt in others:
             again = await pair.decode.wait("place_again", attempt)
             assert CHUNK <= again.tokens < 199

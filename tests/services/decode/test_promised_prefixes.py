@@ -127,7 +127,7 @@ def test_a_hand_off_to_a_parked_leader_goes_on() -> None:
 HITS: Counter[str] = Counter()
 
 
-class FlightsMachine(RuleBasedStateMachine):
+class PrefixesMachine(RuleBasedStateMachine):
     """Against a plain list of who waits for whom."""
 
     @initialize()
@@ -213,14 +213,14 @@ class FlightsMachine(RuleBasedStateMachine):
             assert not self.prefixes._followers
 
 
-TestFlightsMachine = FlightsMachine.TestCase
-TestFlightsMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPromisedPrefixes = PrefixesMachine.TestCase
+TestPromisedPrefixes.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_long_runs_reach_every_interesting_state() -> None:
     HITS.clear()
     for seed in range(200):
-        random, machine = Random(seed), FlightsMachine()
+        random, machine = Random(seed), PrefixesMachine()
         machine.begin()
         for _ in range(60):
             what = random.choices(["enter", "arrive", "end", "take"], [5, 6, 1, 3])[0]

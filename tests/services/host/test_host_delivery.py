@@ -47,9 +47,9 @@ class Client:
         self.got += 1
 
 
-async def ended(source: Source, client: Client, patience: Backpressure) -> ServiceError:
+async def ended(source: Source, client: Client, limits: Backpressure) -> ServiceError:
     """How it ends for a client that reads again after the source was closed."""
-    running = asyncio.create_task(deliver(source(), client.write, patience))
+    running = asyncio.create_task(deliver(source(), client.write, limits))
     await eventually(lambda: source.closed)
     assert not running.done()
     client.open.set()
@@ -76,8 +76,8 @@ async def test_everything_is_written_before_the_end(error: Exception | None) -> 
 
 async def test_more_than_the_cap_unread_ends_it() -> None:
     source, client = Source(10_000), Client()
-    patience = Backpressure(max_buffer_bytes=20_000, stall_s=60)
-    error = await ended(source, client, patience)
+    limits = Backpressure(max_buffer_bytes=20_000, stall_s=60)
+    error = await ended(source, client, limits)
     assert "bytes of the answer were not read" in error.message
     assert source.given <= 22
     assert client.got == 1, "that was in the hands of gRPC"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from eventually import LIMIT_S
 
 from pdserve.services.host.lifecycle import run_until_signal
 
@@ -53,7 +54,7 @@ def rest_of(process: "subprocess.Popen[str]") -> list[str]:
     """What it still prints until its end. (communicate would miss what readline buffered.)"""
     assert process.stdout is not None
     lines = process.stdout.read().splitlines()
-    process.wait(10)
+    process.wait(LIMIT_S)
     return lines
 
 
@@ -84,7 +85,7 @@ def test_the_same_signal_again_exits_at_once() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 128 + signal.SIGINT
+        assert process.wait(LIMIT_S) == 128 + signal.SIGINT
 
 
 def test_a_failure_of_the_service_ends_it() -> None:

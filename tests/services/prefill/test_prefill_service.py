@@ -239,7 +239,7 @@ class Shut(FakeDecoder):
 
     def forward(self, batch: Any, kv: Any) -> Any:
         self.entered.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(LIMIT_S)
         return super().forward(batch, kv)
 
 

@@ -4,15 +4,18 @@ Thousands of seeds: most events are plausible where the request stands, the rest
 any attempt. The record knows nothing of the machine but its actions.
 """
 
+import ast
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from handoff_model.bugs import counts_no_try, hears_every_attempt, retries_without_a_cancel
 
+from pdserve.services import router
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests import machine
@@ -310,7 +313,40 @@ def test_a_successor_takes_the_answer_that_decode_owes() -> None:
 
 
 def test_a_stage_is_written_by_the_machine_alone() -> None:
-    """The state is frozen; and no other module makes one with a stage."""
+    """The state is frozen; and no other module of the router makes one with a stage."""
     with pytest.raises(AttributeError):
         Routing().stage = RUNNING  # type: ignore[misc]
     assert replace(Routing(), epoch=1).stage is QUEUED
+    folder = Path(router.__file__).parent
+    writing = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and gives_a_stage(call)
+    }
+    assert writing == {"requests/machine.py"}
+
+
+def gives_a_stage(call: ast.Call) -> bool:
+    """By its name, by position, or perhaps: in a mapping that is unpacked into a state."""
+    makes = ast.unparse(call.func).rpartition(".")[2] in ("Routing", "replace")
+    unpacked = any(word.arg is None for word in call.keywords)
+    more = call.args[ast.unparse(call.func).endswith("replace") :]  # than the state to replace
+    return any(word.arg == "stage" for word in call.keywords) or (makes and bool(unpacked or more))
+
+
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [
+        ("replace(state, stage=RUNNING)", True),
+        ("self.set(stage=Stage.ENDED)", True),
+        ("state.Routing(0, None)", True),
+        ("Routing(**fields)", True),
+        ("dataclasses.replace(state, **changes)", True),
+        ("Routing(epoch=1)", False),
+        ("replace(state, epoch=1)", False),
+    ],
+)
+def test_a_written_stage_is_found(code: str, given: bool) -> None:
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    assert gives_a_stage(call) is given

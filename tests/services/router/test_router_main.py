@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from eventually import LIMIT_S
 
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.main import run
@@ -56,11 +57,11 @@ def test_listens_exports_and_stops() -> None:
         with socket.create_connection((host, int(port)), timeout=5):
             pass
         with start(0, address) as second:
-            _, errors = second.communicate(timeout=60)
+            _, errors = second.communicate(timeout=LIMIT_S)
             assert second.returncode != 0
             assert f"cannot listen on {address}" in errors
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=LIMIT_S) == 0
 
 
 def test_without_its_ticker_it_ends(

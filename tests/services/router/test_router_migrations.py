@@ -1,9 +1,11 @@
 """Requests of a draining decode worker go on at another one, or where they were."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
+from eventually import eventually
 from router_workers import FakeDecode
 
 from pdserve.protos import common_pb2 as pb
@@ -286,11 +288,14 @@ async def test_a_worker_that_preempts_gives_a_request_away(
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_LEFT", 1)
     await drained.begin()
-    for count in range(1, 200):
-        drained.leaving.membership.report(fleet_pb2.Load(running=1, preemptions=count))
-        if drained.migrations.num_done:
-            break
-        await asyncio.sleep(0.06)  # loads go out at most 20 times a second
+    counts = itertools.count(1)
+
+    def migrated() -> int:
+        load = fleet_pb2.Load(running=1, preemptions=next(counts))
+        drained.leaving.membership.report(load)  # at most 20 of them a second go out
+        return int(drained.migrations.num_done)
+
+    await eventually(migrated)
     finished = await drained.answer()
     assert finished.cached_tokens == 7
     assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,20 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         await router.host.stop(0)
 
 
-async def test_hello_state_load_heartbeats(make: Any) -> None:
+async def test_hello_state_load_heartbeats(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []  # that leases ask for
+
+    class Recorded(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None and not threading.current_thread().name.startswith("join"):
+                pauses.append(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(
+        membership,
+        "threading",
+        SimpleNamespace(Event=Recorded, Lock=threading.Lock, Thread=threading.Thread),
+    )
     (router,), member = await make()
     member.prefixes([b"1" * 16, b"2" * 16], [])
     member.prefixes([], [b"1" * 16])
@@ -101,6 +115,8 @@ async def test_hello_state_load_heartbeats(make: Any) -> None:
     assert lease.of("load") == [pb.Load(running=1)]
     times = [at for at, r in lease.reports if r.HasField("heartbeat")]
     assert (times[-1] - times[0]) / (len(times) - 1) > HEARTBEAT_S / 2
+    assert len(pauses) >= 4
+    assert HEARTBEAT_S / 2 < max(pauses) <= HEARTBEAT_S, "no heartbeat is put off for longer"
     steps = [beat.step for beat in lease.of("heartbeat")]
     assert steps == sorted(set(steps))
 

@@ -366,11 +366,12 @@ def read_frame(w: World, a: int, frame: Frame) -> None:
     it.bitmap |= 1 << index
     fill(w, a)
     if w.model.handoffs.holds[it.receive] and bitmap_of(w, a).num_leading > bitmap.num_leading:
-        w.do_decode("verified", a, bitmap_of(w, a).num_leading * BLOCK_SIZE)  # Receiver._keep
+        tokens = bitmap_of(w, a).num_leading * BLOCK_SIZE
+        w.do_decode("verified", a, tokens)  # Receiver._cache_verified
 
 
 def fill(w: World, a: int) -> None:
-    """Receiver._fill."""
+    """Receiver._commit_if_complete."""
     it = w.attempt(a)
     done = w.model.rules.is_complete(bitmap_of(w, a), it.computed_heard)
     if done and w.model.handoffs.holds[it.receive]:

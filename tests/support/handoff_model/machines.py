@@ -52,10 +52,10 @@ HANDOFF_EVENTS: dict[str, tuple[tuple[Event, float], ...]] = {
     "silent": ((Tick(), SILENCE_S),),
     "no progress": (
         (Heard(FROZEN_S), FROZEN_S),
-        (PeerProgress(FROZEN_S, -1, True), FROZEN_S),
+        (PeerProgress(FROZEN_S, -1), FROZEN_S),
         (Tick(), FROZEN_S),
     ),
-    "alive": ((Heard(SILENCE_S), SILENCE_S), (PeerProgress(FROZEN_S, 0, True), 0.0), (Tick(), 0.5)),
+    "alive": ((Heard(SILENCE_S), SILENCE_S), (PeerProgress(FROZEN_S, 0), 0.0), (Tick(), 0.5)),
     "deadline": ((Tick(), DEADLINE),),
 }
 
@@ -121,7 +121,7 @@ class Handoffs(States[Handoff]):
             for event, now in HANDOFF_EVENTS[name]:
                 state, actions = self._step(state, event, now)
                 done += actions
-            state = replace(state, heard=0.0, moved=0.0, steps=-1, reason="")
+            state = replace(state, heard=0.0, moved=0.0, liveness=-1, reason="")
             found = self._steps[key] = self.number(state), tuple(done)
         return found
 

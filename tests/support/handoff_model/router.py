@@ -18,7 +18,6 @@ from pdserve.services.router.requests.events import Reachability
 from pdserve.services.router.requests.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
-LOSSES = ("session lost", "died")
 
 
 def moves(w: World) -> Iterator[Move]:

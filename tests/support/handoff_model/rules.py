@@ -29,7 +29,7 @@ def takes_frames(state: Handoff) -> bool:
 
 
 def is_complete(bitmap: Bitmap, computed: bool) -> bool:
-    """Receiver._fill; `computed`: prefill has said that it is done."""
+    """Receiver._commit_if_complete; `computed`: prefill has said that it is done."""
     return bitmap.complete
 
 

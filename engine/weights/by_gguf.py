@@ -3,8 +3,8 @@
 The package is imported at the first use: it is slow to import, and most models need none of it.
 """
 
+from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.format import BlockFormat, Floats
-from pdserve.engine.weights.formats.bits import Bytes
 
 
 def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:

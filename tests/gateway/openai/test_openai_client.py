@@ -358,7 +358,7 @@ async def test_failures_before_the_first_token(make_openai, code, status, error,
 async def test_failure_in_the_middle_of_a_stream(make_openai):
     async def play(router, start):
         yield tokens(start, router.encode("hello"), 0)
-        yield failed(start, pb.POISON_REQUEST, "struck twice")
+        yield failed(start, pb.POISON_REQUEST, "two workers died")
 
     stream = await make_openai(play).chat.completions.create(model="tiny", messages=HI, stream=True)
     seen: list[str] = []
@@ -367,6 +367,6 @@ async def test_failure_in_the_middle_of_a_stream(make_openai):
         async for chunk in stream:
             seen.append(chunk.choices[0].delta.content or "")
 
-    with pytest.raises(openai.APIError, match="struck twice"):
+    with pytest.raises(openai.APIError, match="two workers died"):
         await read()
     assert "".join(seen) == "hello"

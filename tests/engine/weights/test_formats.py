@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.checkpoints.gguf.reader import TYPES
+from pdserve.engine.checkpoints.gguf.reader import TYPES, block_size
 from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN, empty
@@ -60,7 +60,7 @@ def test_sizes_are_ggufs(name: str) -> None:
 def test_the_readers_types_are_ggufs() -> None:
     assert {
         int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
-    } == TYPES
+    } == {number: (name, *block_size(name)) for number, name in TYPES.items()}
 
 
 @pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))

@@ -14,13 +14,13 @@ from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.kernels.ops import select
+from pdserve.kernels import reference
 from pdserve.kernels.reference.candidates import candidates
 from pdserve.kernels.reference.noise import gumbel_noise
 from pdserve.kernels.streams import StreamSettings
 
 VOCAB = 50
-OPS = select("cpu")
+OPS = reference
 LIMITS = EngineLimits(VOCAB, 100, 4, 100, 64, 16, eos_ids=frozenset({7}))
 
 

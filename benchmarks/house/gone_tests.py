@@ -1,0 +1,65 @@
+"""The tests that are gone since the commit before this change, with what replaced each."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from accept import ROOT, git
+
+BEFORE = "bac4786"  # the last commit before the rooms
+GONE = {
+    "test_the_control_image_has_no_torch_and_nobody_is_root": (
+        "test_no_image_has_torch_and_nobody_is_root",
+    ),
+    "test_decoders_raise_only_frame_error": ("test_decoders_raise_only_their_own_error",),
+    # The function that it tested is gone; what remains of the rule:
+    "test_first_needed_block_of_a_window": ("test_the_first_block_that_a_window_sees",),
+    "test_endless_templates_are_stopped": (
+        "test_endless_templates_run_out_of_steps",
+        "test_endless_templates_run_out_of_time",
+    ),
+    "test_a_lost_router_costs_nothing": ("test_without_a_router_it_is_not_ready",),
+    "test_strikes_are_told_and_survive_a_router": ("test_crash_counts_survive_a_router",),
+    "test_only_a_later_epoch_of_the_same_request_is_told": (
+        "test_only_a_later_epoch_of_the_same_request_is_restored",
+    ),
+    "test_struck_twice_is_not_tried_a_third_time": ("test_after_two_crashes_it_is_given_up",),
+    "test_dead_worker_that_has_not_begun_is_no_strike": (
+        "test_dead_worker_that_has_not_begun_is_no_crash",
+    ),
+    "test_a_worker_that_dies_after_its_session_broke_counts_as_a_strike": (
+        "test_a_worker_that_dies_after_its_session_broke_counts_as_a_crash",
+    ),
+    "test_where_it_ran_and_its_strikes_travel_with_it": (
+        "test_where_it_ran_and_its_crashes_travel_with_it",
+    ),
+    "test_without_kin_it_ends_with_a_typed_error": (
+        "test_without_a_compatible_worker_it_ends_with_a_typed_error",
+    ),
+    "test_moves_count_among_what_changes_its_worker": (
+        "test_migrations_count_among_what_changes_its_worker",
+    ),
+    "test_only_the_package_imports_cli": ("test_only_the_package_imports_the_rooms_that_compose",),
+    "test_the_modules_of_the_design_exist": ("test_the_modules_in_tables_exist",),
+}
+DEFINED = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+
+
+def missing(before: Iterable[str], now: Iterable[str]) -> dict[str, str]:
+    """Tests that are gone and not named in GONE, and those in it whose successor is not there.
+    A name counts as often as it is defined."""
+    there = Counter(now)
+    gone = Counter(before) - there
+    found = {name: "gone, without a successor" for name in gone if name not in GONE}
+    for name, successors in GONE.items():
+        if lost := [one for one in successors if one not in there]:
+            found[name] = f"gone, and so is {', '.join(lost)}"
+    return found
+
+
+def checked() -> dict[str, object]:
+    """Of the history: raises CalledProcessError if the commit before is not in this clone."""
+    before = DEFINED.findall(git("grep", "-h", "def test_", BEFORE, "--", "tests"))
+    now = [n for path in (ROOT / "tests").rglob("*.py") for n in DEFINED.findall(path.read_text())]
+    wrong = missing(before, now)
+    return {"ok": not wrong, "before": len(before), "now": len(now), "gone": GONE, "wrong": wrong}

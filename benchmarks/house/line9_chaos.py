@@ -1,0 +1,9 @@
+"""Line 9, too: a tenth of `make chaos` holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+CHAOS = Path(__file__).parents[1] / "handoff/line3_chaos.py"
+
+raise SystemExit(subprocess.run([sys.executable, str(CHAOS), "--share", "0.1"]).returncode)

@@ -1,0 +1,103 @@
+"""Line 9, too: the engine is as fast as at the commit before, run by run beside a build of that.
+
+The commit is taken out of git into build/before and set up there, once (`make setup`; it wants the
+network and a few minutes). Then both engines run the table's works of pdserve in turns. A work is
+slower if its median ratio is below LEAST and no pair was faster: else the difference is noise.
+`--pairs N`, `--rows NAME ...` (decode_x1_llamacpp, ...) and `--any-load` as in bench.py.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+from contextlib import ExitStack
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks/cpu"))
+
+import bench  # noqa: E402
+import machine  # noqa: E402
+from contender import MODELS, Contender, engine_command  # noqa: E402
+from gone_tests import BEFORE  # noqa: E402
+from peers import PEERS  # noqa: E402
+from ratios import Bound, ratios, spread  # noqa: E402
+from table import ROWS, Row  # noqa: E402
+
+HOME = ROOT / "build/before"
+LEAST = 0.97
+
+
+def build() -> None:
+    """The commit before, in a folder and an environment of its own."""
+    if not (HOME / "Makefile").exists():
+        packed = subprocess.run(
+            ["git", "archive", BEFORE], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        ).stdout
+        with tarfile.open(fileobj=BytesIO(packed)) as archive:
+            archive.extractall(HOME, filter="data")
+    subprocess.run(["make", "-C", HOME, "setup"], check=True, stdout=sys.stderr)
+
+
+def before(name: str) -> str:
+    return f"{name} before"
+
+
+def start(name: str, model: Path, old: bool) -> Contender:
+    words = engine_command(model)
+    if old:
+        script = HOME / "benchmarks/cpu/contend_pdserve.py"
+        words = [str(HOME / ".venv/bin/python"), "-P", str(script), *words[3:]]
+    called = before(name) if old else name
+    return Contender(called, words, PEERS / "logs" / f"{called.replace(' ', '-')}.log")
+
+
+def compared(names: list[str] | None, pairs: int, any_load: bool) -> dict[str, Any]:
+    """Ratios of now to before, by work."""
+    cores = machine.pin()
+    works = {(r.ours, r.work) for r in ROWS if names is None or r.name in names}
+    rows = tuple(Row("", work, name, before(name), Bound(LEAST, 1.0)) for name, work in works)
+    (PEERS / "logs").mkdir(parents=True, exist_ok=True)
+    loads = [bench.quiet(cores, any_load)]
+    with ExitStack() as stack:
+        cast = {}
+        for name in sorted({row.ours for row in rows}):
+            model = MODELS[name]()
+            for old in (False, True):
+                one = stack.enter_context(start(name, model, old))
+                cast[one.name] = one
+        loads.append(bench.quiet(cores, any_load))
+        speeds = bench.race(rows, cast, pairs)
+    loads.append(bench.quiet(cores, any_load))
+    found: dict[str, Any] = {}
+    for row in rows:
+        ratio = spread(ratios(speeds[row.ours, row.work], speeds[row.theirs, row.work]))
+        ok = ratio.median >= LEAST or ratio.greatest >= 1
+        found[f"{row.ours}, {row.work.name}"] = {"ok": ok, "now_to_before": ratio.as_json()}
+    return {
+        "ok": all(work["ok"] for work in found.values()),
+        "before": BEFORE,
+        "least_median": LEAST,
+        "pairs": pairs,
+        "load_by_others": [round(load, 3) for load in loads],
+        "works": dict(sorted(found.items())),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=bench.PAIRS)
+    parser.add_argument("--rows", nargs="*")
+    parser.add_argument("--any-load", action="store_true")
+    args = parser.parse_args()
+    build()
+    figures = compared(args.rows, args.pairs, args.any_load)
+    print(json.dumps(figures))
+    return 0 if figures["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
