@@ -38,6 +38,10 @@ ALONE_S = 5.0  # without a router: then the log says what the worker waits for
 AnyRole = WorkerRole[Any, Any, Any]
 
 
+class LoadingStopped(Exception):
+    """Raised out of loading when the process is to end."""
+
+
 class WorkerProcess:
     """A running worker, without the signals that end it."""
 
@@ -60,7 +64,8 @@ class WorkerProcess:
         self._metrics: WorkerMetrics | None = None
         self._metrics_http: MetricsHttp | None = None
         self._draining = self._stopped = False
-        self.hung = False  # the engine's thread did not end when it was stopped
+        self._loading: threading.Thread | None = None
+        self.hung = False  # the loading thread or the engine's did not end when it was stopped
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
@@ -71,7 +76,8 @@ class WorkerProcess:
         self.address = advertised(bound, self._settings.advertise)
         self._report("listening", {"address": self.address})
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._build, args=(loop,), name="load", daemon=True).start()
+        self._loading = threading.Thread(target=self._build, args=(loop,), name="load", daemon=True)
+        self._loading.start()
 
     async def drain(self) -> None:
         """Refuse new work and tell the routers; returns when nothing is left."""
@@ -91,6 +97,10 @@ class WorkerProcess:
         await self.host.stop(grace_s)
         if self._metrics_http is not None:
             await asyncio.to_thread(self._metrics_http.close)
+        if self._loading is not None:
+            # Python aborts if a thread comes back from a native call while it ends itself.
+            await asyncio.to_thread(self._loading.join, CLOSE_S)
+            self.hung = self._loading.is_alive()
         if self.runtime is not None:
             await self._close(self.runtime)
         if not self.loaded.done():
@@ -108,11 +118,15 @@ class WorkerProcess:
         """The loading thread."""
 
         def progress(what: str, fraction: float) -> None:
+            if self._stopped:
+                raise LoadingStopped
             self._report("loading", {"what": what, "fraction": fraction})
 
         try:
             runtime = self._role.build(self.boot, progress)
             loop.call_soon_threadsafe(self._ready, runtime)
+        except LoadingStopped:
+            pass
         except Exception as error:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._failed, error)

@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from eventually import wait_until
-from worker_kit import SECRET, build_with, engine_maker
+from worker_kit import CARD, SECRET, build_with, engine_maker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError
@@ -83,18 +84,24 @@ def test_what_loading_raises_comes_through(monkeypatch: pytest.MonkeyPatch, tmp_
         run_decode(settings(DecodeSettings, tmp_path), EngineConfig())
 
 
-def test_a_signal_while_loading_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loading = threading.Event()
+@pytest.mark.parametrize("goes_on", [False, True], ids=["at its next progress", "to its end"])
+def test_a_signal_while_loading_ends_it(
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended: list[str] = []
 
-    def slow() -> Any:
+    def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
         wait_until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-        loading.wait(20)
-        return engine_maker()()
+        if not goes_on:
+            wait_until(lambda: progress("loading", 0.1), "that it raises")
+        ended.append("whole")
+        return engine_maker()(), CARD
 
-    build_with(monkeypatch, slow)
+    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
     assert run_decode(settings(DecodeSettings, tmp_path), EngineConfig()) == 0
-    loading.set()
+    assert bool(ended) == goes_on
+    assert not [t for t in threading.enumerate() if t.name.startswith(("kv-", "engine", "load"))]
 
 
 def test_taken_addresses_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
