@@ -1,7 +1,7 @@
-"""Runs a prepared job at the router and turns its tokens into an answer: the core of every API.
+"""Runs a prepared completion at the router and turns its tokens into an answer: the core of every API.
 
 Ownership: a stream owns its requests at the router; closing it early cancels them at once.
-Each job ends with exactly one Usage, or raises one ServiceError.
+Each completion ends with exactly one Usage, or raises one ServiceError.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionJob:
+class PreparedCompletion:
     """One API call, ready to run. Choice c of prompt p is answered as p * (n or best_of) + c."""
 
     id: str
@@ -84,27 +84,30 @@ class CompletionResult:
 
 
 class Completions:
-    """Runs jobs, as a stream of deltas or whole."""
+    """Runs completions, as a stream of deltas or whole."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
         self._clock = clock
 
-    async def stream(self, job: CompletionJob) -> AsyncGenerator[Delta | Usage, None]:
+    async def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
         """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
-        runs = self._runs(job)
+        runs = self._runs(completion)
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 yield delta
         yield sum((run.usage() for run in runs), Usage(0, 0, 0))
 
-    def _runs(self, job: CompletionJob) -> list["_PromptRun"]:
+    def _runs(self, completion: PreparedCompletion) -> list["_PromptRun"]:
         now = self._clock()
-        return [_PromptRun(self._upstream, job, index, now) for index in range(len(job.prompts))]
+        return [
+            _PromptRun(self._upstream, completion, index, now)
+            for index in range(len(completion.prompts))
+        ]
 
-    async def collect(self, job: CompletionJob) -> tuple[list[CompletionResult], Usage]:
+    async def collect(self, completion: PreparedCompletion) -> tuple[list[CompletionResult], Usage]:
         """Whole answers; of best_of candidates the n with the best mean log-probability."""
-        runs = self._runs(job)
+        runs = self._runs(completion)
         answers: dict[int, CompletionResult] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
@@ -117,7 +120,7 @@ class Completions:
                 answer.finish = delta.finish or answer.finish
         kept: list[CompletionResult] = []
         for run in runs:
-            for choice in run.best(job.sampling.n):
+            for choice in run.best(completion.sampling.n):
                 answer = answers[choice.index]
                 answer.index = len(kept)
                 kept.append(answer)
@@ -127,26 +130,30 @@ class Completions:
 
 
 class _PromptRun:
-    """One prompt of a job at the router."""
+    """One prompt of a completion at the router."""
 
-    def __init__(self, upstream: Upstream, job: CompletionJob, index: int, now: float) -> None:
+    def __init__(
+        self, upstream: Upstream, completion: PreparedCompletion, index: int, now: float
+    ) -> None:
         self._upstream = upstream
-        self._job = job
-        self._prompt = job.prompts[index]
-        self._request = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+        self._completion = completion
+        self._prompt = completion.prompts[index]
+        self._request = (
+            completion.id if len(completion.prompts) == 1 else f"{completion.id}-{index}"
+        )
         self._now = now
         width = max(1, self._prompt.params.n)
         self._choices = [
             Choice(
                 index * width + c,
-                job.model.text.tokenizer,
-                job.sampling,
-                continues=job.continues,
-                offset=len(self._prompt.text) if job.echo else 0,
+                completion.model.text.tokenizer,
+                completion.sampling,
+                continues=completion.continues,
+                offset=len(self._prompt.text) if completion.echo else 0,
             )
             for c in range(width)
         ]
-        self._to_echo = set(range(width)) if job.echo else set()
+        self._to_echo = set(range(width)) if completion.echo else set()
         self._prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
@@ -154,7 +161,7 @@ class _PromptRun:
         counted = sum(choice.num_tokens for choice in self._choices)
         return Usage(
             len(self._prompt.ids),
-            0 if self._job.echo_only else counted,
+            0 if self._completion.echo_only else counted,
             self._finished.cached_tokens,
             self._finished.inexact,
         )
@@ -178,7 +185,7 @@ class _PromptRun:
                 elif kind == "prompt_logprobs":
                     self._prompt_scores.extend(event.prompt_logprobs.logprobs)
                 elif kind == "placed":
-                    self._job.meter.placed(event.placed)
+                    self._completion.meter.placed(event.placed)
                 elif kind == "finished":
                     self._finished = event.finished
                 elif kind == "failed" and not (
@@ -187,7 +194,7 @@ class _PromptRun:
                     raise ServiceError.from_failure(event.failed.failure)
         if not self._all_closed():
             raise ServiceError(INTERNAL, "an answer was cut short")
-        self._job.meter.finished(self._finished, [c.num_tokens for c in self._choices])
+        self._completion.meter.finished(self._finished, [c.num_tokens for c in self._choices])
 
     async def _until_done(self, events: AsyncIterator[RequestEvent]) -> AsyncIterator[RequestEvent]:
         """The events. Once a stop string has ended every choice, the router's last events count
@@ -210,18 +217,18 @@ class _PromptRun:
         return all(choice.closed for choice in self._choices)
 
     def _start(self) -> Start:
-        job = self._job
-        elapsed = self._now - job.meter.arrived
+        completion = self._completion
+        elapsed = self._now - completion.meter.arrived
         start = Start(
             request=self._request,
-            model=job.model.card.name,
-            cache_salt=job.cache_salt,
+            model=completion.model.card.name,
+            cache_salt=completion.cache_salt,
             prompt_ids=self._prompt.ids,
             params=self._prompt.params,
-            remaining_ms=max(1, int((job.timeout_s - elapsed) * 1000)),
-            queue_remaining_ms=max(1, int((job.queue_timeout_s - elapsed) * 1000)),
+            remaining_ms=max(1, int((completion.timeout_s - elapsed) * 1000)),
+            queue_remaining_ms=max(1, int((completion.queue_timeout_s - elapsed) * 1000)),
         )
-        seed = job.sampling.seed
+        seed = completion.sampling.seed
         start.seed = secrets.randbits(63) if seed is None else seed % 2**64
         return start
 
@@ -231,10 +238,10 @@ class _PromptRun:
         if choice.closed:
             return None
         delta = choice.push(tokens)
-        self._job.admitted.first_token()
-        self._job.meter.tokens(choice.index, len(tokens.ids))
+        self._completion.admitted.first_token()
+        self._completion.meter.tokens(choice.index, len(tokens.ids))
         if delta.finish is not None:
-            self._job.meter.ended(delta.finish)
+            self._completion.meter.ended(delta.finish)
             if not tokens.finish:  # a stop string has ended it, and decode does not know yet
                 self._upstream.cancel(self._request, [tokens.choice])
         if tokens.choice in self._to_echo:
@@ -248,11 +255,11 @@ class _PromptRun:
         """The first delta of a choice, with the prompt before it."""
         prompt = TextPart(self._prompt.text)
         scores: tuple[ScoredToken, ...] = ()
-        if self._job.sampling.logprobs is not None:
+        if self._completion.sampling.logprobs is not None:
             scores = score_prompt(
-                self._job.model.text.tokenizer, self._prompt.ids, self._prompt_scores
+                self._completion.model.text.tokenizer, self._prompt.ids, self._prompt_scores
             )
-        if self._job.echo_only:
+        if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
         return Delta(
             delta.choice,

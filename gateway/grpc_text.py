@@ -58,8 +58,8 @@ class TextServicer(TextBase):
         self, asked: ChatCompletionRequest | TextCompletionRequest
     ) -> AsyncGenerator[TextChunk, None]:
         async with (
-            self._service.job(asked, f"text-{uuid4().hex}") as job,
-            aclosing(self._service.completions.stream(job)) as items,
+            self._service.prepare(asked, f"text-{uuid4().hex}") as completion,
+            aclosing(self._service.completions.stream(completion)) as items,
         ):
             async for item in items:
                 if isinstance(item, Usage):

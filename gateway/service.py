@@ -1,6 +1,6 @@
-"""From a client's request to a job that can run: limits, model, template, tokens, parameters.
+"""From a client's request to a completion that can run: limits, model, template, tokens, parameters.
 
-REST and gRPC both enter here. Invariant: however the `job` block ends, the request no longer
+REST and gRPC both enter here. Invariant: however the `prepare` block ends, the request no longer
 counts in the limits and its line is in the log.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.gateway.catalog import Catalog, ServedModel, TextExecutor
-from pdserve.gateway.completion import CompletionJob, Completions, Prompt
+from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -73,13 +73,13 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
 
     @asynccontextmanager
-    async def job(
+    async def prepare(
         self,
         asked: ChatCompletionRequest | TextCompletionRequest,
         request_id: str,
         client_id: str = "",
-    ) -> AsyncIterator[CompletionJob]:
-        """The job to run inside the block. Raises ServiceError.
+    ) -> AsyncIterator[PreparedCompletion]:
+        """The completion to run inside the block. Raises ServiceError.
 
         `request_id` names it everywhere, `client_id` is what its client calls it.
         """
@@ -95,7 +95,7 @@ class Service:
                 else:
                     prompts = await self._prompts(asked, model)
                 meter.begin(model.card.name, sum(len(prompt.ids) for prompt in prompts))
-                yield CompletionJob(
+                yield PreparedCompletion(
                     id=request_id,
                     model=model,
                     prompts=prompts,

@@ -30,8 +30,8 @@ class ChatReply:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._request, self._id, self._client_id) as job:
-            answers, usage = await self._service.completions.collect(job)
+        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+            answers, usage = await self._service.completions.collect(completion)
             choices = [
                 {
                     "index": answer.index,
@@ -45,17 +45,17 @@ class ChatReply:
                 }
                 for answer in answers
             ]
-            head = self._head("chat.completion", job.model.card.name)
+            head = self._head("chat.completion", completion.model.card.name)
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
-        async with self._service.job(self._request, self._id, self._client_id) as job:
-            head = self._head("chat.completion.chunk", job.model.card.name)
+        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+            head = self._head("chat.completion.chunk", completion.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None
             begun: set[int] = set()
-            async with aclosing(self._service.completions.stream(job)) as items:
+            async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         if self._body.include_usage:

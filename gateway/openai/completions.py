@@ -35,21 +35,21 @@ class CompletionReply:
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.job(self._request, self._id, self._client_id) as job:
-            answers, usage = await self._service.completions.collect(job)
+        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+            answers, usage = await self._service.completions.collect(completion)
             choices = [
                 self._choice(answer.index, answer.content, answer.tokens, answer.finish)
                 for answer in answers
             ]
-            head = self._head(job.model.card.name)
+            head = self._head(completion.model.card.name)
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._service.job(self._request, self._id, self._client_id) as job:
-            head = self._head(job.model.card.name)
+        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+            head = self._head(completion.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None
-            async with aclosing(self._service.completions.stream(job)) as items:
+            async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
                         choice = self._choice(item.choice, item.content, item.tokens, item.finish)

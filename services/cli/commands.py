@@ -1,5 +1,4 @@
-"""The table of commands. A command's settings and its code are imported when it is used, so that
-gateway and router run where torch is not installed."""
+"""The table of commands. What a command needs is imported when it is used, and nothing else."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -75,13 +74,13 @@ COMMANDS = {
         ),
         Command(
             "gateway",
-            "serve HTTP and gRPC to clients (no torch)",
+            "serve HTTP and gRPC to clients",
             "pdserve.services.cli.roles:gateway",
             (("gateway", GATEWAY, ()),),
         ),
         Command(
             "router",
-            "choose workers for requests (no torch)",
+            "choose workers for requests",
             "pdserve.services.cli.roles:router",
             (("router", ROUTER, ()),),
         ),

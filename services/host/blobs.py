@@ -8,6 +8,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
@@ -33,7 +34,8 @@ class BlobCache:
         self._max_bytes = max_bytes
         self._blobs: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
-        self._fetching: dict[str, asyncio.Lock] = {}
+        # A lock goes with the last call that uses it.
+        self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, data: bytes) -> None:
         """Keep a blob under its digest; empty data is none."""
@@ -51,12 +53,10 @@ class BlobCache:
         None if there is no such blob here and `fetch` finds none. Raises what `fetch` raises.
         """
         if digest not in self._blobs and fetch is not None:
-            try:
-                async with self._fetching.setdefault(digest, asyncio.Lock()):
-                    if digest not in self._blobs:
-                        self.add(await fetch(digest) or b"")
-            finally:
-                self._fetching.pop(digest, None)
+            lock = self._fetching.setdefault(digest, asyncio.Lock())
+            async with lock:
+                if digest not in self._blobs:
+                    self.add(await fetch(digest) or b"")
         if digest not in self._blobs:
             return None
         self._blobs.move_to_end(digest)

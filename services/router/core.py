@@ -68,12 +68,12 @@ class RouterCore:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            self._bury(self.fleet.tick(now))
+            self._lose(self.fleet.tick(now))
             self.dispatcher.tick(now)
             if self.draining and not self.dispatcher.num_attended:
                 self._idle.set()
 
-    def _bury(self, dead: list[Worker]) -> None:
+    def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             log.warning("worker %s is dead", worker.hello.address)
             self.worker_sessions.close(worker)
@@ -87,7 +87,7 @@ class RouterCore:
         """A worker's stream began."""
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
-        self._bury(dead)
+        self._lose(dead)
         self.worker_sessions.open(worker)
         self.dispatcher.joined(worker)
         role = fleet_pb2.Role.Name(hello.role).lower()
@@ -124,7 +124,7 @@ class RouterCore:
 
     def left(self, worker: Worker, lease: int) -> None:
         """Its stream ended."""
-        self._bury(self.fleet.stream_ended(worker, lease, self._loop.time()))
+        self._lose(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
     # --- SessionListener of the worker sessions
 
@@ -138,7 +138,7 @@ class RouterCore:
         self.dispatcher.disconnected(worker, died=False, now=self._loop.time())
 
     def refused(self, worker: Worker) -> None:
-        self._bury(self.fleet.lost(worker))
+        self._lose(self.fleet.lost(worker))
 
     def event(self, worker: Worker, event: Event) -> None:
         now = self._loop.time()

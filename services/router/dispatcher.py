@@ -53,7 +53,7 @@ class Dispatcher:
         self._by_attempt: dict[bytes, RoutedRequest] = {}
         self._models: set[str] = set()  # every name that was ever served here
         self._recently_finished = RecentlyFinished()
-        self.trace = EventLog()
+        self.event_log = EventLog()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
@@ -190,10 +190,10 @@ class Dispatcher:
         self, request: RoutedRequest, attempt: Assignment, how: do.OpenAttempt, now: float
     ) -> None:
         self._by_attempt[attempt.id] = request
-        if attempt.adopted:  # no new work, and its beginning is in the trace
+        if attempt.adopted:  # no new work, and its beginning is in the event log
             return
         num_attempts = request.state.num_attempts
-        self.trace.route(attempt.id, num_attempts, request.ordinal)
+        self.event_log.route(attempt.id, num_attempts, request.ordinal)
         self.placer.opened(attempt, how, now)
         self.num_retries += num_attempts > 1 and not how.migrates
 
@@ -202,7 +202,7 @@ class Dispatcher:
 
     def closed(self, request: RoutedRequest, attempt: Assignment, lost: str) -> None:
         if not attempt.adopted:
-            self.trace.unroute(attempt.id, lost)
+            self.event_log.unroute(attempt.id, lost)
         self._by_attempt.pop(attempt.id, None)
         self.placer.closed(request, attempt)
 

@@ -1,4 +1,4 @@
-"""The router process: builds its parts, serves, drains. Imports no torch."""
+"""The router process: builds its parts, serves, drains."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ class RouterProcess:
         rules = Rules(settings.remote_prefill, threshold, mixing=mixing)
         self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
-        self.core.dispatcher.trace = EventLog(self._ring)
+        self.core.dispatcher.event_log = EventLog(self._ring)
         self._service = RouterService(self.core, settings)
         self.address = ""
 

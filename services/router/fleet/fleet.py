@@ -73,8 +73,8 @@ class Worker:
     def model(self) -> str:
         return self.hello.card.name
 
-    def rest(self) -> None:
-        """The state of a worker that is heard."""
+    def set_state(self) -> None:
+        """Sets the state of a worker that has just been heard."""
         drains = State.DRAINING if self.said_goodbye else State.LIVE
         self.state = State.FROZEN if self.frozen else drains
 
@@ -150,13 +150,13 @@ class Fleet:
         """A report arrived on its join stream."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
-            worker.rest()
+            worker.set_state()
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
         """Its engine's counter arrived: whether it froze or moves again, which `frozen` tells."""
         was = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
-        worker.rest()
+        worker.set_state()
         return worker.frozen is not was
 
     def witnessed(self, worker: Worker, now: float) -> None:

@@ -29,7 +29,7 @@ class FactsOfWorkers:
         self._chains: dict[tuple[bytes, int], list[bytes]] = {}
 
     def of(self, worker: Worker) -> WorkerFacts:
-        """As the policy sees it."""
+        """What the policy knows of this worker about this prompt."""
         requests, waiting = worker.expected(self._now)
         chain = self.chain(worker)
         block_size = worker.layout.block_size

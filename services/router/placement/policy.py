@@ -110,7 +110,7 @@ def decide(
         return None
     (decode,) = (w for w in decodes if w.boot == picked.boot)
     missing = missing_tokens(prompt, decode)
-    # Of a follower this is who computes its prompt if decode knows better.
+    # A request that shares another's KV gets a prefill worker too, for when there is none to share.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
     boot = None if prefill is None else prefill.boot
     follows = picked.cached_tokens > decode.cached_tokens

@@ -1,9 +1,8 @@
 """How a request began, for its Finished, whatever became of its first attempt; pure.
 
 The time to its first token is that of all its tries. Decode's phases begin with its own Admit; what
-came before that (the queue here, tries that were lost) is queueing. A try that only went on after
-the first token says nothing of it: then the phases are those of the try that gave it, as far as
-they are known.
+came before that (the queue here, tries that were lost) is queueing. The phases are those of the
+attempt that gave the first token, as far as they are known; a later one has no say in them.
 """
 
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ class Effects(Protocol[RequestT]):
         """Messages of this attempt belong to the request."""
 
     def answered(self, attempt: Assignment) -> None:
-        """Its Admit was."""
+        """Decode has answered the Admit."""
 
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
         """Messages of this attempt no longer belong to the request; `lost`: why it was given up."""

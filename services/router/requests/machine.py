@@ -303,7 +303,7 @@ class _Step:
 
     def worker_lost(self, event: on.WorkerLost) -> None:
         attempt = self.state.attempt
-        if attempt is None or (not event.crashed and self.outlives(attempt, event.worker)):
+        if attempt is None or (not event.crashed and self.seek_again(attempt, event.worker)):
             return
         if attempt.decode == event.worker:
             asking = self.state.stage in (Stage.ADMITTING, Stage.RESUMING)
@@ -314,9 +314,9 @@ class _Step:
         elif attempt.prefill == event.worker:
             self.prefill_lost(event.how)
 
-    def outlives(self, attempt: Attempt, worker: bytes) -> bool:
-        """The session with a worker that lives is lost: whether the attempt goes on all the same.
-        Decode keeps what it has admitted, and prefill does not mind."""
+    def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
+        """Begin to seek the attempt again after the session with a live worker was lost; False if
+        it cannot go on. Decode keeps what it has admitted, and prefill does not mind."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
             self.set(stage=Stage.SEEKING, sought=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS

@@ -1,8 +1,8 @@
 """Where requests run: asks the placement policy, begins attempts, and keeps those that must wait.
 
 A request waits for its turn, for the recompute budget, or for a worker that is compatible with what
-it has generated (placement/waiting.py). One that no worker may go on with holds up nobody behind
-it; it waits for STRANDED_S at most.
+it has generated (placement/waiting.py). A request that no present worker is
+compatible with waits aside for at most STRANDED_S, so that those behind it go on.
 """
 
 import logging
@@ -184,7 +184,7 @@ class Placer:
             attempt.prefill.commanded(attempt.id, tokens, now)
 
     def answered(self, attempt: Assignment) -> None:
-        """Its Admit was."""
+        """Decode has answered the Admit."""
         self.admitting[attempt.decode.boot] -= 1
         if not self.admitting[attempt.decode.boot]:
             del self.admitting[attempt.decode.boot]

@@ -40,7 +40,7 @@ class Attempt:
     decode: bytes  # boot id, as all workers
     prefill: bytes = b""  # empty: decode computes the prompt, or the worker is not known yet
     asked: float = 0.0  # when the last command that waits for an answer was sent
-    answered: bool = False  # its Admit was
+    answered: bool = False  # decode has answered the Admit
     decode_over: bool = False  # that side has ended it, so there is nothing to cancel there
     prefill_over: bool = False
     prefill_started: bool = False
@@ -51,7 +51,7 @@ class Attempt:
     sender_died: float | None = None  # when that worker did
     adopted: bool = False  # another router, or an earlier issue of the request, began it
     ticket: bool = False  # its KV is, or was, awaited from a prefill worker
-    awaited_prefill: bytes = b""  # adopted: which one
+    awaited_prefill: bytes = b""  # of an adopted attempt: the prefill worker that decode awaits
     unheard: bool = False  # the session with prefill was lost: PrefillStart is said again
 
     @property
