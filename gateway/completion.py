@@ -1,4 +1,4 @@
-"""Runs a prepared completion at the router and turns its tokens into an answer: the core of every API.
+"""Runs a prepared completion at the router and turns its tokens into an answer, for every API.
 
 Ownership: a stream owns its requests at the router; closing it early cancels them at once.
 Each completion ends with exactly one Usage, or raises one ServiceError.

@@ -1,4 +1,4 @@
-"""From a client's request to a completion that can run: limits, model, template, tokens, parameters.
+"""From a client's request to a prepared completion: limits, model, template, tokens, parameters.
 
 REST and gRPC both enter here. Invariant: however the `prepare` block ends, the request no longer
 counts in the limits and its line is in the log.
