@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import KEY_BYTES, PRIME, TILE_BYTES, expand_key
-from pdserve.kernels.cuda import launch
+from pdserve.kernels.cuda import copy_hash as launcher
 
-FOLDER = launch.FOLDER
+FOLDER = launcher.FOLDER
 NVCC = shutil.which("nvcc")
 KEY = bytes(range(100, 100 + KEY_BYTES))
 
@@ -197,7 +197,7 @@ def test_the_header_gives_the_same_tag_by_every_compiler(compiler: str, tmp_path
 def test_the_kernel_compiles(arch: str, tmp_path: Path) -> None:
     if NVCC is None:
         pytest.skip("NO NVCC: the CUDA kernel was not compiled and nothing is known about it")
-    options = [option for option in launch.OPTIONS if option.startswith("-")]
+    options = [option for option in launcher.OPTIONS if option.startswith("-")]
     command = [NVCC, *options, f"-arch={arch}", "-cubin", "-Werror", "all-warnings"]
     build([*command, "-o", str(tmp_path / "out.cubin"), str(FOLDER / "copy_hash.cu")], tmp_path)
     assert b"copy_hash_kernel" in (tmp_path / "out.cubin").read_bytes()
@@ -205,9 +205,9 @@ def test_the_kernel_compiles(arch: str, tmp_path: Path) -> None:
 
 def test_python_and_the_kernel_agree_on_their_layout() -> None:
     source = (FOLDER / "copy_hash.cu").read_text() + (FOLDER / "copy_hash.h").read_text()
-    assert f"kThreads = {launch.THREADS};" in source
-    assert f"kIntact = {launch.INTACT}," in source
-    units: Any = TILE_BYTES // 16 // launch.THREADS
+    assert f"kThreads = {launcher.THREADS};" in source
+    assert f"kIntact = {launcher.INTACT}," in source
+    units: Any = TILE_BYTES // 16 // launcher.THREADS
     assert f"kUnitsPerThread = {units};" in source
     assert len(expand_key(KEY)) == 2 * 7, "struct Lane"
 
