@@ -123,7 +123,7 @@ class LoopMembership(Membership):
     def lease_ended(self) -> None:
         self._wake.set()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         self._task.cancel()
         for lease in self._leases.values():
             lease.close()

@@ -107,7 +107,7 @@ class Run:
                 strike.hit = reply.terminal == ["DEADLINE_EXCEEDED"]
                 strike.phase = self.watch.failed_in.get(strike.fault.request, "")
         end = max(world.now, self.faults.calm_at) + oracle.BOUND_S
-        while world.now < end:
+        while world.now < end and not world.errors:  # which are violations
             world.run(lambda: False, world.now + TICK_S)
             end = max(end, self.faults.calm_at + oracle.BOUND_S)
             if world.now >= self.faults.calm_at and oracle.at_rest(self.cluster):

@@ -185,9 +185,20 @@ class LoadingThread:
 
     def __init__(self, target: Any, args: Any = (), **_: Any) -> None:
         self._run = partial(target, *args)
+        self._ended = False
 
     def start(self) -> None:
-        here().call_soon(self._run)
+        here().call_soon(self._load)
+
+    def _load(self) -> None:
+        self._run()
+        self._ended = True
+
+    def is_alive(self) -> bool:
+        return not self._ended
+
+    def join(self, timeout: float) -> None:
+        """The loader runs on the loop: whoever waits here does so after it."""
 
 
 class SeenRouter(RouterProcess):
