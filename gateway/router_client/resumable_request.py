@@ -16,7 +16,7 @@ from pdserve.protos.common_pb2 import (
     Start,
 )
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.request_progress import LostTokens, RequestProgress
+from pdserve.services.host.request_progress import LostTokens, RequestProgress, remaining_ms
 
 
 class ResumableRequest:
@@ -60,10 +60,10 @@ class ResumableRequest:
             self._epoch += 1
         self._issued = True
         start = self._progress.to_start(
-            self._epoch, self._crash_count, _ms_until(self._deadline, now), 0
+            self._epoch, self._crash_count, remaining_ms(self._deadline, now), 0
         )
         if not start.choices:  # it has not had its first step yet
-            start.queue_remaining_ms = _ms_until(self._queue_deadline, now)
+            start.queue_remaining_ms = remaining_ms(self._queue_deadline, now)
         start.prompt_ids.extend(self._progress.prompt_ids)
         if self._placement is not None:
             start.placement.CopyFrom(self._placement)
@@ -116,8 +116,3 @@ class ResumableRequest:
     def expired(self, now: float) -> bool:
         """Whether its deadline has passed."""
         return self._deadline is not None and now >= self._deadline
-
-
-def _ms_until(deadline: float | None, now: float) -> int:
-    """At least 1, since 0 stands for no deadline."""
-    return 0 if deadline is None else max(1, int((deadline - now) * 1000))

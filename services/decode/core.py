@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
+from pdserve.engine.api.errors import EngineError, QueueFull
 from pdserve.engine.api.request import (
     Event,
     Evicted,
@@ -39,7 +39,7 @@ from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight.followers import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.worker.core import WorkerCore, when_done
+from pdserve.services.worker.core import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
             self._busy(served)
             return
         except EngineError as error:
-            self._fail(served, _service_error(error))
+            self._fail(served, service_error(error))
             return
         except CancelledError:
             self._fail(served, ServiceError(pb.UNAVAILABLE, "this worker stops"))
@@ -325,12 +325,3 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
 
 def _failed(request: str, attempt: bytes, epoch: int, error: ServiceError) -> pb.Failed:
     return pb.Failed(request=request, attempt=attempt, epoch=epoch, failure=error.to_failure())
-
-
-def _service_error(error: EngineError) -> ServiceError:
-    code = (
-        pb.CONTEXT_LENGTH_EXCEEDED
-        if isinstance(error, ContextLengthExceeded)
-        else pb.INVALID_ARGUMENT
-    )
-    return ServiceError(code, str(error), error.param)

@@ -131,3 +131,8 @@ class RequestProgress:
         if self.begun or any(choice.finish for choice in self.choices):
             start.choices.extend(self.choices)
         return start
+
+
+def remaining_ms(deadline: float | None, now: float) -> int:
+    """Milliseconds until a deadline, at least 1; 0 if there is none, as `Start` has it."""
+    return 0 if deadline is None else max(1, int((deadline - now) * 1000))

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.errors import ContextLengthExceeded, EngineError, QueueFull
+from pdserve.engine.api.errors import EngineError, QueueFull
 from pdserve.engine.handoff.outgoing import HANDED_BACK, Sent
 from pdserve.engine.handoff.protocol.frames import ID_BYTES
 from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
@@ -24,7 +24,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.prefill.runtime import PrefillRuntime
-from pdserve.services.worker.core import RouterSession, WorkerCore, when_done
+from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
             busy = wire.Busy(attempt=attempt)
             session.outbox.put(wire.PrefillEvent(busy=busy))
         except EngineError as error:
-            too_long = isinstance(error, ContextLengthExceeded)
-            code = pb.CONTEXT_LENGTH_EXCEEDED if too_long else pb.INVALID_ARGUMENT
-            failed = _failed(attempt, ServiceError(code, str(error), error.param))
-            session.outbox.put(failed)
+            session.outbox.put(_failed(attempt, service_error(error)))
         except CancelledError:
             error_ = ServiceError(pb.UNAVAILABLE, "this worker stops")
             session.outbox.put(_failed(attempt, error_))

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
+from pdserve.engine.api.errors import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.outbox import Outbox
@@ -113,3 +114,10 @@ def when_done(future: "Future[Any]", then: Callable[["Future[Any]"], None]) -> N
             loop.call_soon_threadsafe(then, future)
 
     future.add_done_callback(done)
+
+
+def service_error(error: EngineError) -> ServiceError:
+    """What the router and the client hear of a request that the engine refuses."""
+    too_long = isinstance(error, ContextLengthExceeded)
+    code = pb.CONTEXT_LENGTH_EXCEEDED if too_long else pb.INVALID_ARGUMENT
+    return ServiceError(code, str(error), error.param)

@@ -54,7 +54,7 @@ class WorkerProcess:
         )
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = loop.create_future()
-        self.failed: asyncio.Future[None] = loop.create_future()  # it ends only by a failure
+        self.failed: asyncio.Future[None] = loop.create_future()  # done only after a failure
         self._settings = settings
         self._role = role
         self._report = report
@@ -100,7 +100,9 @@ class WorkerProcess:
         if self._loading is not None:
             # Python aborts if a thread comes back from a native call while it ends itself.
             await asyncio.to_thread(self._loading.join, CLOSE_S)
-            self.hung = self._loading.is_alive()
+            if self._loading.is_alive():
+                self.hung = True
+                log.critical("the loading thread does not end; the process ends without it")
         if self.runtime is not None:
             await self._close(self.runtime)
         if not self.loaded.done():
@@ -132,14 +134,14 @@ class WorkerProcess:
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
-        """Loading raised; whoever awaits `loaded` tells it."""
+        """Loading raised; `loaded` carries the error to `serve_worker`."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
         if not self.failed.done():
             self.failed.set_result(None)
 
     def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        """Without its tasks the process would be served, but not seen: it ends."""
+        """A process whose task has died would look alive and report nothing: it ends instead."""
         if self._stopped or self.failed.done():
             return
         if task.cancelled():

@@ -15,7 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.request_progress import LostTokens, RequestProgress
+from pdserve.services.host.request_progress import LostTokens, RequestProgress, remaining_ms
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
@@ -359,8 +359,8 @@ class RoutedRequest:
     def _admit(self, action: do.SendAdmit, now: float) -> None:
         assignment = self._assignments[action.attempt]
         # A request that had its first step does not wait for one again.
-        queue_ms = 0 if self.progress.begun else _left_ms(self.state.queue_deadline, now)
-        left_ms = _left_ms(self.state.deadline, now)
+        queue_ms = 0 if self.progress.begun else remaining_ms(self.state.queue_deadline, now)
+        left_ms = remaining_ms(self.state.deadline, now)
         epoch, crash_count = self.state.session_epoch, self.state.crash_count
         start = self.progress.to_start(epoch, crash_count, left_ms, queue_ms)
         admit = wire.Admit(attempt=assignment.id, min_shared_tokens=action.min_shared_tokens)
@@ -384,7 +384,7 @@ class RoutedRequest:
             attempt=assignment.id,
             ticket=assignment.ticket,
             cache_salt=self.progress.start.cache_salt,
-            remaining_ms=_left_ms(self.state.deadline, now),
+            remaining_ms=remaining_ms(self.state.deadline, now),
             kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
         )
         for command in messages.start_prefill(start, assignment.ids):
@@ -474,8 +474,3 @@ class RoutedRequest:
 
 def _address(worker: Worker | None, none: str) -> str:
     return none if worker is None else worker.hello.address
-
-
-def _left_ms(deadline: float | None, now: float) -> int:
-    """Milliseconds left, at least 1, since 0 means that there is no bound."""
-    return 0 if deadline is None else max(1, int((deadline - now) * 1000))

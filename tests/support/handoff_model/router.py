@@ -18,6 +18,7 @@ from pdserve.services.router.requests.events import Reachability
 from pdserve.services.router.requests.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
+LOSSES = ("session lost", "died")  # what the router says to a request of a session's end
 
 
 def moves(w: World) -> Iterator[Move]:
@@ -283,15 +284,20 @@ def attempt_of(w: World, r: int, number: bytes) -> Attempt:
     return w.attempt(r * w.model.config.attempts + number[0])
 
 
+def _is_down(heard: tuple[object, ...]) -> bool:
+    """Whether the router has closed the session, or lost it, though the machine has yet to hear."""
+    return any(loss in heard for loss in LOSSES)
+
+
 def to_decode(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
     """Dropped if the session is down, or the process is another one now."""
     it = attempt_of(w, r, number)
-    if "session lost" not in it.from_decode and not it.decode_gone and closed != DECODE:
+    if not _is_down(it.from_decode) and not it.decode_gone and closed != DECODE:
         it.to_decode += (message,)
 
 
 def to_prefill(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
     it = attempt_of(w, r, number)
-    down = "session lost" in it.from_prefill or it.prefill_gone
+    down = _is_down(it.from_prefill) or it.prefill_gone
     if not down and closed != prefill_boot(it.prefill):
         it.to_prefill += (message,)
