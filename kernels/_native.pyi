@@ -88,7 +88,7 @@ class Stream:
         prompt_ids: Sequence[int] = ...,
     ) -> None: ...
 
-class Sampler:
+class NativeSampler:
     def __init__(self, context: Context) -> None: ...
     def sample(
         self,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdserve.kernels._native import Context, Sampler, Stream
+from pdserve.kernels._native import Context, NativeSampler, Stream
 from pdserve.kernels.streams import StreamSettings, TokenScores
 
 
@@ -10,7 +10,7 @@ class CpuSampling:
     """Works on the threads of a context; one call at a time."""
 
     def __init__(self, context: Context) -> None:
-        self._sampler = Sampler(context)
+        self._sampler = NativeSampler(context)
 
     def stream(self, settings: StreamSettings, vocab: int) -> Stream:
         """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""

@@ -12,12 +12,11 @@ import grpc
 from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest, ListModelsRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.blobs import BlobCache, read_blob
+from pdserve.services.host.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
 from pdserve.services.host.errors import ServiceError
 
 CALL_S = 10.0  # for a unary call
 MODELS_AGE_S = 1.0  # cards are asked for again after this
-MAX_BLOB_BYTES = 512 << 20  # of all that are kept
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ class ModelFiles:
     def __init__(self) -> None:
         self._models: tuple[float, Sequence[ModelCard]] | None = None
         self._models_lock = asyncio.Lock()
-        self._blobs = BlobCache(MAX_BLOB_BYTES)
+        self._blobs = BlobCache(BLOB_CACHE_BYTES)
 
     async def models(self, channel: grpc.aio.Channel | None) -> Sequence[ModelCard]:
         async with self._models_lock:

@@ -17,7 +17,8 @@ from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub
 from pdserve.services.host.errors import ServiceError, abort
 
 CHUNK_BYTES = 192 << 10
-MAX_BLOB_BYTES = 256 << 20
+MAX_BLOB_BYTES = 256 << 20  # of one blob
+BLOB_CACHE_BYTES = 512 << 20  # of all that a process keeps
 READ_S = 60.0  # for one blob
 Fetch = Callable[[str], Awaitable[bytes | None]]
 

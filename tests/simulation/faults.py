@@ -1,7 +1,7 @@
 """The fault matrix: what can strike, in which phases it can, and how it is done.
 
 A fault waits for its request to reach its phase (phases.py), never for a time, and counts as hit
-only if what it breaks was there.
+only if what it breaks was there. Over 400 lines: the table of faults, and a method for each.
 """
 
 import asyncio

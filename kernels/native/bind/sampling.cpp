@@ -110,9 +110,9 @@ struct Ranked {
 };
 
 // Picks tokens on a context's threads; owns their scratch.
-class Sampler {
+class NativeSampler {
  public:
-  explicit Sampler(Context& context) : context_(context), scratch_(context.pool.threads()) {}
+  explicit NativeSampler(Context& context) : context_(context), scratch_(context.pool.threads()) {}
 
   nb::list sample(const Array<const float, 2>& logits, nb::list rows, nb::list streams,
                   nb::list generated) {
@@ -281,13 +281,13 @@ void bind_sampling(nb::module_& m) {
            nb::arg("masked_ids") = std::vector<int64_t>{}, nb::arg("min_tokens") = 0,
            nb::arg("prompt_ids") = std::vector<int64_t>{},
            "See kernels/streams.py for the parameters. ValueError for ids outside the vocabulary.");
-  nb::class_<Sampler>(m, "Sampler", "Picks tokens on the threads of a context.")
+  nb::class_<NativeSampler>(m, "NativeSampler", "Picks tokens on the threads of a context.")
       .def(nb::init<Context&>(), nb::arg("context"), nb::keep_alive<1, 2>())
-      .def("sample", &Sampler::sample, nb::arg("logits").noconvert(), nb::arg("rows"),
+      .def("sample", &NativeSampler::sample, nb::arg("logits").noconvert(), nb::arg("rows"),
            nb::arg("streams"), nb::arg("generated"),
            "The next token of each stream, from row rows[i] of float32 logits [n, vocab] and the\n"
            "ids that it has generated: token ids, -1 where the best score is not finite.")
-      .def("logprobs", &Sampler::logprobs, nb::arg("logits").noconvert(), nb::arg("tokens"),
+      .def("logprobs", &NativeSampler::logprobs, nb::arg("logits").noconvert(), nb::arg("tokens"),
            nb::arg("count"),
            "Of tokens[r] under row r: (log-probability, ((id, log-probability), ...) of the count\n"
            "best).");

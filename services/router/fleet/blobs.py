@@ -2,14 +2,12 @@
 
 import logging
 
-from pdserve.services.host.blobs import BlobCache, read_blob
+from pdserve.services.host.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
 from pdserve.services.host.channel import open_channel
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
-
-CACHE_BYTES = 512 << 20
 
 
 class FleetBlobs:
@@ -18,7 +16,7 @@ class FleetBlobs:
     def __init__(self, fleet: Fleet, secret: str) -> None:
         self._fleet = fleet
         self._secret = secret
-        self._cache = BlobCache(CACHE_BYTES)
+        self._cache = BlobCache(BLOB_CACHE_BYTES)
 
     async def get(self, digest: str) -> bytes | None:
         """The blob, or None if no worker has it."""

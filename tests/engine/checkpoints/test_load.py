@@ -1,4 +1,7 @@
-"""load_model: the decoder gets every tensor, the card tells what was loaded, errors name things."""
+"""load_model: the decoder gets every tensor, the card tells what was loaded, errors name things.
+
+Over 400 lines: each test makes a small checkpoint and loads it, and all share how it is made.
+"""
 
 import hashlib
 import json

@@ -2,7 +2,8 @@
 
 The loop and the engine thread exchange commands and answers in order, so what one of them has not
 seen yet is in the queues here. Frames and control messages may overtake one another, and so may the
-frames among themselves: a wire may have several streams.
+frames among themselves: a wire may have several streams. Over 400 lines: each function is one move
+of the same process.
 """
 
 from collections.abc import Iterator
