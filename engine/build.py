@@ -94,7 +94,7 @@ def measure(model: Model, kv: KvCache, context_len: int) -> tuple[int, float]:
     of a chunk takes); warms the model up. What takes longer than that is not tried."""
     most = min(context_len, kv.num_blocks * kv.spec.block_size)
     first = min(CHUNKS[0], most)
-    _chunk_seconds(model, kv, first)  # the first pass allocates
+    _chunk_seconds(model, kv, 1)  # the first pass reads all weights once
     taken = {first: _chunk_seconds(model, kv, first)}
     for size in CHUNKS[1:]:
         # A chunk of twice the size takes at least twice as long: further from 100 ms than this.

@@ -5,6 +5,7 @@ workers serve, or that has another name, is loaded once.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.services.host.errors import ServiceError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_LOADED = 32
@@ -83,6 +85,7 @@ class Catalog:
         self._load_limit_s = load_limit_s
         self._seen: dict[str, ModelCard] = {}
         self._loaded: dict[tuple[str, str, str], TextComponents] = {}
+        self._announced: set[str] = set()  # models that `load` has seen
         self._lock = asyncio.Lock()
 
     async def cards(self) -> Sequence[ModelCard]:
@@ -128,6 +131,21 @@ class Catalog:
                 )
             card = cards[0]
         return ServedModel(card, await self._load(card))
+
+    async def load(self, names: Sequence[str]) -> None:
+        """Load what requests for these models will need, once each, so that none waits for it.
+
+        Of more models than are kept, the last are loaded by their first request. What fails is
+        logged here, and is tried again by each request that names the model.
+        """
+        self._announced.intersection_update(names)
+        for name in names[:MAX_LOADED]:
+            if name not in self._announced:
+                self._announced.add(name)
+                try:
+                    await self.get(name)
+                except ServiceError as error:
+                    log.warning("model %r: %s", name, error.message)
 
     async def _load(self, card: ModelCard) -> TextComponents:
         key = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)

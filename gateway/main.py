@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 import uvloop
 
-from pdserve.gateway.catalog import TextExecutor
+from pdserve.gateway.catalog import Catalog, TextExecutor
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
@@ -39,6 +39,8 @@ from pdserve.services.host.server import GrpcHost
 log = logging.getLogger("pdserve.gateway")
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+READY_S = 1.0  # between two looks at the models that can be asked
+START_S = 0.05  # until there is one
 KEEP_ALIVE_S = 75  # longer than the minute after which common proxies drop an idle connection
 
 
@@ -99,7 +101,9 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
             "grpc": _address(settings.host, grpc_port),
         },
     )
-    announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
+    announcing = asyncio.create_task(
+        _announce(readiness, service.catalog, grpc_host, report), name="announce"
+    )
 
     def set_serving(serving: bool) -> None:
         announcing.cancel()
@@ -128,18 +132,22 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     )
 
 
-async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -> None:
-    """Report "ready" once, and keep the gRPC health at what /ready says."""
+async def _announce(
+    readiness: Readiness, catalog: Catalog, grpc_host: GrpcHost, report: Report
+) -> None:
+    """Load each model's tokenizer before its first request, report "ready" once, and keep the gRPC
+    health at what /ready says."""
     announced = serving = False
     while True:
         models = await readiness.models()
+        await catalog.load(models)
         if bool(models) != serving:
             serving = bool(models)
             grpc_host.set_serving(serving)
         if serving and not announced:
             announced = True
             report("ready", {"models": models})
-        await asyncio.sleep(1.0 if announced else 0.1)
+        await asyncio.sleep(READY_S if announced else START_S)
 
 
 class HttpServer(uvicorn.Server):

@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import LOG_LEVELS, option
+from pdserve.services.host.options import HostSettings, option
 
 
 @dataclass(frozen=True)
-class GatewaySettings:
+class GatewaySettings(HostSettings):
     """Where the gateway listens, whom it asks, and what it lets clients do."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
     port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
     grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
     routers: tuple[str, ...] = option((), "host:port of routers; the first that answers is used")
-    cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     api_keys: tuple[str, ...] = option(
         (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
     )
@@ -37,8 +36,6 @@ class GatewaySettings:
     )
     text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
-    drain_s: float = option(30.0, "seconds that open requests get to end at a stop", min=0)
     lame_duck_s: float = option(
         0.0, "seconds of these in which new ones are taken, while /ready says no already", min=0
     )
-    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

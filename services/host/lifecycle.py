@@ -1,8 +1,8 @@
 """How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits.
 
 Both are bounded: what still runs after `drain_s` is cut off by the stop, and each part of a stop
-has its own bound. Those that a parent must know, to wait long enough before it kills, are here and
-in services/worker/settings.py.
+has its own bound. Those that a parent must know, to wait long enough before it kills, are in
+host/options.py and worker/settings.py.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from pdserve.services.host.options import GRACE_S
+
 # How a service tells its parent what it does: "listening", "loading" or "ready", with figures.
 Report = Callable[[str, dict[str, Any]], None]
 
 log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE_S = 1.0  # for calls to end by themselves once the drain is over
-STOP_S = 5.0  # for gRPC to stop once its calls are cut
 
 
 def silent(event: str, figures: dict[str, Any]) -> None:

@@ -8,19 +8,22 @@ import hmac
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, start_http_server
 
 from pdserve.protos import common_pb2
 from pdserve.services.host.channel import AUTHORIZATION, LIMITS
 from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.lifecycle import STOP_S
+from pdserve.services.host.options import STOP_S
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +130,15 @@ class GrpcHost:
 
 
 class MetricsHttp:
-    """Serves GET /metrics of one registry from a daemon thread until closed, for processes without
+    """Serves GET /metrics of one collector from a daemon thread until closed, for processes without
     a web server; port 0 picks a free one."""
 
-    def __init__(self, registry: CollectorRegistry, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, collector: "Collector", port: int, host: str = "127.0.0.1") -> None:
+        # Few workers have a metrics port, and its imports take 50 ms.
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(collector)
         self._server: WSGIServer
         self._thread: threading.Thread
         self._server, self._thread = start_http_server(port, host, registry)

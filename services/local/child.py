@@ -14,12 +14,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import Any
 
 from pdserve.services.local.cores import Share
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a process
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 MAX_REPORT_BYTES = 64 << 10  # that the parent takes
@@ -38,11 +40,13 @@ class Task:
     share: Share | None = None
 
 
-def child_main(task: Task, parent: int, pipe: Connection) -> None:
-    """The target of a spawned process; never returns."""
+def child_main(task: Task, pipe: Connection) -> None:
+    """The target of a process that was spawned or forked; never returns."""
     # A terminal's Ctrl-C is for the parent, which stops its children in order.
     os.setpgid(0, 0)
-    die_with(parent)
+    leave_fork_server()
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     show_as(multiprocessing.current_process().name)
     if task.share:
         take(task.share)
@@ -59,10 +63,23 @@ def child_main(task: Task, parent: int, pipe: Connection) -> None:
     sys.exit(code)
 
 
-def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent dies, so that no orphan is left."""
+def leave_fork_server() -> None:
+    """Close the pipe that keeps the fork server alive, which a forked process inherits: the server
+    is to end with the process that started it, not with the last child."""
+    server: Any = forkserver._forkserver  # there is no public way to it
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent dies, so that no orphan is left.
+
+    The parent is the process that started it, or the fork server, which ends with that process.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    starter = multiprocessing.parent_process()
+    if starter is None or not starter.is_alive():  # it died before the line above
         os._exit(1)
 
 

@@ -2,6 +2,9 @@
 
 One thread, no polling: it sleeps until a child reports, a child dies, a restart is due or a signal
 arrives. Every child it started is gone when `stop` returns.
+
+A child is forked from multiprocessing's fork server if that has imported its module, so that
+several children, and each that is restarted, share one import; any other is spawned.
 """
 
 import json
@@ -12,14 +15,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from types import FrameType
 from typing import Any
 
-from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
+from pdserve.services.local.child import MAX_REPORT_BYTES, SIGNALS, Task, child_main
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SOON_S = 10.0  # a child that dies again within this time is restarted with a delay
 MAX_DELAY_S = 30.0
 ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, its group
@@ -41,7 +44,7 @@ class Child:
 
     name: str
     make: Callable[[], Task]
-    process: SpawnProcess | None = None
+    process: SpawnProcess | ForkServerProcess | None = None
     pipe: Connection | None = None
     started_at: float = 0.0
     ready: bool = False
@@ -53,6 +56,17 @@ class Child:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
+def ensure_fork_server() -> None:
+    """The fork server ends with this process, not by a signal to its group: that would end its
+    children out of order. It has one thread, since a fork keeps no other."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which the engine does not use
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 # Called with the child, an event of its Report or "died" or "restart", and the event's figures.
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
@@ -60,9 +74,13 @@ OnEvent = Callable[[Child, str, dict[str, Any]], None]
 class Supervisor:
     """It is a context manager for the main thread and owns the process's signals meanwhile."""
 
-    def __init__(self, on_event: OnEvent) -> None:
+    def __init__(self, on_event: OnEvent, preload: Sequence[str] = ()) -> None:
+        """`preload` names the modules of tasks that are forked: their import starts no thread."""
         self._on_event = on_event
-        self._context = multiprocessing.get_context("spawn")
+        self._preload = frozenset(preload)
+        self._spawned = multiprocessing.get_context("spawn")
+        self._forked = multiprocessing.get_context("forkserver")
+        self._forked.set_forkserver_preload(list(preload))
         self.children: list[Child] = []
         self.signals: list[int] = []
         self._signalled_at = -ECHO_S
@@ -97,10 +115,13 @@ class Supervisor:
         return child
 
     def _spawn(self, child: Child) -> None:
-        mine, theirs = self._context.Pipe(duplex=False)
-        child.process = self._context.Process(
-            target=child_main, args=(child.make(), os.getpid(), theirs), name=child.name
-        )
+        task = child.make()
+        forked = task.entry.partition(":")[0] in self._preload
+        context = self._forked if forked else self._spawned
+        mine, theirs = context.Pipe(duplex=False)
+        child.process = context.Process(target=child_main, args=(task, theirs), name=child.name)
+        if forked:
+            ensure_fork_server()
         child.process.start()
         theirs.close()
         child.pipe, child.started_at = mine, time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.lifecycle import GRACE_S, STOP_S
+from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.progress import progress_on
@@ -36,6 +36,8 @@ ENTRIES = {
     "prefill": "pdserve.services.prefill.main:run",
     "decode": "pdserve.services.decode.main:run",
 }
+# These share most imports. The gateway shares few, and imports its own on another core meanwhile.
+PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
 # What gateway, router and workers may take to stop, one after the other, beyond the drain.
 STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -46,7 +48,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
     try:
         system = System(settings)
-        with run_dir() as folder, Supervisor(system.on_event) as supervisor:
+        with run_dir() as folder, Supervisor(system.on_event, PRELOAD) as supervisor:
             return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
         print(f"pdserve up: {error}", file=sys.stderr)
@@ -96,25 +98,25 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        router = supervisor.start("router", lambda: self._router_task(folder))
+        gateway = supervisor.start("gateway", self._gateway_task)
+        routers: list[Child] = []
         children: list[Child] = []
-        gateways: list[Child] = []
         try:
+            routers.append(supervisor.start("router", lambda: self._router_task(folder)))
             for (name, role, model), share in zip(workers, shares, strict=True):
                 make = self._worker_task(role, model, share, folder)
                 children.append(supervisor.start(name, make))
-            gateways.append(supervisor.start("gateway", self._gateway_task))
-            everyone = [router, *children, *gateways]
+            everyone = [gateway, *routers, *children]
             supervisor.run_until(lambda: all(child.ready for child in everyone))
             self._progress.close()
             if not supervisor.signals:
-                self._welcome(gateways[0])
+                self._welcome(gateway)
             supervisor.run_until(lambda: False)
         finally:
             self._progress.close()
             self._stopping = True
             say("stopping (once more to stop at once)")
-            clean = supervisor.stop([gateways, [router], children], self._drain_s + STOP_SLACK_S)
+            clean = supervisor.stop([[gateway], routers, children], self._drain_s + STOP_SLACK_S)
             say("stopped" if clean else "stopped, not all of it in order")
         return 0 if clean else 1
 

@@ -11,8 +11,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from pdserve.services.options.options import ENV_PREFIX, Option, OptionError
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
@@ -118,6 +116,8 @@ def _known_env(environ: Mapping[str, str], known: Collection[str]) -> dict[str, 
 
 
 def _read_file(path: Path, known: Collection[str]) -> dict[str, Any]:
+    import yaml  # takes 20 ms, and few commands have a file
+
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)

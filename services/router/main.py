@@ -2,8 +2,6 @@
 
 import asyncio
 
-from prometheus_client import CollectorRegistry
-
 from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
 from pdserve.engine.kv.identity import Mixing
@@ -17,7 +15,6 @@ from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import FleetBlobs
 from pdserve.services.router.join_service import JoinService
-from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.service import OPEN_METHODS, RouterService
 from pdserve.services.router.settings import RouterSettings
@@ -75,10 +72,10 @@ async def serve(settings: RouterSettings, report: Report) -> int:
         raise
     metrics: MetricsHttp | None = None
     if settings.metrics_port:
-        registry = CollectorRegistry()
-        registry.register(RouterMetrics(router.core))
+        from pdserve.services.router.metrics import RouterMetrics
+
         host = settings.bind.rpartition(":")[0].strip("[]")
-        metrics = MetricsHttp(registry, settings.metrics_port, host)
+        metrics = MetricsHttp(RouterMetrics(router.core), settings.metrics_port, host)
     report("listening", {"address": router.address})
     report("ready", {})
     try:

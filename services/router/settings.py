@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import LOG_LEVELS, option
+from pdserve.services.host.options import HostSettings, option
 
 
 @dataclass(frozen=True)
-class RouterSettings:
+class RouterSettings(HostSettings):
     """Where it listens, when it separates prefill from decode, and what it bounds."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
-    cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     api_keys: tuple[str, ...] = option(
         (),
         "keys that gRPC clients of Generate may use instead of the secret",
@@ -50,5 +49,3 @@ class RouterSettings:
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
     trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
-    drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
-    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -10,9 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Any
 
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
@@ -24,10 +22,12 @@ from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.server import GrpcHost, MetricsHttp
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.worker.membership import Membership
-from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
+
+if TYPE_CHECKING:
+    from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +118,16 @@ class WorkerProcess:
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loading thread."""
+        reported: tuple[str, int] | None = None
 
         def progress(what: str, fraction: float) -> None:
+            """Reports whole percents: a model has hundreds of tensors."""
+            nonlocal reported
             if self._stopped:
                 raise LoadingStopped
-            self._report("loading", {"what": what, "fraction": fraction})
+            if (what, int(100 * fraction)) != reported:
+                reported = what, int(100 * fraction)
+                self._report("loading", {"what": what, "fraction": fraction})
 
         try:
             runtime = self._role.build(self.boot, progress)
@@ -176,11 +181,11 @@ class WorkerProcess:
             lambda: (runtime.thread.liveness, runtime.thread.busy),
         )
         if self._settings.metrics_port:
+            from pdserve.services.worker.metrics import WorkerMetrics
+
             self._metrics = WorkerMetrics(self.address, hello.card.name)
-            registry = CollectorRegistry()
-            registry.register(self._metrics)
             host = self._settings.bind.rpartition(":")[0].strip("[]")
-            self._metrics_http = MetricsHttp(registry, self._settings.metrics_port, host)
+            self._metrics_http = MetricsHttp(self._metrics, self._settings.metrics_port, host)
         self._role.attach()
         self.host.set_serving(True)
         self._membership.start()

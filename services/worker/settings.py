@@ -2,21 +2,20 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import LOG_LEVELS, option
+from pdserve.services.host.options import HostSettings, option
 
-# What a worker's stop may take, beside what each service's may (services/host/lifecycle.py).
+# What a worker's stop may take, beside what each service's may (services/host/options.py).
 LEAVE_S = 2.0  # for the streams to the routers to end
 CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(HostSettings):
     """Where a worker listens, which routers it joins, and how it moves KV."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     advertise: str = option("", "host:port under which others reach it; empty: as bound")
     routers: tuple[str, ...] = option((), "host:port of routers to join; names are resolved anew")
-    cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
     kv_transport: str = option(
         "auto",
@@ -34,5 +33,3 @@ class WorkerSettings:
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
     trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
-    drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
-    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.host.lifecycle import GRACE_S, STOP_S
+from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.options.options import ENV_PREFIX
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 

@@ -60,6 +60,24 @@ async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
     assert (one.card.name, two.card.name) == ("one", "two")
 
 
+async def test_a_model_is_loaded_before_its_first_request(anyio_backend, caplog):
+    card, blobs = served("one")
+    broken = served("two")[0]
+    broken.tokenizer_digest = "none"
+    router = FakeRouter(saying("x"), [card, broken], blobs | {"none": b"{"})
+    with ThreadPoolExecutor(1) as executor:
+        catalog = Catalog(router, TextExecutor(executor, 5))
+        for _ in range(2):
+            await catalog.load(["one", "two"])
+        assert [record.args[0] for record in caplog.records] == ["two"]
+        router.blobs.clear()
+        assert (await catalog.get("one")).text.template is not None
+        router.blobs = blobs | {"none": b"{"}
+        await catalog.load([])  # it has left, and comes back
+        await catalog.load(["two"])
+    assert [record.args[0] for record in caplog.records] == ["two", "two"]
+
+
 @pytest.mark.parametrize("broken", ["tokenizer_digest", "template_digest"])
 async def test_a_broken_blob_is_the_servers_fault(make_http, broken):
     card, blobs = served()

@@ -9,6 +9,8 @@ from typing import Any
 
 from pdserve.services.host.lifecycle import Report
 
+IMPORTED_BY = os.getpid()  # in a forked child this is the fork server
+
 
 def until_sigterm() -> int:
     signal.sigwait({signal.SIGTERM})
@@ -32,6 +34,9 @@ def good(*args: Any, report: Report) -> int:
         "omp": os.environ.get("OMP_NUM_THREADS", ""),
         "wait": os.environ.get("OMP_WAIT_POLICY", ""),
         "torch": "torch" in sys.modules,
+        "imported_by": IMPORTED_BY,
+        "ppid": os.getppid(),
+        "blocked": sorted(set(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))),
     }
     report("ready", facts)
     return until_sigterm()

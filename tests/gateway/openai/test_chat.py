@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, finished, placed, saying, tokens
+from fake_router import FakeRouter, finished, placed, saying, served, tokens
 
 from pdserve.protos import common_pb2 as pb
 
@@ -41,6 +41,16 @@ async def test_whole_answer(make_http):
     assert start.params.max_tokens == 0  # the engine gives it what is left of the context
     assert start.remaining_ms > 590_000
     assert 0 < start.queue_remaining_ms <= 60_000
+
+
+async def test_a_messages_name_reaches_the_template(make_http):
+    card, blobs = served()
+    blobs[card.template_digest] = b"{% for m in messages %}{{ m.name or m.role }}: {% endfor %}"
+    router = FakeRouter(saying("x"), [card], blobs)
+    messages = [{"role": "user", "content": "hi", "name": "hello"}, *HI]
+    reply = await make_http(router).post(URL, json={"messages": messages})
+    assert reply.status_code == 200, reply.json()
+    assert list(router.starts[0].prompt_ids) == router.encode("hello: user: ")
 
 
 @pytest.mark.parametrize("url", [URL, "/v1/completions"])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from eventually import LIMIT_S
 
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share
-from pdserve.services.local.supervisor import Child, StartError, Supervisor, restart_delay
+from pdserve.services.local.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
+SUPPORT = str(Path(__file__).parents[2] / "support")
 Events = list[tuple[str, str, dict[str, Any]]]
 
 
@@ -26,13 +28,25 @@ def events() -> Events:
     return []
 
 
+def noting(events: Events) -> OnEvent:
+    return lambda child, event, figures: events.append((child.name, event, figures))
+
+
 @pytest.fixture
 def supervisor(events: Events) -> Iterator[Supervisor]:
-    def note(child: Child, event: str, figures: dict[str, Any]) -> None:
-        events.append((child.name, event, figures))
-
-    with Supervisor(note) as made:
+    with Supervisor(noting(events)) as made:
         yield made
+
+
+@pytest.fixture
+def forking(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """A supervisor that forks its children, from a fork server that no other test has started."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    stop = forkserver._forkserver._stop  # type: ignore[attr-defined]
+    stop()
+    with Supervisor(noting(events), preload=["fake_service"]) as made:
+        yield made
+    stop()
 
 
 def start(supervisor: Supervisor, behaviour: str, *args: Any, share: Share | None = None) -> Child:
@@ -128,29 +142,82 @@ def test_a_second_signal_kills_at_once(supervisor: Supervisor) -> None:
     assert not psutil.pid_exists(child.figures["pid"])
 
 
-def test_no_orphan_when_the_parent_is_killed() -> None:
+def test_forked_children_share_one_import(forking: Supervisor) -> None:
+    share = Share(1, (min(os.sched_getaffinity(0)),))
+    child, other = (start(forking, "good", share=share) for _ in range(2))
+    assert all_ready(forking)
+    server = child.figures["imported_by"]
+    assert server not in (os.getpid(), child.figures["pid"])
+    assert child.figures["ppid"] == other.figures["ppid"] == server
+    assert other.figures["imported_by"] == server
+    assert len(os.listdir(f"/proc/{server}/task")) == 1
+    assert child.figures["pgid"] == child.figures["pid"] != other.figures["pgid"]
+    assert child.figures["cores"] == list(share.cores)
+    assert child.figures["blocked"] == [signal.SIGTERM]  # which it blocks itself
+    os.kill(child.figures["pid"], signal.SIGKILL)
+    assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
+    assert child.figures["imported_by"] == server
+    assert forking.stop([[child, other]], LIMIT_S)
+    assert not any(psutil.pid_exists(c.figures["pid"]) for c in (child, other))
+
+
+def test_a_signal_to_the_group_leaves_the_fork_server(forking: Supervisor) -> None:
+    """The children end in order, so it must be there until they have."""
+    child = start(forking, "good")
+    assert all_ready(forking)
+    server = child.figures["imported_by"]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(server, number)
+    assert not forking.run_until(lambda: not child.ready, 0.3)
+    assert psutil.pid_exists(server)
+    assert forking.stop([[child]], LIMIT_S)
+    assert child.deaths_in_a_row == 1  # it ended once, when it was asked to
+
+
+def test_children_come_back_when_the_fork_server_is_killed(
+    forking: Supervisor, events: Events
+) -> None:
+    child = start(forking, "good")
+    assert all_ready(forking)
+    first, server = psutil.Process(child.figures["pid"]), child.figures["imported_by"]
+    os.kill(server, signal.SIGKILL)
+    assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
+    assert ended(first)
+    assert child.figures["imported_by"] not in (server, child.figures["pid"])
+
+
+@pytest.mark.parametrize("preload", [(), ("fake_service",)])
+def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
     """The whole tree goes, though the parent could do nothing."""
     code = (
         "import os\n"
         "from pdserve.services.local.child import Task\n"
         "from pdserve.services.local.supervisor import Supervisor\n"
         "if __name__ == '__main__':\n"
-        "    with Supervisor(lambda *_: None) as s:\n"
+        f"    with Supervisor(lambda *_: None, {preload}) as s:\n"
         "        c = s.start('x', lambda: Task('fake_service:stubborn', ()))\n"
         "        assert s.run_until(lambda: c.ready, 20)\n"
         "        print(c.figures['pid'], flush=True)\n"
         "        s.run_until(lambda: False)\n"
     )
-    support = str(Path(__file__).parents[2] / "support")
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": support},
+        env={**os.environ, "PYTHONPATH": SUPPORT},
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         child = psutil.Process(pid)
+        server = child.parent()
+        assert server is not None
+        assert (server.pid != parent.pid) == bool(preload)
         parent.kill()
-        psutil.wait_procs([child], timeout=LIMIT_S)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        psutil.wait_procs([child, server], timeout=LIMIT_S)
+        assert ended(child)
+        assert ended(server)
+
+
+def ended(process: psutil.Process) -> bool:
+    """An orphan may be left as a zombie by whoever should reap it here."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

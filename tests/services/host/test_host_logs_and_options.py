@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.options import option
@@ -54,9 +54,9 @@ def test_option_metadata() -> None:
 
 
 def test_metrics_over_http() -> None:
-    registry = CollectorRegistry()
-    Counter("things", "Things", registry=registry).inc(3)
-    server = MetricsHttp(registry, 0)
+    things = Counter("things", "Things", registry=None)
+    things.inc(3)
+    server = MetricsHttp(things, 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as reply:
         assert b"things_total 3.0" in reply.read()
     server.close()

@@ -84,6 +84,27 @@ def test_what_loading_raises_comes_through(monkeypatch: pytest.MonkeyPatch, tmp_
         run_decode(settings(DecodeSettings, tmp_path), EngineConfig())
 
 
+def test_loading_is_reported_in_whole_percents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
+        for done in range(1000):
+            progress("weights", done / 999)
+        progress("warming up", 0.0)
+        raise OSError("enough")
+
+    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
+    reported: list[tuple[str, int]] = []
+
+    def report(event: str, figures: dict[str, Any]) -> None:
+        if event == "loading":
+            reported.append((figures["what"], int(100 * figures["fraction"])))
+
+    with pytest.raises(OSError, match="enough"):
+        run_decode(settings(DecodeSettings, tmp_path), EngineConfig(), report)
+    assert reported == [*(("weights", percent) for percent in range(101)), ("warming up", 0)]
+
+
 @pytest.mark.parametrize("goes_on", [False, True], ids=["at its next progress", "to its end"])
 def test_a_signal_while_loading_ends_it(
     goes_on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
