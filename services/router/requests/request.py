@@ -22,8 +22,8 @@ from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests import machine, messages
 from pdserve.services.router.requests.actions import FailureReason
-from pdserve.services.router.requests.beginning import Beginning, FirstToken
 from pdserve.services.router.requests.effects import Assignment, Client, Effects
+from pdserve.services.router.requests.first_token import Beginning, FirstToken
 from pdserve.services.router.requests.state import Attempt, MigrationStep, Routing
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pdserve.services.router.placement.rebalance import (
     relief_order,
 )
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
-from pdserve.services.router.requests.beginning import Beginning, FirstToken
+from pdserve.services.router.requests.first_token import Beginning, FirstToken
 from pdserve.services.router.requests.state import MAX_FAILED
 
 pytestmark = pytest.mark.anyio
