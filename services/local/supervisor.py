@@ -116,16 +116,28 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         task = child.make()
-        forked = task.entry.partition(":")[0] in self._preload
-        context = self._forked if forked else self._spawned
-        mine, theirs = context.Pipe(duplex=False)
-        child.process = context.Process(target=child_main, args=(task, theirs), name=child.name)
-        if forked:
-            ensure_fork_server()
-        child.process.start()
+        mine, theirs = self._spawned.Pipe(duplex=False)
+        child.process = self._fork(child, task, theirs)
+        if child.process is None:
+            child.process = self._spawned.Process(
+                target=child_main, args=(task, theirs), name=child.name
+            )
+            child.process.start()
         theirs.close()
         child.pipe, child.started_at = mine, time.monotonic()
         child.ready, child.failure, child.restart_at = False, "", None
+
+    def _fork(self, child: Child, task: Task, pipe: Connection) -> ForkServerProcess | None:
+        """None if the fork server has not imported the task's module, or dies while it forks."""
+        if task.entry.partition(":")[0] not in self._preload:
+            return None
+        ensure_fork_server()
+        process = self._forked.Process(target=child_main, args=(task, pipe), name=child.name)
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            return None
+        return process
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Watch and restart until `done()` or a signal; False if neither came in time.

@@ -39,14 +39,19 @@ def supervisor(events: Events) -> Iterator[Supervisor]:
 
 
 @pytest.fixture
-def forking(events: Events, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    """A supervisor that forks its children, from a fork server that no other test has started."""
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """None runs before and after; one that starts meanwhile finds the modules of the tests."""
     monkeypatch.setenv("PYTHONPATH", SUPPORT)
     stop = forkserver._forkserver._stop  # type: ignore[attr-defined]
     stop()
+    yield
+    stop()
+
+
+@pytest.fixture
+def forking(events: Events, no_fork_server: None) -> Iterator[Supervisor]:
     with Supervisor(noting(events), preload=["fake_service"]) as made:
         yield made
-    stop()
 
 
 def start(supervisor: Supervisor, behaviour: str, *args: Any, share: Share | None = None) -> Child:
@@ -183,7 +188,15 @@ def test_children_come_back_when_the_fork_server_is_killed(
     os.kill(server, signal.SIGKILL)
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert ended(first)
-    assert child.figures["imported_by"] not in (server, child.figures["pid"])
+    assert child.figures["imported_by"] != server
+
+
+def test_a_child_is_spawned_if_the_fork_server_dies(no_fork_server: None) -> None:
+    with Supervisor(noting([]), preload=["fake_service", "fake_crash"]) as supervisor:
+        child = start(supervisor, "good")
+        assert all_ready(supervisor)
+        assert child.figures["imported_by"] == child.figures["pid"]
+        assert child.figures["ppid"] == os.getpid()
 
 
 @pytest.mark.parametrize("preload", [(), ("fake_service",)])
