@@ -1,27 +1,24 @@
-"""This is the first code that runs in a process which `pdserve up` spawns.
+"""This is the first code that runs in a process which `pdserve up` spawns or forks.
 
 It runs before torch is imported: cores and thread counts are fixed by then, and the process dies
-with its parent. Its status travels to the parent as JSON over a pipe.
+with its parent. Its status travels to `pdserve up` as JSON over a pipe.
 """
 
 import ctypes
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NoReturn
 
 from pdserve.services.local.cores import Share
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a process
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 MAX_REPORT_BYTES = 64 << 10  # that the parent takes
@@ -40,14 +37,12 @@ class Task:
     share: Share | None = None
 
 
-def child_main(task: Task, pipe: Connection) -> None:
-    """The target of a process that was spawned or forked; never returns."""
+def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn:
+    """Runs the task in a new process whose parent has that pid; raises SystemExit."""
     # A terminal's Ctrl-C is for the parent, which stops its children in order.
     os.setpgid(0, 0)
-    leave_fork_server()
-    die_with_parent()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    show_as(multiprocessing.current_process().name)
+    die_with(parent)
+    show_as(name)
     if task.share:
         take(task.share)
     report = reporter(pipe)
@@ -63,23 +58,10 @@ def child_main(task: Task, pipe: Connection) -> None:
     sys.exit(code)
 
 
-def leave_fork_server() -> None:
-    """Close the pipe that keeps the fork server alive, which a forked process inherits: the server
-    is to end with the process that started it, not with the last child."""
-    server: Any = forkserver._forkserver  # there is no public way to it
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies, so that no orphan is left.
-
-    The parent is the process that started it, or the fork server, which ends with that process.
-    """
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its parent dies, so that no orphan is left."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    starter = multiprocessing.parent_process()
-    if starter is None or not starter.is_alive():  # it died before the line above
+    if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
@@ -89,7 +71,7 @@ def show_as(name: str) -> None:
 
 
 def take(share: Share) -> None:
-    """Confine this process to its share; call it before torch or numpy is imported."""
+    """Confine this process to its share; call it before torch is imported."""
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

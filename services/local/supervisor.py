@@ -3,11 +3,12 @@
 One thread, no polling: it sleeps until a child reports, a child dies, a restart is due or a signal
 arrives. Every child it started is gone when `stop` returns.
 
-A child is forked from multiprocessing's fork server if that has imported its module, so that
-several children, and each that is restarted, share one import; any other is spawned.
+A child is forked if the fork server imports its module, so that several children, and each that
+is restarted, share one import; any other is spawned, and so is a child that cannot be forked.
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,14 +16,15 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess, SpawnProcess
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from pdserve.services.local.child import MAX_REPORT_BYTES, SIGNALS, Task, child_main
+from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
+from pdserve.services.local.fork_server import SIGNALS, ForkedProcess, ForkServer
 
+log = logging.getLogger(__name__)
 SOON_S = 10.0  # a child that dies again within this time is restarted with a delay
 MAX_DELAY_S = 30.0
 ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, its group
@@ -44,7 +46,7 @@ class Child:
 
     name: str
     make: Callable[[], Task]
-    process: SpawnProcess | ForkServerProcess | None = None
+    process: SpawnProcess | ForkedProcess | None = None
     pipe: Connection | None = None
     started_at: float = 0.0
     ready: bool = False
@@ -56,17 +58,6 @@ class Child:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def ensure_fork_server() -> None:
-    """The fork server ends with this process, not by a signal to its group: that would end its
-    children out of order. It has one thread, since a fork keeps no other."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which the engine does not use
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
 # Called with the child, an event of its Report or "died" or "restart", and the event's figures.
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
@@ -75,12 +66,10 @@ class Supervisor:
     """It is a context manager for the main thread and owns the process's signals meanwhile."""
 
     def __init__(self, on_event: OnEvent, preload: Sequence[str] = ()) -> None:
-        """`preload` names the modules of tasks that are forked: their import starts no thread."""
+        """`preload` names the modules of the tasks that are forked."""
         self._on_event = on_event
-        self._preload = frozenset(preload)
-        self._spawned = multiprocessing.get_context("spawn")
-        self._forked = multiprocessing.get_context("forkserver")
-        self._forked.set_forkserver_preload(list(preload))
+        self._context = multiprocessing.get_context("spawn")
+        self._fork_server = ForkServer(preload)
         self.children: list[Child] = []
         self.signals: list[int] = []
         self._signalled_at = -ECHO_S
@@ -94,12 +83,15 @@ class Supervisor:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.kill()
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_fd)
-        self._wake.close()
-        self._waker.close()
+        try:
+            self.kill()
+            self._fork_server.close()
+        finally:
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._old_fd)
+            self._wake.close()
+            self._waker.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -108,35 +100,46 @@ class Supervisor:
             self._signalled_at = now
 
     def start(self, name: str, make: Callable[[], Task]) -> Child:
-        """Start a child and keep it alive from now on."""
+        """Start a child and keep it alive from now on. Raises StartError if that is impossible."""
         child = Child(name, make)
+        try:
+            self._launch(child)
+        except OSError as error:
+            raise StartError(f"{name} could not start: {error}") from error
         self.children.append(child)
-        self._spawn(child)
         return child
 
-    def _spawn(self, child: Child) -> None:
-        task = child.make()
-        mine, theirs = self._spawned.Pipe(duplex=False)
-        child.process = self._fork(child, task, theirs)
-        if child.process is None:
-            child.process = self._spawned.Process(
-                target=child_main, args=(task, theirs), name=child.name
-            )
-            child.process.start()
-        theirs.close()
-        child.pipe, child.started_at = mine, time.monotonic()
+    def _launch(self, child: Child) -> None:
+        """Raises OSError if the system cannot start a process now."""
+        child.started_at = time.monotonic()
         child.ready, child.failure, child.restart_at = False, "", None
+        task = child.make()
+        mine, theirs = self._context.Pipe(duplex=False)
+        with theirs:
+            try:
+                child.process = self._fork(child.name, task, theirs) or self._spawn(
+                    child.name, task, theirs
+                )
+            except OSError:
+                mine.close()
+                raise
+        child.pipe = mine
 
-    def _fork(self, child: Child, task: Task, pipe: Connection) -> ForkServerProcess | None:
-        """None if the fork server has not imported the task's module, or dies while it forks."""
-        if task.entry.partition(":")[0] not in self._preload:
+    def _fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess | None:
+        """None if the task's module is not preloaded, or the child cannot be forked."""
+        if task.entry.partition(":")[0] not in self._fork_server.modules:
             return None
-        ensure_fork_server()
-        process = self._forked.Process(target=child_main, args=(task, pipe), name=child.name)
         try:
-            process.start()
-        except (EOFError, ConnectionError):
+            return self._fork_server.fork(name, task, pipe)
+        except OSError as error:
+            log.warning("%s is spawned, since it could not be forked: %s", name, error)
             return None
+
+    def _spawn(self, name: str, task: Task, pipe: Connection) -> SpawnProcess:
+        process = self._context.Process(
+            target=child_main, args=(name, task, os.getpid(), pipe), name=name
+        )
+        process.start()
         return process
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -197,6 +200,10 @@ class Supervisor:
         if child.pipe:
             child.pipe.close()
             child.pipe = None
+        self._died(child, code)
+
+    def _died(self, child: Child, code: int | None) -> None:
+        """Plans its restart."""
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)
@@ -212,7 +219,11 @@ class Supervisor:
             if child.restart_at <= time.monotonic():
                 child.restarts += 1
                 self._on_event(child, "restart", {})
-                self._spawn(child)
+                try:
+                    self._launch(child)
+                except OSError as error:
+                    child.failure = str(error)
+                    self._died(child, None)
 
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
         """SIGTERM each stage in turn and wait for it; kill what is left after `bound_s` seconds.

@@ -246,7 +246,9 @@ def check_free(flag: str, host: str, port: int) -> None:
 
 
 def outcome(code: object) -> str:
-    """Returns an exit code in words."""
+    """Returns an exit code in words; None: the system could not start the process."""
+    if code is None:
+        return "could not start"
     return f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
 
 

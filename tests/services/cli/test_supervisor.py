@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from eventually import LIMIT_S
 
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share
+from pdserve.services.local.fork_server import ForkServer
 from pdserve.services.local.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
 SUPPORT = str(Path(__file__).parents[2] / "support")
@@ -39,17 +39,7 @@ def supervisor(events: Events) -> Iterator[Supervisor]:
 
 
 @pytest.fixture
-def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """None runs before and after; one that starts meanwhile finds the modules of the tests."""
-    monkeypatch.setenv("PYTHONPATH", SUPPORT)
-    stop = forkserver._forkserver._stop  # type: ignore[attr-defined]
-    stop()
-    yield
-    stop()
-
-
-@pytest.fixture
-def forking(events: Events, no_fork_server: None) -> Iterator[Supervisor]:
+def forking(events: Events) -> Iterator[Supervisor]:
     with Supervisor(noting(events), preload=["fake_service"]) as made:
         yield made
 
@@ -158,25 +148,49 @@ def test_forked_children_share_one_import(forking: Supervisor) -> None:
     assert len(os.listdir(f"/proc/{server}/task")) == 1
     assert child.figures["pgid"] == child.figures["pid"] != other.figures["pgid"]
     assert child.figures["cores"] == list(share.cores)
-    assert child.figures["blocked"] == [signal.SIGTERM]  # which it blocks itself
+    assert child.figures["blocked"] == [signal.SIGTERM]  # which the service itself blocks
+    assert child.figures["num_fds"] == other.figures["num_fds"]  # none of its siblings'
     os.kill(child.figures["pid"], signal.SIGKILL)
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert child.figures["imported_by"] == server
+    assert child.figures["num_fds"] == other.figures["num_fds"]
     assert forking.stop([[child, other]], LIMIT_S)
     assert not any(psutil.pid_exists(c.figures["pid"]) for c in (child, other))
 
 
-def test_a_signal_to_the_group_leaves_the_fork_server(forking: Supervisor) -> None:
+def test_signals_leave_the_fork_server_alone(forking: Supervisor) -> None:
     """The children end in order, so it must be there until they have."""
     child = start(forking, "good")
     assert all_ready(forking)
     server = child.figures["imported_by"]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(server, number)
-    assert not forking.run_until(lambda: not child.ready, 0.3)
-    assert psutil.pid_exists(server)
-    assert forking.stop([[child]], LIMIT_S)
-    assert child.deaths_in_a_row == 1  # it ended once, when it was asked to
+    other = start(forking, "good")
+    assert all_ready(forking)
+    assert other.figures["imported_by"] == server
+    assert (child.deaths_in_a_row, other.deaths_in_a_row) == (0, 0)
+
+
+def test_exit_codes_of_forked_children(forking: Supervisor, events: Events) -> None:
+    child = start(forking, "mortal")
+    assert forking.run_until(lambda: child.restarts == 1 and child.deaths_in_a_row == 2, LIMIT_S)
+    assert [figures["code"] for _, event, figures in events if event == "died"] == [3, 3]
+
+
+def test_a_forked_child_that_never_was_ready_is_an_error(forking: Supervisor) -> None:
+    start(forking, "broken")
+    with pytest.raises(StartError, match=r"broken could not start: no such model: nowhere\.gguf"):
+        all_ready(forking)
+
+
+def test_the_fork_server_ends_with_the_supervisor(events: Events) -> None:
+    with Supervisor(noting(events), preload=["fake_service"]) as supervisor:
+        child = start(supervisor, "stubborn")
+        assert all_ready(supervisor)
+        server = psutil.Process(child.figures["pid"]).parent()
+    assert server is not None
+    assert not server.is_running()
+    assert not psutil.pid_exists(child.figures["pid"])
 
 
 def test_children_come_back_when_the_fork_server_is_killed(
@@ -184,19 +198,65 @@ def test_children_come_back_when_the_fork_server_is_killed(
 ) -> None:
     child = start(forking, "good")
     assert all_ready(forking)
-    first, server = psutil.Process(child.figures["pid"]), child.figures["imported_by"]
-    os.kill(server, signal.SIGKILL)
+    first = psutil.Process(child.figures["pid"])
+    server = psutil.Process(child.figures["imported_by"])
+    server.kill()
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert ended(first)
-    assert child.figures["imported_by"] != server
+    assert [figures["code"] for _, event, figures in events if event == "died"] == [-9]
+    other = start(forking, "good")  # by now it is known that the server is dead
+    assert all_ready(forking)
+    assert other.figures["imported_by"] == other.figures["ppid"] not in (server.pid, os.getpid())
 
 
-def test_a_child_is_spawned_if_the_fork_server_dies(no_fork_server: None) -> None:
+def test_a_child_is_spawned_if_the_fork_server_dies(caplog: pytest.LogCaptureFixture) -> None:
     with Supervisor(noting([]), preload=["fake_service", "fake_crash"]) as supervisor:
         child = start(supervisor, "good")
         assert all_ready(supervisor)
         assert child.figures["imported_by"] == child.figures["pid"]
         assert child.figures["ppid"] == os.getpid()
+    assert "good is spawned, since it could not be forked" in caplog.text
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_start_that_the_system_refuses(
+    forked: bool, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first it is an error; later the child starts again, and the others go on."""
+
+    def refuse(*args: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    preload = ["fake_service"] if forked else []
+    with Supervisor(noting(events), preload) as supervisor:
+        child, other = (start(supervisor, "good") for _ in range(2))
+        assert all_ready(supervisor)
+        with monkeypatch.context() as patch:
+            patch.setattr(ForkServer, "fork", refuse)
+            patch.setattr(Supervisor, "_spawn", refuse)
+            with pytest.raises(StartError, match="stubborn could not start: no more processes"):
+                start(supervisor, "stubborn")
+            os.kill(child.figures["pid"], signal.SIGKILL)
+            assert supervisor.run_until(lambda: child.deaths_in_a_row == 3, LIMIT_S)
+            assert child.failure == "no more processes"
+        assert supervisor.run_until(lambda: child.ready, LIMIT_S)
+        assert other.deaths_in_a_row == 0
+        assert supervisor.stop([[child, other]], LIMIT_S)
+
+
+def test_what_up_preloads_starts_no_thread_and_imports_no_torch() -> None:
+    code = (
+        "import importlib, os, sys\n"
+        "from pdserve.services.local.up import PRELOAD\n"
+        "for name in PRELOAD: importlib.import_module(name)\n"
+        "assert len(PRELOAD) == 3\n"
+        "assert 'numpy' in sys.modules\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert len(os.listdir('/proc/self/task')) == 1\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.parametrize("preload", [(), ("fake_service",)])
