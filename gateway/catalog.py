@@ -26,6 +26,7 @@ from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
 
 MAX_LOADED = 32
 
@@ -84,9 +85,7 @@ class Catalog:
         self._executor = executor
         self._load_limit_s = load_limit_s
         self._seen: dict[str, ModelCard] = {}
-        self._loaded: dict[tuple[str, str, str], TextComponents] = {}
-        self._announced: set[str] = set()  # models that `load` has seen
-        self._lock = asyncio.Lock()
+        self._loads: dict[Key, asyncio.Task[TextComponents]] = {}
 
     async def cards(self) -> Sequence[ModelCard]:
         """The models that live workers serve now."""
@@ -130,39 +129,53 @@ class Catalog:
                     INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
                 )
             card = cards[0]
-        return ServedModel(card, await self._load(card))
+        return ServedModel(card, await self._text(card))
 
-    async def load(self, names: Sequence[str]) -> None:
-        """Load what requests for these models will need, once each, so that none waits for it.
+    async def ready(self, cards: Sequence[ModelCard], wait_s: float) -> list[str]:
+        """Load what requests for these models will need, so that none waits for it; wait at most
+        `wait_s`. Returns the names of those that are loaded, or whose requests will say why not.
 
-        Of more models than are kept, the last are loaded by their first request. What fails is
-        logged here, and is tried again by each request that names the model.
+        Of more models than are kept, the last are loaded by their first request.
         """
-        self._announced.intersection_update(names)
-        for name in names[:MAX_LOADED]:
-            if name not in self._announced:
-                self._announced.add(name)
-                try:
-                    await self.get(name)
-                except ServiceError as error:
-                    log.warning("model %r: %s", name, error.message)
+        loads = {card.name: self._load(card) for card in cards[:MAX_LOADED]}
+        if loads:
+            await asyncio.wait(loads.values(), timeout=wait_s)
+        return [card.name for card in cards if card.name not in loads or loads[card.name].done()]
 
-    async def _load(self, card: ModelCard) -> TextComponents:
-        key = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
-        if key in self._loaded:
-            return self._loaded[key]
-        async with self._lock:
-            if key not in self._loaded:
-                tokenizer, template, generation = [
-                    await self._upstream.blob(digest) if digest else b"" for digest in key
-                ]
-                built = await self._executor.run(
-                    lambda: _build(card, tokenizer, template, generation), self._load_limit_s
-                )
-                while len(self._loaded) >= MAX_LOADED:
-                    del self._loaded[next(iter(self._loaded))]
-                self._loaded[key] = built
-            return self._loaded[key]
+    async def _text(self, card: ModelCard) -> TextComponents:
+        """A load that has failed is tried again."""
+        load = self._load(card)
+        if load.done() and (load.cancelled() or load.exception() is not None):
+            del self._loads[_key(card)]
+            load = self._load(card)
+        return await asyncio.shield(load)  # others may wait for it too
+
+    def _load(self, card: ModelCard) -> "asyncio.Task[TextComponents]":
+        """The one load of these files; the first call starts it."""
+        key = _key(card)
+        if key not in self._loads:
+            while len(self._loads) >= MAX_LOADED:
+                del self._loads[next(iter(self._loads))]
+            self._loads[key] = asyncio.create_task(self._fetch_and_build(card, key), name="load")
+            self._loads[key].add_done_callback(lambda load: _log_failure(card.name, load))
+        return self._loads[key]
+
+    async def _fetch_and_build(self, card: ModelCard, key: Key) -> TextComponents:
+        tokenizer, template, generation = [
+            await self._upstream.blob(digest) if digest else b"" for digest in key
+        ]
+        return await self._executor.run(
+            lambda: _build(card, tokenizer, template, generation), self._load_limit_s
+        )
+
+
+def _key(card: ModelCard) -> Key:
+    return card.tokenizer_digest, card.template_digest, card.generation_config_digest
+
+
+def _log_failure(name: str, load: "asyncio.Task[TextComponents]") -> None:
+    if not load.cancelled() and (error := load.exception()) is not None:
+        log.warning("model %r cannot be served: %s", name, error)
 
 
 def _no_model_yet() -> ServiceError:
@@ -170,15 +183,20 @@ def _no_model_yet() -> ServiceError:
 
 
 def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> TextComponents:
+    """Raises UnsupportedTokenizer, whatever the libraries raise: a panic is no Exception."""
     text_card = TextCard(
         vocab_size=card.vocab_size,
         eos_ids=tuple(card.eos_ids),
         bos_id=card.bos_id if card.has_bos else None,
         adds_bos=card.adds_bos,
     )
-    built = Tokenizer(tokenizer, text_card)
     try:
+        built = Tokenizer(tokenizer, text_card)
         chat = ChatTemplate(template.decode(), built) if template else None
+        return TextComponents(built, chat, GenerationDefaults.from_json(generation or b"{}"))
+    except UnsupportedTokenizer:
+        raise
     except UnicodeDecodeError as error:
         raise UnsupportedTokenizer("its chat template is not UTF-8") from error
-    return TextComponents(built, chat, GenerationDefaults.from_json(generation or b"{}"))
+    except BaseException as error:
+        raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from error

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 import uvloop
 
-from pdserve.gateway.catalog import Catalog, TextExecutor
+from pdserve.gateway.catalog import TextExecutor
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
@@ -48,7 +48,7 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises OSError naming a busy port or an unreadable key file, ValueError for settings that
-    cannot work. Reports "listening" {"url", "grpc"} and "ready" {}.
+    cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
     configure_logging("gateway", settings.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -71,7 +71,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.request_timeout_s,
         settings.queue_timeout_s,
     )
-    readiness = Readiness(client)
+    readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
         settings.max_body_bytes,
         settings.body_timeout_s,
@@ -101,9 +101,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
             "grpc": _address(settings.host, grpc_port),
         },
     )
-    announcing = asyncio.create_task(
-        _announce(readiness, service.catalog, grpc_host, report), name="announce"
-    )
+    announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
 
     def set_serving(serving: bool) -> None:
         announcing.cancel()
@@ -132,15 +130,11 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     )
 
 
-async def _announce(
-    readiness: Readiness, catalog: Catalog, grpc_host: GrpcHost, report: Report
-) -> None:
-    """Load each model's tokenizer before its first request, report "ready" once, and keep the gRPC
-    health at what /ready says."""
+async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -> None:
+    """Report "ready" once, and keep the gRPC health at what /ready says."""
     announced = serving = False
     while True:
         models = await readiness.models()
-        await catalog.load(models)
         if bool(models) != serving:
             serving = bool(models)
             grpc_host.set_serving(serving)

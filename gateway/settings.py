@@ -37,5 +37,5 @@ class GatewaySettings(HostSettings):
     text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
     lame_duck_s: float = option(
-        0.0, "seconds of these in which new ones are taken, while /ready says no already", min=0
+        0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0
     )

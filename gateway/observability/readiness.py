@@ -1,15 +1,22 @@
-"""Says whether the gateway can answer: a router must be there, with a live decode worker."""
+"""Says whether the gateway can answer: a router must be there, with a live decode worker, and the
+tokenizer of its model must be loaded."""
 
+from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.protos.common_pb2 import ModelCard
 from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.protos.router_pb2 import FleetView
 from pdserve.services.host.errors import ServiceError
+
+LOAD_S = 1.0  # how long a look at the models waits for tokenizers
 
 
 class Readiness:
-    """Ready while some model has a live decode worker, until `drain` is called."""
+    """Ready while some model can be asked, until `drain` is called."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, catalog: Catalog) -> None:
         self._upstream = upstream
+        self._catalog = catalog
         self._draining = False
 
     def drain(self) -> None:
@@ -17,27 +24,31 @@ class Readiness:
         self._draining = True
 
     async def models(self) -> list[str]:
-        """Names of the models that can be asked now; empty: not ready."""
+        """Sorted names of the models that can be asked now; empty: not ready."""
         if self._draining:
             return []
         try:
             view = await self._upstream.fleet()
         except ServiceError:
             return []
-        return sorted(
-            {
-                worker.hello.card.name
-                for worker in view.workers
-                if worker.hello.role == DECODE and worker.state == "live"
-            }
-        )
+        cards = _live(view)
+        return await self._catalog.ready([cards[name] for name in sorted(cards)], LOAD_S)
 
     async def why_not(self) -> str:
         """The reason for not being ready, as a sentence for people."""
         if self._draining:
             return "the server is shutting down"
         try:
-            await self._upstream.fleet()
+            view = await self._upstream.fleet()
         except ServiceError as error:
             return error.message
-        return "no decode worker is live yet"
+        return "the tokenizer is loading" if _live(view) else "no decode worker is live yet"
+
+
+def _live(view: FleetView) -> dict[str, ModelCard]:
+    """The models of live decode workers, by name."""
+    return {
+        worker.hello.card.name: worker.hello.card
+        for worker in view.workers
+        if worker.hello.role == DECODE and worker.state == "live"
+    }

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-GRACE_S = 1.0  # of a stop: for calls to end by themselves once the drain is over
-STOP_S = 5.0  # of a stop: for gRPC to end once its calls are cut
+GRACE_S = 1.0  # that calls get to end by themselves, after the drain
+STOP_S = 5.0  # that gRPC gets to end, after that
 
 
 def option(

@@ -131,17 +131,19 @@ class GrpcHost:
 
 class MetricsHttp:
     """Serves GET /metrics of one collector from a daemon thread until closed, for processes without
-    a web server; port 0 picks a free one."""
+    a web server. It listens on the host of `bind` (host:port); port 0 picks a free one."""
 
-    def __init__(self, collector: "Collector", port: int, host: str = "127.0.0.1") -> None:
-        # Few workers have a metrics port, and its imports take 50 ms.
+    def __init__(self, collector: "Collector", port: int, bind: str = "127.0.0.1:0") -> None:
+        # Few processes have a metrics port, and its imports take 50 ms.
         from prometheus_client import CollectorRegistry, start_http_server
 
         registry = CollectorRegistry()
         registry.register(collector)
         self._server: WSGIServer
         self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, host, registry)
+        self._server, self._thread = start_http_server(
+            port, bind.rpartition(":")[0].strip("[]"), registry
+        )
         self.port: int = self._server.server_port
 
     def close(self) -> None:

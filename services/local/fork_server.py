@@ -1,27 +1,25 @@
 """A process that has imported what several children need, and forks them.
 
 multiprocessing has one too, but that listens at a path, imports from the current directory and
-lives as long as its last child. This one is reached by a socket pair and ends with its parent, and
-its children end with it. It has one thread, since a fork keeps no other: no module that it imports
-may start one.
+lives as long as its last child. This one is reached by a pipe and ends with its parent, and its
+children end with it. It has one thread, since a fork keeps no other: no module that it imports may
+start one.
 """
 
 import importlib
 import multiprocessing
 import os
-import pickle
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import recv_handle, send_handle
 
 from pdserve.services.local.child import Task, child_main, die_with, show_as
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MAX_REQUEST_BYTES = 1 << 20
-MAX_ANSWER_BYTES = 4096
+MAX_CODE_BYTES = 16
 
 
 class ForkedProcess:
@@ -43,7 +41,7 @@ class ForkedProcess:
     def join(self) -> None:
         """Wait for its end."""
         wait([self.sentinel])
-        code = os.read(self._status, MAX_ANSWER_BYTES)
+        code = os.read(self._status, MAX_CODE_BYTES)
         self.exitcode = int(code) if code else -signal.SIGKILL  # the kernel's, see die_with
 
     def close(self) -> None:
@@ -62,54 +60,55 @@ class ForkServer:
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = frozenset(modules)
         self._process: SpawnProcess | None = None
-        self._socket: socket.socket | None = None
+        self._pipe: Connection | None = None
 
     def fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess:
         """Returns a child that runs the task; the first waits for the imports. Raises OSError if
         the server has died or cannot fork."""
-        server = self._start()
+        server, server_pid = self._start()
         status, theirs = os.pipe()
         try:
-            request = pickle.dumps((name, task))
-            socket.send_fds(server, [request], [pipe.fileno(), theirs])
-            answer, fds, *_ = socket.recv_fds(server, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            if not fds:
-                raise OSError(answer.decode() or "the fork server has died")
-        except BaseException:
+            server.send((name, task))
+            for fd in (pipe.fileno(), theirs):
+                send_handle(server, fd, server_pid)
+            answer = server.recv()
+            if isinstance(answer, str):
+                raise OSError(answer)
+            return ForkedProcess(answer, recv_handle(server), status)
+        except (EOFError, OSError) as error:
             os.close(status)
-            raise
+            raise OSError(str(error) or "the fork server has died") from error
         finally:
             os.close(theirs)
-        return ForkedProcess(int(answer), fds[0], status)
 
     def close(self) -> None:
         """End the server, and with it the children that still run."""
-        if self._socket is not None:
-            self._socket.close()
+        if self._pipe is not None:
+            self._pipe.close()
         if self._process is not None:
             self._process.join()
             self._process.close()
-        self._socket = self._process = None
+        self._pipe = self._process = None
 
-    def _start(self) -> socket.socket:
-        if self._socket is not None and self._process is not None and self._process.is_alive():
-            return self._socket
-        self.close()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = multiprocessing.get_context("spawn").Process(
-                target=serve, args=(theirs, sorted(self.modules), os.getpid()), name="fork server"
-            )
-            try:
-                self._process.start()
-            except OSError:
-                self._process = None
-                raise
-        return self._socket
+    def _start(self) -> tuple[Connection, int]:
+        """Its pipe and pid."""
+        if self._process is None or self._pipe is None or not self._process.is_alive():
+            self.close()
+            self._pipe, theirs = multiprocessing.Pipe()
+            with theirs:
+                process = multiprocessing.get_context("spawn").Process(
+                    target=serve,
+                    args=(theirs, sorted(self.modules), os.getpid()),
+                    name="fork server",
+                )
+                process.start()
+            self._process = process
+        assert self._process.pid is not None  # started
+        return self._pipe, self._process.pid
 
 
-def serve(requests: socket.socket, modules: Sequence[str], parent: int) -> None:
-    """The process itself: imports the modules, then forks until its parent closes the socket.
+def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
+    """The process itself: imports the modules, then forks until its parent closes the pipe.
 
     A signal to all processes of a service leaves it alone: its children would die before they have
     drained. In a child it returns by SystemExit, so that the child ends as a spawned one does.
@@ -127,34 +126,36 @@ def serve(requests: socket.socket, modules: Sequence[str], parent: int) -> None:
     while True:
         for ready in wait([requests, *running]):
             if isinstance(ready, int):
-                pid, status = running.pop(ready)
-                os.close(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(BrokenPipeError):
-                    os.write(status, b"%d" % code)
-                os.close(status)
+                _reap(ready, *running.pop(ready))
                 continue
-            request, fds, *_ = socket.recv_fds(
-                requests, MAX_REQUEST_BYTES, 2, socket.MSG_CMSG_CLOEXEC
-            )
-            if not request:
+            try:
+                name, task = requests.recv()
+                pipe, status = (recv_handle(requests) for _ in range(2))
+            except EOFError:
                 return
-            name, task = pickle.loads(request)
-            pipe, status = fds
             try:
                 pid = os.fork()
             except OSError as error:
-                requests.send(str(error).encode())
-                os.close(pipe)
+                requests.send(str(error))
                 os.close(status)
-                continue
-            if not pid:
-                requests.close()
-                for fd in (status, *running, *(other for _, other in running.values())):
-                    os.close(fd)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-                child_main(name, task, server, Connection(pipe, readable=False))
+            else:
+                if not pid:
+                    requests.close()
+                    for fd in (status, *running, *(other for _, other in running.values())):
+                        os.close(fd)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                    child_main(name, task, server, Connection(pipe, readable=False))
+                pidfd = os.pidfd_open(pid)
+                running[pidfd] = pid, status
+                requests.send(pid)
+                send_handle(requests, pidfd, parent)
             os.close(pipe)
-            pidfd = os.pidfd_open(pid)
-            running[pidfd] = pid, status
-            socket.send_fds(requests, [b"%d" % pid], [pidfd])
+
+
+def _reap(pidfd: int, pid: int, status: int) -> None:
+    """Tell the exit code of a child that has ended."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(BrokenPipeError):
+        os.write(status, b"%d" % code)
+    os.close(status)
+    os.close(pidfd)

@@ -20,14 +20,24 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
     """Yields a private folder and removes it at the end."""
     base = parent or Path(tempfile.gettempdir())
     sweep(base)
-    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    path, lock = _locked_folder(base)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def _locked_folder(base: Path) -> tuple[Path, int]:
+    """A new folder and its lock. Before it is locked another process may sweep it away."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        with suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return path, lock
+            os.close(lock)
 
 
 def sweep(base: Path) -> None:

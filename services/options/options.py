@@ -9,6 +9,8 @@ from dataclasses import MISSING, Field, dataclass, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from pdserve.services.host.options import HostSettings
+
 ENV_PREFIX = "PDSERVE_"
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
@@ -101,11 +103,13 @@ def _parse_bool(text: str) -> bool:
 
 
 def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
-    """The options of a settings dataclass, in order of its fields, less the fields in `skip`.
+    """The options of a settings dataclass, in order of its fields, less the fields in `skip`; those
+    that all processes have come last.
 
     A field without help is no option: its value is given by code.
     """
     hints, known = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
+    known.sort(key=lambda f: f.name in get_type_hints(HostSettings))
     return [_option(f, hints[f.name]) for f in known if f.name not in skip]
 
 

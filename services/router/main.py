@@ -74,8 +74,7 @@ async def serve(settings: RouterSettings, report: Report) -> int:
     if settings.metrics_port:
         from pdserve.services.router.metrics import RouterMetrics
 
-        host = settings.bind.rpartition(":")[0].strip("[]")
-        metrics = MetricsHttp(RouterMetrics(router.core), settings.metrics_port, host)
+        metrics = MetricsHttp(RouterMetrics(router.core), settings.metrics_port, settings.bind)
     report("listening", {"address": router.address})
     report("ready", {})
     try:

@@ -184,8 +184,8 @@ class WorkerProcess:
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(self.address, hello.card.name)
-            host = self._settings.bind.rpartition(":")[0].strip("[]")
-            self._metrics_http = MetricsHttp(self._metrics, self._settings.metrics_port, host)
+            port, bind = self._settings.metrics_port, self._settings.bind
+            self._metrics_http = MetricsHttp(self._metrics, port, bind)
         self._role.attach()
         self.host.set_serving(True)
         self._membership.start()

@@ -66,7 +66,9 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
     ) -> ASGIApp:
         service = make_service(router, limits)
         dialects = [OpenAiDialect(service, bounds)]
-        return create_app(dialects, service, Readiness(router), ApiKeys(keys), open_metrics)
+        return create_app(
+            dialects, service, Readiness(router, service.catalog), ApiKeys(keys), open_metrics
+        )
 
     return make
 

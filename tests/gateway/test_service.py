@@ -1,6 +1,7 @@
 """Preparing prompts: off the event loop, in bounded time, from blobs that are loaded once."""
 
 import asyncio
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -60,32 +61,96 @@ async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
     assert (one.card.name, two.card.name) == ("one", "two")
 
 
-async def test_a_model_is_loaded_before_its_first_request(anyio_backend, caplog):
+def panicking(words: bytes) -> bytes:
+    """A tokenizer.json whose post-processor names a special token that it does not define."""
+    tokenizer = json.loads(words)
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    return json.dumps(tokenizer).encode()
+
+
+@pytest.mark.parametrize(
+    ("broken", "change"),
+    [
+        ("tokenizer_digest", lambda _: b"\xff{{"),
+        ("tokenizer_digest", panicking),
+        ("template_digest", lambda _: b"\xff{{"),
+        ("template_digest", lambda _: b"{{ " + b"9" * 5000 + b" }}"),
+    ],
+)
+async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, broken, change):
+    """Its requests and /ready say so; the gateway goes on."""
+    card, blobs = served()
+    digest = getattr(card, broken)
+    good = blobs[digest]
+    blobs[digest] = change(good)
+    client = make_http(FakeRouter(saying("x"), [card], blobs))
+    for _ in range(2):
+        assert (await client.get("/ready")).status_code == 200
+    assert caplog.text.count("model 'tiny' cannot be served") == 1
+    asked = {"json": {"messages": HI}}
+    assert (await client.post("/v1/chat/completions", **asked)).status_code == 503
+    blobs[digest] = good
+    assert (await client.post("/v1/chat/completions", **asked)).status_code == 200
+
+
+async def test_models_are_ready_once_they_are_loaded(anyio_backend):
+    """One whose files do not come holds up no other."""
     card, blobs = served("one")
-    broken = served("two")[0]
-    broken.tokenizer_digest = "none"
-    router = FakeRouter(saying("x"), [card, broken], blobs | {"none": b"{"})
+    stalled = served("two", generation={"temperature": 0.5})[0]
+    router, arrives = FakeRouter(saying("x"), [card, stalled], blobs), asyncio.Event()
+
+    async def blob(digest):
+        if digest not in blobs:
+            await arrives.wait()
+        return blobs.get(digest, b"{}")
+
+    router.blob = blob
     with ThreadPoolExecutor(1) as executor:
         catalog = Catalog(router, TextExecutor(executor, 5))
-        for _ in range(2):
-            await catalog.load(["one", "two"])
-        assert [record.args[0] for record in caplog.records] == ["two"]
-        router.blobs.clear()
-        assert (await catalog.get("one")).text.template is not None
-        router.blobs = blobs | {"none": b"{"}
-        await catalog.load([])  # it has left, and comes back
-        await catalog.load(["two"])
-    assert [record.args[0] for record in caplog.records] == ["two", "two"]
+        assert await catalog.ready([stalled, card], 0.0) == []
+        assert (await catalog.get("one")).card.name == "one"
+        assert await catalog.ready([stalled, card], 0.0) == ["one"]
+        arrives.set()
+        assert await catalog.ready([stalled, card], LIMIT_S) == ["two", "one"]
+        router.blob = None  # no more are asked for
+        assert (await catalog.get("two")).text.defaults is not None
+        assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
 
 
-@pytest.mark.parametrize("broken", ["tokenizer_digest", "template_digest"])
-async def test_a_broken_blob_is_the_servers_fault(make_http, broken):
-    card, blobs = served()
-    blobs[getattr(card, broken)] = b"\xff{{"
-    reply = await make_http(FakeRouter(saying("x"), [card], blobs)).post(
-        "/v1/chat/completions", json={"messages": HI}
-    )
-    assert reply.status_code == 503
+async def test_of_more_models_than_are_kept_the_last_wait_for_a_request(anyio_backend, monkeypatch):
+    monkeypatch.setattr("pdserve.gateway.catalog.MAX_LOADED", 1)
+    card, blobs = served("one")
+    other, others = served("two", generation={"temperature": 0.5})
+    router = FakeRouter(saying("x"), [card, other], blobs)
+    with ThreadPoolExecutor(1) as executor:
+        catalog = Catalog(router, TextExecutor(executor, 5))
+        assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
+        router.blobs = others
+        assert (await catalog.get("two")).card.name == "two"
+
+
+async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
+    router, arrives = FakeRouter(saying("x")), asyncio.Event()
+    blob = router.blob
+
+    async def late(digest):
+        await arrives.wait()
+        return await blob(digest)
+
+    router.blob = late
+    client = make_http(router)
+    monkeypatch.setattr("pdserve.gateway.observability.readiness.LOAD_S", 0.01)
+    early = await client.get("/ready")
+    assert early.status_code == 503
+    assert "the tokenizer is loading" in early.text
+    monkeypatch.setattr("pdserve.gateway.observability.readiness.LOAD_S", LIMIT_S)
+    arrives.set()
+    assert (await client.get("/ready")).json()["models"] == ["tiny"]
 
 
 async def test_merge_closes_all_when_one_fails(anyio_backend):

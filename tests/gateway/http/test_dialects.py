@@ -61,7 +61,7 @@ async def client(make_service: Callable[..., Service], anyio_backend: str) -> An
     router = FakeRouter(saying("x"))
     service = make_service(router)
     dialects = [Lines(), OpenAiDialect(service, LIMITS)]
-    app = create_app(dialects, service, Readiness(router), ApiKeys(["k"]))
+    app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys(["k"]))
     headers = {"authorization": "Bearer k"}
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers

@@ -1,8 +1,13 @@
 """The temporary folder of `up`: private, removed, and swept after a kill."""
 
+import fcntl
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from pdserve.services.local.run_folder import PREFIX, run_dir
 
@@ -29,3 +34,29 @@ def test_the_folder_of_a_killed_owner_is_swept_and_a_living_one_kept(tmp_path: P
         with run_dir(tmp_path) as second:
             assert first.exists()
             assert second.exists()
+
+
+def test_a_folder_that_is_swept_before_its_lock_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdtemp, flock = tempfile.mkdtemp, fcntl.flock
+    made: list[Path] = []
+
+    def make(**options: Any) -> str:
+        made.append(Path(mkdtemp(**options)))
+        if len(made) == 1:
+            made[0].rmdir()
+        return str(made[-1])
+
+    def lock(fd: int, how: int) -> None:
+        if len(made) == 2:
+            made[1].rmdir()
+        flock(fd, how)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with run_dir(tmp_path) as folder:
+        assert len(made) == 3
+        assert folder == made[2]
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
