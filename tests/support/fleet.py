@@ -80,7 +80,7 @@ class Fleet:
 
     def pids(self, role: str) -> list[int]:
         """Live processes of a role: gateway, router, prefill or decode."""
-        children = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children(recursive=True)
         return [c.pid for c in children if c.name().startswith(role)]
 
     def metrics(self) -> dict[str, float]:

@@ -88,7 +88,7 @@ def terminate(fleet: Fleet, address: str) -> None:
     ended = fleet.log().count("ended (exit code 0)")
     (victim,) = [
         child
-        for child in psutil.Process(fleet.process.pid).children()
+        for child in psutil.Process(fleet.process.pid).children(recursive=True)
         for at in child.net_connections("tcp")
         if at.status == "LISTEN" and at.laddr.port == int(address.rpartition(":")[2])
     ]

@@ -39,12 +39,12 @@ LINKS = ("gateway-router", "router-decode", "router-prefill", "prefill-decode")
 ROLES = {"prefill": fleet_pb2.PREFILL, "decode": fleet_pb2.DECODE}
 
 
-def child(task: Task, parent: int, pipe: Connection, log: str) -> None:
+def child(name: str, task: Task, parent: int, pipe: Connection, log: str) -> None:
     """The target of a spawned process: what it says goes to a file of its own."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in (1, 2):
         os.dup2(file, number)
-    child_main(task, parent, pipe)
+    child_main(name, task, parent, pipe)
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class Cluster:
         self.num_started += 1
         spawned = self._context.Process(
             target=child,
-            args=(Task(ENTRIES[role], args, share), os.getpid(), theirs, str(log)),
+            args=(role, Task(ENTRIES[role], args, share), os.getpid(), theirs, str(log)),
             name=role,
         )
         spawned.start()
