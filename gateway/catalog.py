@@ -132,15 +132,29 @@ class Catalog:
         return ServedModel(card, await self._text(card))
 
     async def ready(self, cards: Sequence[ModelCard], wait_s: float) -> list[str]:
-        """Load what requests for these models will need, so that none waits for it; wait at most
-        `wait_s`. Returns the names of those that are loaded, or whose requests will say why not.
+        """Load what requests for these models will need, so that none waits for it. Returns the
+        names of those that are loaded, or have files that cannot be: their requests say so.
 
-        Of more models than are kept, the last are loaded by their first request.
+        Waits until one is, at most `wait_s`. Models for which there is no room are loaded by their
+        first request, and count as loaded.
         """
-        loads = {card.name: self._load(card) for card in cards[:MAX_LOADED]}
+        loads: dict[str, asyncio.Task[TextComponents]] = {}
+        for card in cards:
+            load = self._loads.get(_key(card))
+            if load is not None and load.done() and not _is_final(load):
+                del self._loads[_key(card)]
+                load = None
+            if load is None and len(self._loads) < MAX_LOADED:
+                load = self._load(card)
+            if load is not None:
+                loads[card.name] = load
         if loads:
-            await asyncio.wait(loads.values(), timeout=wait_s)
-        return [card.name for card in cards if card.name not in loads or loads[card.name].done()]
+            await asyncio.wait(loads.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        return [
+            card.name
+            for card in cards
+            if card.name not in loads or (loads[card.name].done() and _is_final(loads[card.name]))
+        ]
 
     async def _text(self, card: ModelCard) -> TextComponents:
         """A load that has failed is tried again."""
@@ -151,14 +165,18 @@ class Catalog:
         return await asyncio.shield(load)  # others may wait for it too
 
     def _load(self, card: ModelCard) -> "asyncio.Task[TextComponents]":
-        """The one load of these files; the first call starts it."""
+        """The one load of these files; the first call starts it. The last in the dict is the one
+        that was used last; one that runs is never dropped."""
         key = _key(card)
-        if key not in self._loads:
-            while len(self._loads) >= MAX_LOADED:
-                del self._loads[next(iter(self._loads))]
-            self._loads[key] = asyncio.create_task(self._fetch_and_build(card, key), name="load")
-            self._loads[key].add_done_callback(lambda load: _log_failure(card.name, load))
-        return self._loads[key]
+        load = self._loads.pop(key, None)
+        if load is None:
+            done = [other for other, its in self._loads.items() if its.done()]
+            for other in done[: max(0, len(self._loads) + 1 - MAX_LOADED)]:
+                del self._loads[other]
+            load = asyncio.create_task(self._fetch_and_build(card, key), name="load")
+            load.add_done_callback(lambda load: _log_failure(card.name, load))
+        self._loads[key] = load
+        return load
 
     async def _fetch_and_build(self, card: ModelCard, key: Key) -> TextComponents:
         tokenizer, template, generation = [
@@ -173,9 +191,17 @@ def _key(card: ModelCard) -> Key:
     return card.tokenizer_digest, card.template_digest, card.generation_config_digest
 
 
+def _is_final(load: "asyncio.Task[TextComponents]") -> bool:
+    """Whether another try would end like this one: no network was in the way."""
+    if load.cancelled():
+        return False
+    error = load.exception()
+    return error is None or isinstance(error.__cause__, UnsupportedTokenizer)
+
+
 def _log_failure(name: str, load: "asyncio.Task[TextComponents]") -> None:
     if not load.cancelled() and (error := load.exception()) is not None:
-        log.warning("model %r cannot be served: %s", name, error)
+        log.warning("model %r: its tokenizer could not be loaded: %s", name, error)
 
 
 def _no_model_yet() -> ServiceError:
@@ -183,7 +209,7 @@ def _no_model_yet() -> ServiceError:
 
 
 def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> TextComponents:
-    """Raises UnsupportedTokenizer, whatever the libraries raise: a panic is no Exception."""
+    """Raises UnsupportedTokenizer for every failure; a panic of Rust is a BaseException."""
     text_card = TextCard(
         vocab_size=card.vocab_size,
         eos_ids=tuple(card.eos_ids),

@@ -39,7 +39,7 @@ from pdserve.services.host.server import GrpcHost
 log = logging.getLogger("pdserve.gateway")
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-READY_S = 1.0  # between two looks at the models that can be asked
+READY_S = 1.0  # between two checks which models can be asked
 START_S = 0.05  # until there is one
 KEEP_ALIVE_S = 75  # longer than the minute after which common proxies drop an idle connection
 

@@ -8,7 +8,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import FleetView
 from pdserve.services.host.errors import ServiceError
 
-LOAD_S = 1.0  # how long a look at the models waits for tokenizers
+LOAD_S = 0.5  # how long one check waits for the first tokenizer
 
 
 class Readiness:
@@ -42,13 +42,15 @@ class Readiness:
             view = await self._upstream.fleet()
         except ServiceError as error:
             return error.message
-        return "the tokenizer is loading" if _live(view) else "no decode worker is live yet"
+        return (
+            "no model's tokenizer is loaded yet" if _live(view) else "no decode worker is live yet"
+        )
 
 
 def _live(view: FleetView) -> dict[str, ModelCard]:
-    """The models of live decode workers, by name."""
-    return {
-        worker.hello.card.name: worker.hello.card
-        for worker in view.workers
-        if worker.hello.role == DECODE and worker.state == "live"
-    }
+    """The models of live decode workers, by name; of two cards the first, as in ListModels."""
+    cards: dict[str, ModelCard] = {}
+    for worker in view.workers:
+        if worker.hello.role == DECODE and worker.state == "live":
+            cards.setdefault(worker.hello.card.name, worker.hello.card)
+    return cards

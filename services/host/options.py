@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-GRACE_S = 1.0  # that calls get to end by themselves, after the drain
-STOP_S = 5.0  # that gRPC gets to end, after that
+GRACE_S = 1.0  # for calls to end by themselves, after the drain
+STOP_S = 5.0  # then for gRPC to stop
 
 
 def option(

@@ -43,10 +43,10 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
     os.setpgid(0, 0)
     die_with(parent)
     show_as(name)
-    if task.share:
-        take(task.share)
     report = reporter(pipe)
     try:
+        if task.share:
+            take(task.share)
         code = resolve_name(task.entry)(*task.args, report=report)
     except Exception as error:
         public = type(error).__module__.startswith("pdserve.") or isinstance(error, OSError)

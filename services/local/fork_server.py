@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 
 from pdserve.services.local.child import Task, child_main, die_with, show_as
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CODE_BYTES = 16
+ANSWER_S = 60.0  # for the imports and a fork
+STATUS_S = 5.0  # for the exit code of a child that has ended
 
 
 class ForkedProcess:
@@ -41,8 +43,10 @@ class ForkedProcess:
     def join(self) -> None:
         """Wait for its end."""
         wait([self.sentinel])
-        code = os.read(self._status, MAX_CODE_BYTES)
-        self.exitcode = int(code) if code else -signal.SIGKILL  # the kernel's, see die_with
+        told = wait([self._status], STATUS_S)
+        code = os.read(self._status, MAX_CODE_BYTES) if told else b""
+        # If the server has died, the kernel has killed its children (child.die_with).
+        self.exitcode = int(code) if code else -signal.SIGKILL
 
     def close(self) -> None:
         os.close(self.sentinel)
@@ -64,37 +68,44 @@ class ForkServer:
 
     def fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess:
         """Returns a child that runs the task; the first waits for the imports. Raises OSError if
-        the server has died or cannot fork."""
+        the server has died, hangs or cannot fork."""
         server, server_pid = self._start()
         status, theirs = os.pipe()
         try:
             server.send((name, task))
             for fd in (pipe.fileno(), theirs):
                 send_handle(server, fd, server_pid)
+            if not server.poll(ANSWER_S):
+                raise TimeoutError(f"the fork server does not answer within {ANSWER_S:g} s")
             answer = server.recv()
-            if isinstance(answer, str):
-                raise OSError(answer)
-            return ForkedProcess(answer, recv_handle(server), status)
-        except (EOFError, OSError) as error:
+            pidfd = -1 if isinstance(answer, str) else recv_handle(server)
+        except BaseException as error:
+            self.kill()  # it may wait for the rest of a message
             os.close(status)
-            raise OSError(str(error) or "the fork server has died") from error
+            if isinstance(error, EOFError | OSError | RuntimeError):
+                raise OSError(str(error) or "the fork server has died") from error
+            raise
         finally:
             os.close(theirs)
+        if isinstance(answer, str):
+            os.close(status)
+            raise OSError(answer)
+        return ForkedProcess(answer, pidfd, status)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End the server, and with it the children that still run."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
+        if self._process is not None and self._pipe is not None:
+            self._process.kill()
             self._process.join()
             self._process.close()
+            self._pipe.close()
         self._pipe = self._process = None
 
     def _start(self) -> tuple[Connection, int]:
         """Its pipe and pid."""
         if self._process is None or self._pipe is None or not self._process.is_alive():
-            self.close()
-            self._pipe, theirs = multiprocessing.Pipe()
+            self.kill()
+            pipe, theirs = multiprocessing.Pipe()
             with theirs:
                 process = multiprocessing.get_context("spawn").Process(
                     target=serve,
@@ -102,16 +113,16 @@ class ForkServer:
                     name="fork server",
                 )
                 process.start()
-            self._process = process
+            self._process, self._pipe = process, pipe
         assert self._process.pid is not None  # started
         return self._pipe, self._process.pid
 
 
 def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
-    """The process itself: imports the modules, then forks until its parent closes the pipe.
+    """The process itself: imports the modules, then forks what its parent asks for.
 
     A signal to all processes of a service leaves it alone: its children would die before they have
-    drained. In a child it returns by SystemExit, so that the child ends as a spawned one does.
+    drained. In a child it raises SystemExit, so that the child ends as a spawned one does.
     """
     os.setpgid(0, 0)
     die_with(parent)
@@ -129,9 +140,9 @@ def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
                 _reap(ready, *running.pop(ready))
                 continue
             try:
-                name, task = requests.recv()
+                request = requests.recv_bytes()
                 pipe, status = (recv_handle(requests) for _ in range(2))
-            except EOFError:
+            except (EOFError, ConnectionError):
                 return
             try:
                 pid = os.fork()
@@ -144,6 +155,7 @@ def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
                     for fd in (status, *running, *(other for _, other in running.values())):
                         os.close(fd)
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                    name, task = ForkingPickler.loads(request)
                     child_main(name, task, server, Connection(pipe, readable=False))
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid, status
@@ -153,7 +165,7 @@ def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
 
 
 def _reap(pidfd: int, pid: int, status: int) -> None:
-    """Tell the exit code of a child that has ended."""
+    """Send the exit code of a child that has ended, and close its descriptors."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(BrokenPipeError):
         os.write(status, b"%d" % code)

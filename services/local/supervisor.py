@@ -85,7 +85,7 @@ class Supervisor:
     def __exit__(self, *exc: object) -> None:
         try:
             self.kill()
-            self._fork_server.close()
+            self._fork_server.kill()
         finally:
             for number, handler in self._old.items():
                 signal.signal(number, handler)

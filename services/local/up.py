@@ -189,7 +189,9 @@ class System:
             kv = f", KV pool of {tokens} tokens" if tokens else ""
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")
         elif event == "died" and not self._stopping:
-            say(f"{child.name}: ended ({outcome(figures.get('code'))}) {child.failure}".rstrip())
+            code = figures["code"]
+            how = "could not start:" if code is None else f"ended ({outcome(code)})"
+            say(f"{child.name}: {how} {child.failure}".rstrip())
             if figures["restart_s"]:
                 say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":
@@ -245,11 +247,9 @@ def check_free(flag: str, host: str, port: int) -> None:
             ) from None
 
 
-def outcome(code: object) -> str:
-    """Returns an exit code in words; None: the system could not start the process."""
-    if code is None:
-        return "could not start"
-    return f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
+def outcome(code: int) -> str:
+    """Returns an exit code in words."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def say(text: str) -> None:

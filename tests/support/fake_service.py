@@ -12,6 +12,13 @@ from pdserve.services.host.lifecycle import Report
 IMPORTED_BY = os.getpid()  # in a forked child this is the fork server
 
 
+class Unreadable:
+    """An argument that cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 def until_sigterm() -> int:
     signal.sigwait({signal.SIGTERM})
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_service
 import psutil
 import pytest
 from eventually import LIMIT_S
@@ -123,13 +124,17 @@ def test_a_stubborn_child_is_killed_after_the_bound(supervisor: Supervisor) -> N
     assert not any(psutil.pid_exists(child.figures["pid"]) for child in children)
 
 
-def test_a_second_signal_kills_at_once(supervisor: Supervisor) -> None:
+def test_a_second_signal_kills_at_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child = start(supervisor, "stubborn")
     assert all_ready(supervisor)
+    monkeypatch.setattr("pdserve.services.local.supervisor.ECHO_S", LIMIT_S)
     os.kill(os.getpid(), signal.SIGTERM)
     assert supervisor.run_until(lambda: False, 5.0)
     os.kill(os.getpid(), signal.SIGINT)  # an echo of the first
     assert supervisor.signals == [signal.SIGTERM]
+    monkeypatch.setattr("pdserve.services.local.supervisor.ECHO_S", 0.1)
     again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
     assert not supervisor.stop([[child]], 10 * LIMIT_S)
@@ -216,6 +221,47 @@ def test_a_child_is_spawned_if_the_fork_server_dies(caplog: pytest.LogCaptureFix
         assert child.figures["imported_by"] == child.figures["pid"]
         assert child.figures["ppid"] == os.getpid()
     assert "good is spawned, since it could not be forked" in caplog.text
+
+
+def test_a_refused_fork_costs_no_sibling(caplog: pytest.LogCaptureFixture) -> None:
+    with Supervisor(noting([]), preload=["fake_service", "fake_refusal"]) as supervisor:
+        spawned, child, other = (start(supervisor, "good") for _ in range(3))
+        assert all_ready(supervisor)
+        assert "could not be forked: no more processes" in caplog.text
+        assert spawned.figures["ppid"] == os.getpid()
+        server = child.figures["ppid"]
+        assert server not in (os.getpid(), other.figures["pid"])
+        assert other.figures["ppid"] == server
+        assert child.figures["num_fds"] == other.figures["num_fds"]
+
+
+def test_a_task_that_cannot_be_read_costs_no_sibling(forking: Supervisor) -> None:
+    child = start(forking, "good")
+    assert all_ready(forking)
+    start(forking, "stubborn", fake_service.Unreadable())
+    with pytest.raises(StartError, match="stubborn could not start"):
+        all_ready(forking)
+    assert child.ready
+    assert child.deaths_in_a_row == 0
+
+
+def test_a_fork_server_that_hangs_is_killed(
+    forking: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its children are started again, by another one."""
+    child = start(forking, "good")
+    assert all_ready(forking)
+    server = psutil.Process(child.figures["imported_by"])
+    server.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr("pdserve.services.local.fork_server.ANSWER_S", 0.1)
+        spawned = start(forking, "good")
+    assert "does not answer" in caplog.text
+    assert not server.is_running()
+    assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
+    assert all_ready(forking)
+    assert spawned.figures["ppid"] == os.getpid()
+    assert child.figures["ppid"] not in (server.pid, os.getpid())
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -53,6 +53,7 @@ def test_no_process_of_up_imports_torch(model: Path) -> None:
         up = psutil.Process(fleet.process.pid)
         family = [up, *up.children(recursive=True)]
         (server,) = (process for process in family if process.name() == "fork server")
+        assert server.num_threads() == 1
         forked = sorted(process.name() for process in server.children())
         assert forked == ["decode 0", "prefill 0", "router"]
         assert [process.name() for process in family if has_torch(process)] == []
