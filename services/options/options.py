@@ -109,7 +109,8 @@ def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
     A field without help is no option: its value is given by code.
     """
     hints, known = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
-    known.sort(key=lambda f: f.name in get_type_hints(HostSettings))
+    shared = {f.name for f in fields(HostSettings)}
+    known.sort(key=lambda f: f.name in shared)
     return [_option(f, hints[f.name]) for f in known if f.name not in skip]
 
 
