@@ -86,6 +86,7 @@ class Catalog:
         self._load_limit_s = load_limit_s
         self._seen: dict[str, ModelCard] = {}
         self._loads: dict[Key, asyncio.Task[TextComponents]] = {}
+        self._failures: dict[str, str] = {}  # by model, as logged
 
     async def cards(self) -> Sequence[ModelCard]:
         """The models that live workers serve now."""
@@ -174,9 +175,19 @@ class Catalog:
             for other in done[: max(0, len(self._loads) + 1 - MAX_LOADED)]:
                 del self._loads[other]
             load = asyncio.create_task(self._fetch_and_build(card, key), name="load")
-            load.add_done_callback(lambda load: _log_failure(card.name, load))
+            load.add_done_callback(lambda load: self._log_failure(card.name, load))
         self._loads[key] = load
         return load
+
+    def _log_failure(self, name: str, load: "asyncio.Task[TextComponents]") -> None:
+        """A failure is logged once, however often the load is tried again."""
+        error = None if load.cancelled() else load.exception()
+        failure = "" if error is None else str(error)
+        if failure and self._failures.get(name) != failure:
+            log.warning("model %r: its tokenizer could not be loaded: %s", name, failure)
+        self._failures[name] = failure
+        while len(self._failures) > MAX_LOADED:
+            del self._failures[next(iter(self._failures))]
 
     async def _fetch_and_build(self, card: ModelCard, key: Key) -> TextComponents:
         tokenizer, template, generation = [
@@ -197,11 +208,6 @@ def _is_final(load: "asyncio.Task[TextComponents]") -> bool:
         return False
     error = load.exception()
     return error is None or isinstance(error.__cause__, UnsupportedTokenizer)
-
-
-def _log_failure(name: str, load: "asyncio.Task[TextComponents]") -> None:
-    if not load.cancelled() and (error := load.exception()) is not None:
-        log.warning("model %r: its tokenizer could not be loaded: %s", name, error)
 
 
 def _no_model_yet() -> ServiceError:

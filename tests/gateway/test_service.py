@@ -121,7 +121,7 @@ async def test_models_are_ready_once_they_are_loaded(anyio_backend):
         assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
 
 
-async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend):
+async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplog):
     card, blobs = served("one")
     router, broken = FakeRouter(saying("x"), [card], blobs), 2
 
@@ -139,6 +139,7 @@ async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend):
         with pytest.raises(ServiceError, match="no router"):
             await catalog.get("one")
         assert await catalog.ready([card], LIMIT_S) == ["one"]
+    assert caplog.text.count("could not be loaded: no router can be reached") == 1
 
 
 async def test_of_more_models_than_are_kept_the_last_wait_for_a_request(anyio_backend, monkeypatch):
