@@ -1,0 +1,41 @@
+"""The chunk size is the one that takes nearest to 100 ms, and slow first passes do not count."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.engine import build
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chunk", "tried"),
+    [
+        ({64: [0.004], 128: [0.008], 256: [0.016], 512: [0.03], 1024: [0.07], 2048: [0.15]},
+         1024, [1, 64, 128, 256, 512, 1024, 2048]),
+        ({64: [0.06], 128: [0.12]}, 128, [1, 64, 128]),
+        ({64: [0.9, 0.3]}, 64, [1, 64, 64]),
+        # The first chunk of a device that loads its kernels then: the second is the measure.
+        ({64: [0.9, 0.05], 128: [0.1]}, 128, [1, 64, 64, 128]),
+    ],
+    ids=["fast", "slow", "slower than a chunk may be", "cold"],
+)  # fmt: skip
+def test_the_measured_chunk(
+    seconds: dict[int, list[float]],
+    chunk: int,
+    tried: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def taken(model: Any, kv: Any, size: int) -> float:
+        sizes.append(size)
+        return 5.0 if size == 1 else seconds[size].pop(0)
+
+    least = min(best / size for size, all_ in seconds.items() for best in [min(all_)])
+    kv: Any = SimpleNamespace(num_blocks=1024, spec=SimpleNamespace(block_size=16))
+    model: Any = None
+    monkeypatch.setattr(build, "_chunk_seconds", taken)
+    found, token_s = build.measure(model, kv, 4096)
+    assert (found, sizes) == (chunk, tried)
+    assert token_s == pytest.approx(least)
