@@ -52,13 +52,8 @@ def hostile(scale: float, folder: Path) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for number, ((transport, sealed), count) in enumerate(HOSTILE.items()):
-        victim = Victim(transport, folder, sealed)
-        try:  # a line that fails must end
-            attack = Attack(victim, seed=number)
+        with Victim(transport, folder, sealed) as victim, Attack(victim, seed=number) as attack:
             attack.run(int(count * scale))
-            attack.close()
-        finally:
-            victim.close()
         kinds += attack.kinds
         outcomes += attack.outcomes
         refused += victim.receiver.counters

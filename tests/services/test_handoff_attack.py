@@ -17,9 +17,8 @@ HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORT
 @pytest.mark.parametrize("encrypted", [False, True], ids=["tagged", "sealed"])
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 def test_hostile_frames_change_nothing(transport: str, encrypted: bool, tmp_path: Path) -> None:
-    victim = Victim(transport, tmp_path, encrypted)
-    attack = Attack(victim, seed=1)
-    attack.run(500)
+    with Victim(transport, tmp_path, encrypted) as victim, Attack(victim, seed=1) as attack:
+        attack.run(500)
     assert sum(attack.kinds.values()) == 500
     assert not [kind for kind in (*attack.staying, *attack.closing) if not attack.kinds[kind]]
     assert attack.kinds["truncated"] > 5
@@ -28,8 +27,6 @@ def test_hostile_frames_change_nothing(transport: str, encrypted: bool, tmp_path
     for counter in ("corrupt_frames", "late_frames", "refused"):
         assert counters[counter] > 0
     assert not victim.received
-    attack.close()
-    victim.close()
 
 
 @pytest.mark.parametrize("window", [0, 10], ids=["full", "full and window"])

@@ -170,7 +170,10 @@ class Attack:
             self._staying(batch)
             left -= batch
 
-    def close(self) -> None:
+    def __enter__(self) -> "Attack":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         self.peer.close()
         self.bystander.close()
 

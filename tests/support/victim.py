@@ -25,30 +25,33 @@ SLOT_BYTES = 1 << 16
 
 
 class Watched(Receiver):
-    """`taking`: connections with a frame between its record and what becomes of it."""
+    """`taking`: connections with a frame between its record and what becomes of it. A connection
+    that fails at its writer thread is closed while its reader still takes a frame."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
-        self.taking: set[DataLink] = set()
+        self._taking: set[DataLink] = set()
         super().__init__(*args, **words)
 
+    @property
+    def taking(self) -> list[DataLink]:
+        return [link for link in self._taking.copy() if not link.ended]
+
     def frame(self, link: DataLink, header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        self.taking.add(link)
+        self._taking.add(link)
         wanted = super().frame(link, header, covered, tag)
         if not wanted:
-            self.taking.discard(link)
+            self._taking.discard(link)
         return wanted
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
         super().payload(link, header, payload)
-        self.taking.discard(link)
-
-    def closed(self, link: DataLink, reason: str) -> None:
-        self.taking.discard(link)
-        super().closed(link, reason)
+        self._taking.discard(link)
 
 
 class Victim:
-    """Decode's side. `lost` holds the reasons by attempt; `writes` counts writes into the pool."""
+    """Decode's side, to be used with `with`: it ends though its test fails, for no time limit
+    holds in this process until then. `lost` holds the reasons by attempt; `writes` counts writes
+    into the pool."""
 
     def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
         self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
@@ -122,7 +125,10 @@ class Victim:
     def wait(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, self.lost, pause_s=0.0005)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Victim":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         self.thread.close()
         self.receiver.close()
         self._timeouts.close()
