@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -51,9 +52,9 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + (DIRTY if dirty else "")
 
 
-def source_tree(prose: bool = False) -> str:
-    """Changes whenever anything but results and, unless `prose`, prose changes."""
-    entries = git("ls-tree", "-r", "HEAD", "--", ".").splitlines()
+def source_tree(prose: bool = False, paths: Sequence[str] = (".",)) -> str:
+    """Changes whenever anything under `paths` but results and, unless `prose`, prose changes."""
+    entries = git("ls-tree", "-r", "HEAD", "--", *paths).splitlines()
     without = RESULTS if prose else UNMEASURED
     kept = [e for e in entries if not e.split("\t")[1].startswith(without)]
     return subprocess.run(
