@@ -67,6 +67,14 @@ def source_tree(prose: bool = False, paths: Sequence[str] = (".",)) -> str:
     ).stdout.strip()[:12]
 
 
+def _environment() -> dict[str, str]:
+    """Of a line's process: a `make` in it must not get ARGS of the `make` that started us."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    own.pop("MFLAGS", None)
+    own.pop("ARGS", None)
+    return own | {"PYTHONPATH": f"{HERE}:{ROOT}/tests/support"}
+
+
 def tree_of(module: Path) -> str:
     """The source tree that a line measures: with the docs if its module says that it reads them."""
     return source_tree(prose=READS_PROSE.search(module.read_text()) is not None)
@@ -112,7 +120,7 @@ def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
         process = subprocess.Popen(
             [sys.executable, str(module)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}/tests/support"},
+            env=_environment(),
             stdout=out,
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -217,3 +217,15 @@ def test_a_test_that_is_gone_needs_a_successor() -> None:
     lost = gone_tests.missing([], successors[1:])
     assert list(lost) == [next(iter(gone_tests.GONE))]
     assert successors[0] in lost[next(iter(gone_tests.GONE))]
+
+
+def test_a_line_does_not_inherit_the_arguments_of_make(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "ARGS"):
+        monkeypatch.setenv(name, "ARGS=1")
+    seen = 'sorted(set(os.environ) & {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "ARGS"})'
+    text = f"import json, os\nprint(json.dumps(dict(ok=True, seen={seen})))\n"
+    (topic.folder / "made/line1_x.py").write_text(text)
+    _, found = topic.run()
+    assert found["lines"]["line1_x"]["seen"] == []
