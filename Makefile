@@ -74,7 +74,7 @@ run: $(SERVING)
 demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
-# The C++ tests compile for minutes: they run beside the others, at the lowest priority.
+# The C++ tests compile for minutes: they run beside the others, and give way to them.
 NATIVE_TESTS := tests/kernels/test_native_targets.py
 ifeq ($(ARGS),)
 test: setup
@@ -85,7 +85,7 @@ test: setup
 endif
 
 test-native: setup
-	nice -n 19 $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+	nice -n 5 $(BIN)/python -m pytest -q $(NATIVE_TESTS)
 
 test-python: setup
 	$(BIN)/python -m pytest -q --ignore=$(NATIVE_TESTS)
