@@ -37,6 +37,7 @@ def run(first: int, store: Path | None) -> dict[str, Any]:
     sys.stderr.write("\n".join(line for line in lines if line.startswith("seed ")) + "\n")
     figures: dict[str, Any] = json.loads(lines[-1])
     figures["ok"] = figures["ok"] and done.returncode == 0 and figures["runs"] == PART
+    figures["commit"] = commit()
     print(f"from {first}: {figures}", file=sys.stderr, flush=True)
     if path is not None and figures["ok"]:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,7 @@ def main() -> int:
         **summed,
         "cells": parts[0]["cells"],
         "cells_hit_by_every_part": min(part["cells_hit"] for part in parts),
+        "measured_on": sorted({part["commit"] for part in parts}),
         "wall_s": round(sum(part["wall_s"] for part in parts)),
     }
     print(json.dumps(figures))
