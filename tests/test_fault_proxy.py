@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from eventually import LIMIT_S, wait_until
 from fault_proxy import FaultProxy, Way
 
 FACE = b"\x10\x20\x30"
@@ -89,9 +90,9 @@ def test_a_partition_holds_bytes_until_it_is_over(
     sock.settimeout(0.2)
     with pytest.raises(TimeoutError):
         sock.recv(10)
-    assert proxy.hits == {f"held {way.value}": 1}
+    wait_until(lambda: proxy.hits == {f"held {way.value}": 1}, proxy.hits)
     proxy.heal()
-    sock.settimeout(10)
+    sock.settimeout(LIMIT_S)
     assert sock.recv(10) == FACE
 
 

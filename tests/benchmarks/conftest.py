@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / f"benchmarks{part}") for part in ("/cpu", "/handoff", "/house", "")]
+sys.path += [str(ROOT / f"benchmarks{part}") for part in ("/cpu", "/handoff", "/structure", "")]

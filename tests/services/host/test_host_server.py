@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from eventually import LIMIT_S
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -81,7 +82,7 @@ async def test_denied_before_the_peer_has_sent_anything(running: Any) -> None:
     _, address, _, fleet = running
     async with grpc.aio.insecure_channel(address) as channel:
         call = FleetStub(channel).Join()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
     assert fleet.calls == 0
 

@@ -12,19 +12,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from accept import commit, source_tree
+from accept import DIRTY, commit, source_tree
 
 ROOT = Path(__file__).parents[2]
-STORE = ROOT / "build/house"
+STORE = ROOT / "build/structure"
 FIRST, RUNS, PART = 1_000_000, 100_000, 10_000
 PRODUCT = ("gateway", "services", "engine", "kernels", "protos", "CMakeLists.txt")
 RAN = (*PRODUCT, "tests/simulation", "tests/support", "pyproject.toml", "constraints.txt")
 
 
-def run(first: int, store: Path | None) -> dict[str, Any]:
-    """Figures of one part; every part strikes every cell."""
-    path = store / f"simulation-{first}.json" if store else None
-    if path is not None and path.exists():
+def sources() -> tuple[str, str]:
+    """The commit, and what names the sources that a part runs."""
+    return commit(), source_tree(paths=RAN)
+
+
+def run(first: int) -> dict[str, Any]:
+    """Figures of one part; every part has every cell's fault."""
+    before = sources()
+    path = STORE / before[1] / f"simulation-{first}.json"
+    if path.exists() and not before[0].endswith(DIRTY):
         return dict(json.loads(path.read_text()))
     done = subprocess.run(
         [sys.executable, "-m", "simulation.sweep", "--runs", str(PART), "--first", str(first)],
@@ -37,17 +43,18 @@ def run(first: int, store: Path | None) -> dict[str, Any]:
     sys.stderr.write("\n".join(line for line in lines if line.startswith("seed ")) + "\n")
     figures: dict[str, Any] = json.loads(lines[-1])
     figures["ok"] = figures["ok"] and done.returncode == 0 and figures["runs"] == PART
-    figures["commit"] = commit()
+    figures["commit"] = before[0]
     print(f"from {first}: {figures}", file=sys.stderr, flush=True)
-    if path is not None and figures["ok"]:
+    if sources() != before:
+        raise SystemExit("the sources changed under way")
+    if figures["ok"] and not before[0].endswith(DIRTY):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures))
     return figures
 
 
 def main() -> int:
-    store = None if commit().endswith("-dirty") else STORE / source_tree(paths=RAN)
-    parts = [run(first, store) for first in range(FIRST, FIRST + RUNS, PART)]
+    parts = [run(first) for first in range(FIRST, FIRST + RUNS, PART)]
     summed = Counter({k: sum(p[k] for p in parts) for k in ("runs", "violations", "hits")})
     figures = {
         "ok": all(part["ok"] for part in parts) and summed["runs"] == RUNS,

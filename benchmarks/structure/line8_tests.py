@@ -11,9 +11,8 @@ from pytest_line import run_tests
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from test_tests import pokes  # noqa: E402
+from test_tests import MOST_POKES, pokes  # noqa: E402
 
-MOST_POKES = 80
 DIRECTLY = ("Scheduler", "JobTable", "BlockTables", "StepProgress")
 SEEDED = re.compile(r"\bRandom\(|from hypothesis|import hypothesis")
 
