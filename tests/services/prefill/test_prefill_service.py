@@ -200,11 +200,13 @@ def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
         await pair.prefill.wait("done", first)
         attempt = pair.admit(prompt(50))
         admitted = await pair.decode.wait("admitted", attempt)
+        part: Any = pair.prefill_worker.runtime
         await pair.decode_worker.stop(0.1)
+        # Until the old connection's end is noticed no new one is tried.
+        await eventually(lambda: not any(link.open for link in part.sender.links))
         pair.start_prefill(attempt, prompt(49), admitted.ticket)
         failed = await pair.prefill.wait("failed", attempt)
         assert failed.failure.code == pb.UNAVAILABLE
-        part: Any = pair.prefill_worker.runtime
         load = (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
         assert load.blocks_free + load.blocks_cached == load.blocks_total
         assert load.transports[0].refused > 0
