@@ -10,7 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RUNS = 2  # of pytest, in `make test`
-SUMMARY = re.compile(r"^\d+ (?:failed|passed|error).* in [\d.]+s.*$", re.MULTILINE)
+# The two runs write at the same time, so a summary may follow the other's dots.
+SUMMARY = re.compile(r"\d+ (?:failed|passed|error)[^\n]* in [\d.]+s[^\n]*$", re.MULTILINE)
 
 
 def results(output: str) -> list[str]:

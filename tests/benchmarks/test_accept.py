@@ -8,6 +8,7 @@ import accept
 import gone_tests
 import psutil
 import pytest
+import pytest_line
 from eventually import wait_until
 from line9_promises import stands
 
@@ -229,3 +230,13 @@ def test_a_line_does_not_inherit_the_arguments_of_make(
     (topic.folder / "made/line1_x.py").write_text(text)
     _, found = topic.run()
     assert found["lines"]["line1_x"]["seen"] == []
+
+
+def test_the_results_of_two_runs_that_write_at_the_same_time() -> None:
+    output = (
+        "....\n..10 passed in 658.76s (0:10:58)\n..... [ 90%]\n3492 passed, 3 skipped in 993.93s\n"
+    )
+    assert pytest_line.results(output) == [
+        "10 passed in 658.76s (0:10:58)",
+        "3492 passed, 3 skipped in 993.93s",
+    ]
