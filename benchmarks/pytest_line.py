@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RUNS = 2  # of pytest, in `make test`
 # The two runs write at the same time, so a summary may follow the other's dots.
-SUMMARY = re.compile(r"\d+ (?:failed|passed|error)[^\n]* in [\d.]+s[^\n]*$", re.MULTILINE)
+SUMMARY = re.compile(r"\d+ (?:failed|passed|error).* in [\d.]+s.*$", re.MULTILINE)
 
 
 def results(output: str) -> list[str]:

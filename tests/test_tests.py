@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-MOST_POKES = 80  # of private attributes; to go down, never up
+# Uses of others' private attributes; to go down, never up. Nine of them are names given to setattr
+# and its like, which were not counted while the bound was 70.
+MOST_POKES = 78
 
 # Loops that pause and yet wait for nothing, with what they do instead.
 PACED = {
@@ -18,8 +20,6 @@ PACED = {
     "support/odd_worker.py": "a worker whose engine hangs",
     "system/test_drain.py": "notes what workers report while another thread drains one",
 }
-
-
 BY_NAME = ("getattr", "setattr", "delattr", "object")  # the last one is unittest.mock's
 
 
@@ -38,8 +38,8 @@ def is_poke(node: ast.AST) -> bool:
     """`x._name`, but not of a test object itself, nor what named tuples offer to everybody; or
     setattr and its like with such a name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
-        names = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        return ast.unparse(node).partition("(")[2][:5] != "self," and any(map(is_private, names))
+        own = bool(node.args) and ast.unparse(node.args[0]) in ("self", "cls")
+        return not own and any(is_private(getattr(a, "value", "")) for a in node.args)
     if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
         return False
     own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")

@@ -142,7 +142,7 @@ def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) 
 def test_whatever_fails_it_goes_on_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit_s = 3.0 if how == "no answer" else 1e6
+    limit_s = 10.0 if how == "no answer" else 1e6  # enough for the claim to come on a busy machine
     monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", limit_s)
     pair = make_pair()
     slow_down(pair)
@@ -161,8 +161,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
         source.send(ticket)
     else:
         source.send(ticket)
-        # On a busy machine a claim that gets no answer may end before it comes.
-        pair.wait(lambda: claims_of(pair.receiver) or (how == "no answer" and source.told))
+        pair.wait(lambda: bool(claims_of(pair.receiver)))
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":

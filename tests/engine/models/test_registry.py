@@ -106,8 +106,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         find_spec({"architectures": ["MambaForCausalLM"]})
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test registers is forgotten after it."""
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_name_is_registered_once() -> None:
     llama = find_spec({"architectures": ["LlamaForCausalLM"]})
     register(llama)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
@@ -148,10 +154,10 @@ register(ModelSpec(("Gemma2ForCausalLM",), parse))
 '''
 
 
+@pytest.mark.usefixtures("restored")
 def test_an_architecture_is_added_at_run_time_as_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
     path = write_tiny(
         tmp_path / "model", "gemma2", attn_logit_softcapping=1.0, final_logit_softcapping=2.0
     )
