@@ -41,6 +41,7 @@ class EngineThread:
         self._closing = False
         self._resting = True  # nothing is queued, and the thread waits to be woken
         self._liveness = LivenessCounter()
+        self._step_plan: Plan | None = None  # of the step that is computed, or was the last
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
@@ -53,6 +54,13 @@ class EngineThread:
     def busy(self) -> bool:
         """Whether it has something to do, so that its counter should move; any thread."""
         return not self._resting or bool(self._posted)
+
+    def passes_over(self, key: str) -> bool:
+        """Whether the step that is computed, or was the last, has rows of other requests only; any
+        thread may call it. False if there was nothing to compute."""
+        plan = self._step_plan
+        rows = plan.rows if plan is not None else ()
+        return bool(rows) and all(row.sequence.job.request.key != key for row in rows)
 
     def stack(self) -> str:
         """The stack of the thread as text; any thread may call it."""
@@ -150,7 +158,7 @@ class EngineThread:
 
     def _plan(self) -> Plan | None:
         """The next step; its first events are passed on at once."""
-        plan = self._engine.schedule()
+        plan = self._step_plan = self._engine.schedule()
         if plan is not None and plan.events:
             self._tell(self._engine.announce(plan))
         return plan

@@ -52,6 +52,7 @@ class Request:
 
     `key` names it inside the engine; services use the attempt in hex.
     `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
+    `tenant`: whose it is; requests of several wait in turn.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Request:
     choices: tuple[ChoiceState, ...] = ()  # empty, or params.n of them
     cache_salt: bytes = b""
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
+    tenant: bytes = b""
 
 
 def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import Backend
-from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
+from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes, keep_freed_memory
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
@@ -30,6 +30,7 @@ class ReferenceBackend(Backend):
         super().__init__(config)
         if config.threads:
             torch.set_num_threads(config.threads)
+        keep_freed_memory()
         self._device = torch.device(config.device)
         default = "float32" if config.device == "cpu" else "bf16"
         self._dtype = DTYPES[config.weights if config.weights in DTYPES else default]

@@ -1,7 +1,10 @@
-"""How much memory the host has left for a KV pool: within its cgroup, if that is less."""
+"""The host's memory: how much is left for a KV pool, within its cgroup if that is less, and whether
+what torch frees is kept."""
 
+import ctypes
 from pathlib import Path
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 HOST_SHARE = 0.5  # of the free memory; the rest is for activations and others
 _CGROUPS = (  # (limit, usage, statistics, name of the reclaimable page cache in them)
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),  # version 2
@@ -35,3 +38,12 @@ def free_host_bytes(
 def _named_values(path: Path) -> dict[str, int]:
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+
+
+def keep_freed_memory() -> None:
+    """glibc takes a large temporary from the kernel and gives it back at once; clearing its pages
+    anew for each operation costs torch a tenth of its speed. Has no effect with another libc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's most
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)

@@ -58,6 +58,7 @@ class HandoffAttempt:
         self.link: DataLink | None = None
         self.peer_key = peer
         self.progress: PeerProgress | None = None  # the newest one; the reader thread sets it
+        self.passed_over = False  # the peer computes others only; the reader thread sets it
         self.own_key = own
         self.sequence = itertools.count(1)  # of everything that this side signs
 
@@ -284,7 +285,8 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """Handles a message that both sides may get; False if it is another one."""
         match message.body:
-            case messages.Progress(liveness):
+            case messages.Progress(liveness, passed_over):
+                attempt.passed_over = passed_over
                 attempt.progress = PeerProgress(self._clock(), liveness)
             case messages.Abort(reason):
                 end = HandoffEnded(f"peer: {reason}", peer_notified=True)
@@ -309,9 +311,13 @@ class HandoffEndpoint(Generic[AttemptT]):
         liveness = self._liveness()
         for attempt in live:
             if attempt.state.linked:
-                attempt.post(messages.Progress(liveness))
+                attempt.post(messages.Progress(liveness, self._passes_over(attempt)))
         if live:
             self._wake()
+
+    def _passes_over(self, attempt: AttemptT) -> bool:
+        """Whether the engine's step has rows of other requests only."""
+        return False
 
     def _stop_ticker(self) -> None:
         self._stop.set()

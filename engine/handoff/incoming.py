@@ -133,7 +133,7 @@ class IncomingHandoff(HandoffAttempt):
         """Whether its prefill has become slow. To be called several times a second."""
         if self.slow_peer is None:
             return False
-        self.slow_peer = self.slow_peer.look(now)
+        self.slow_peer = self.slow_peer.look(now, self.passed_over)
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdserve.engine.api.request import (
     Event,
@@ -81,9 +81,17 @@ class _DecodePeer:
     waiting: list[OutgoingHandoff] = field(default_factory=list)
 
 
+class PromptToSend(NamedTuple):
+    """Whose KV prefill computes and sends: all ids but the last one of a prefix."""
+
+    ids: tuple[int, ...]
+    cache_salt: bytes = b""
+    tenant: bytes = b""
+
+
 class Sender(HandoffEndpoint[OutgoingHandoff]):
     """Runs every outgoing attempt of a process; calls `on_ended(Sent)` on the engine thread, once
-    per attempt."""
+    per attempt. `passes_over(key)` tells whether the engine computes other requests only."""
 
     def __init__(
         self,
@@ -96,12 +104,14 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         on_ended: Callable[[Sent], None],
         wake: Callable[[], None],
         liveness: Callable[[], int],
+        passes_over: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
         encrypted: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
         super().__init__(wake, liveness, clock, event_log)
         self._engine = engine
+        self._engine_passes_over = passes_over
         self._kv = kv
         self._boot = boot
         self._identity = identity
@@ -135,19 +145,25 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self,
         ticket: Ticket,
         address: str,
-        ids: tuple[int, ...],
-        cache_salt: bytes,
+        prompt: PromptToSend,
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
         """Queues a prompt's prefill. `receiver`: digest of decode's KV identity; empty if it is
         ours. Raises the engine's errors."""
         key = ticket.attempt.hex()
-        params = SamplingParams(max_tokens=1)
         self._engine.submit(
-            Request(key, ids, params, seed=0, cache_salt=cache_salt, prefill_only=True)
+            Request(
+                key,
+                prompt.ids,
+                SamplingParams(max_tokens=1),
+                seed=0,
+                cache_salt=prompt.cache_salt,
+                tenant=prompt.tenant,
+                prefill_only=True,
+            )
         )
-        self._by_key[key] = self._open(ticket, address, len(ids), deadline, receiver, "")
+        self._by_key[key] = self._open(ticket, address, len(prompt.ids), deadline, receiver, "")
 
     def send_held(
         self,
@@ -192,6 +208,11 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             self._inbox.popleft()()  # a connection that was just opened
         self._close_links("prefill stops")
         self._stop_ticker()
+
+    # the ticker thread
+
+    def _passes_over(self, attempt: OutgoingHandoff) -> bool:
+        return not attempt.done and self._engine_passes_over(attempt.key)
 
     # the engine thread
 

@@ -3,16 +3,20 @@
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
 is computed together does not depend on the load. Prompts are computed in the order of waiting time
 divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long
-one, no prompt starves, and of two alike the older comes first. When blocks run out, parked requests
+one, no prompt starves, and of two alike the older comes first. Tenants take turns
+(turns.py). When blocks run out, parked requests
 are evicted, the longest parked first; then the youngest request is preempted: it loses its blocks,
 keeps its tokens and is computed again later.
 """
+
+from collections.abc import Iterable
 
 from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.scheduling.turns import Turns
 
 
 class Scheduler:
@@ -21,6 +25,7 @@ class Scheduler:
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
         self._limits = limits
+        self._turns = Turns()
         self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
         # The order of arrival of a reservation that was refused since the last step.
         self._refused_order: int | None = None
@@ -112,6 +117,7 @@ class Scheduler:
                 plan.rows.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
+                self._turns.computed(job.request.tenant, row.num_tokens)
         self._short = short
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
@@ -121,7 +127,7 @@ class Scheduler:
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
-    ) -> list[tuple[RequestState, Sequence | None]]:
+    ) -> Iterable[tuple[RequestState, Sequence | None]]:
         """Sequences in prefill, and waiting jobs with None; the next to compute comes first."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
@@ -136,7 +142,8 @@ class Scheduler:
         for job in self._jobs.waiting.values():
             add(job, job.num_left, job.num_left, None)
         queue.sort(key=lambda entry: entry[:3])
-        return [(job, sequence) for _, _, _, job, sequence in queue]
+        ordered = [(job, sequence) for _, _, _, job, sequence in queue]
+        return self._turns.order(ordered, lambda entry: entry[0].request.tenant)
 
     def _admit(self, job: RequestState, plan: Plan) -> Sequence | None:
         while (copies := self._jobs.admit(job)) is None:

@@ -7,6 +7,8 @@ file here with a KvTransport subclass.
 """
 
 import contextlib
+import errno
+import logging
 import os
 import select
 import socket
@@ -24,9 +26,12 @@ from typing import ClassVar, Protocol, TypeVar
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.device import Copy, Device
 
+log = logging.getLogger(__name__)
+
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
 READ_AHEAD_BYTES = 1 << 10
+ACCEPT_AGAIN_S = 0.1  # after accept failed: no file descriptor was free
 
 Received = TypeVar("Received", bytes, int)
 
@@ -104,6 +109,7 @@ class Wire(ABC):
         self.slot_bytes = slot_bytes
         self.deadline: float | None = None  # of the reads, until the peer has proven itself
         self.heard = time.monotonic()
+        self.host = _host(sock)  # of the peer; empty on a unix socket
         self._ahead = b""  # received, and not asked for yet
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -225,6 +231,11 @@ class Wire(ABC):
         self.sock.close()
 
 
+def _host(sock: socket.socket) -> str:
+    """Raises OSError if the peer has gone."""
+    return "" if sock.family == socket.AF_UNIX else str(sock.getpeername()[0])
+
+
 class WindowWriter(Wire):
     """prefill's end of a connection whose payloads pass through a window, not in the stream."""
 
@@ -251,7 +262,10 @@ class WindowReader(Wire):
 
 
 class Listener:
-    """Accepts connections on a thread of its own until closed; owns the listening socket."""
+    """Accepts connections on a thread of its own until closed; owns the listening socket.
+
+    A process that has no descriptor or thread left for a connection accepts again when it has.
+    """
 
     def __init__(
         self,
@@ -264,10 +278,13 @@ class Listener:
         self._sock = sock
         self._accepted = accepted
         self._cleanup = cleanup
+        self._closed = threading.Event()
+        self._failing = ""  # why the last try failed
         self._thread = threading.Thread(target=self._run, name="kv-accept")
         self._thread.start()
 
     def close(self) -> None:
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -275,12 +292,27 @@ class Listener:
         self._cleanup()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 peer, _ = self._sock.accept()
-            except OSError:
-                return  # closed
-            self._accepted(peer)
+            except OSError as err:
+                if not self._closed.is_set() and err.errno != errno.ECONNABORTED:
+                    self._failed(err.strerror or str(err))
+                    self._closed.wait(ACCEPT_AGAIN_S)
+                continue
+            try:
+                self._accepted(peer)
+            except (OSError, RuntimeError) as err:  # it has gone already; no thread for it
+                peer.close()
+                self._failed(str(err))
+                continue
+            self._failing = ""
+
+    def _failed(self, why: str) -> None:
+        """Says once why connections fail, until one succeeds."""
+        if why != self._failing:
+            self._failing = why
+            log.warning("cannot accept a connection on %s: %s", self.address, why)
 
 
 class KvTransport(ABC):

@@ -111,8 +111,12 @@ class TcpTransport(KvTransport):
             sock = socket.create_connection(split_address(target.address), timeout_s)
         except (OSError, ValueError) as err:
             raise TransportRefused(f"{target.address}: {err}") from None
-        sock.settimeout(None)
-        return _wire(sock, self.options)
+        try:
+            sock.settimeout(None)
+            return _wire(sock, self.options)
+        except OSError as err:  # decode has closed it
+            sock.close()
+            raise TransportRefused(f"{target.address}: {err}") from None
 
 
 def _wire(sock: socket.socket, options: TransportOptions) -> TcpWire:

@@ -25,7 +25,7 @@ def listen_unix(
 ) -> Listener:
     """A listener for this user alone. Raises TransportRefused."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as err:
         raise TransportRefused(f"{path.parent}: {err.strerror}") from None

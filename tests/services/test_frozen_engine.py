@@ -14,14 +14,14 @@ from typing import Any
 import grpc.aio
 import psutil
 import pytest
+from cluster_secret import SECRET, open_channel
 from eventually import LIMIT_S, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_kit import SECRET, expected, prompt
+from worker_kit import expected, prompt
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.channel import open_channel
 from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
@@ -90,7 +90,7 @@ class System:
         return found
 
     async def generate(self, model: str, ids: list[int], count: int) -> list[int]:
-        async with open_channel(self._router.address, SECRET) as channel:
+        async with open_channel(self._router.address) as channel:
             request = rpc.GenerateRequest(model=model, prompt_ids=ids, seed=0)
             request.params.CopyFrom(pb.SamplingParams(temperature=0, max_tokens=count))
             found: list[int] = []
@@ -102,7 +102,7 @@ class System:
 
 @asynccontextmanager
 async def system(folder: Path) -> AsyncIterator[System]:
-    router = RouterProcess(RouterSettings(cluster_secret=SECRET))
+    router = RouterProcess(RouterSettings(cluster_secret=(SECRET,)))
     await router.start()
     made = System(router, folder)
     try:

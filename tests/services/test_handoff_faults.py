@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -289,24 +290,42 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(
     pair.assert_clean()
 
 
-def test_strangers_are_few_and_cost_no_window(make_pair: MakePair) -> None:
+def test_strangers_are_few_cost_no_window_and_keep_nobody_out(make_pair: MakePair) -> None:
     pair = make_pair()
     host, port = pair.addresses["tcp"].rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_UNPROVEN + 4)]
     pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 4)
-    assert not any(link._wire._private for link in pair.receiver.links)
+    links = [link for link in pair.receiver.links if link.open]
+    assert len(links) == MAX_UNPROVEN
+    assert not any(link._wire._private for link in links)
     asked = request(50)
-    attempt = pair.hand_off(asked)
-    pair.wait(lambda: attempt in pair.sent)
-    assert pair.sent[attempt].reason.startswith("cannot reach decode")
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked), "the oldest stranger has gone"
+    assert pair.receiver.counters["unproven_refused"] == 5
     for one in strangers:
         one.close()
-    pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
-    again = fresh(asked)
-    pair.wait(lambda: not any(link.open for link in pair.receiver.links))
-    pair.hand_off(again)
-    assert pair.answer(again) == local(asked), "their places are free again"
     pair.assert_clean()
+
+
+def test_a_crowd_of_one_address_costs_others_nothing(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    host, port = pair.addresses["tcp"].rsplit(":", 1)
+
+    def connect(source: str) -> socket.socket:
+        return socket.create_connection((host, int(port)), source_address=(source, 0))
+
+    other = connect("127.0.0.2")
+    crowd = [connect("127.0.0.3") for _ in range(MAX_UNPROVEN + 9)]
+    pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 10)
+    hosts = Counter(link.host for link in pair.receiver.links if link.open)
+    assert hosts == {"127.0.0.2": 1, "127.0.0.3": MAX_UNPROVEN - 1}
+    asked = request(50)
+    pair.hand_off(asked)
+    assert pair.answer(asked) == local(asked)
+    for one in (other, *crowd):
+        one.close()
 
 
 def test_nobody_at_the_address(make_pair: MakePair) -> None:

@@ -1,6 +1,7 @@
 """A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from eventually import LIMIT_S, wait_until
 from handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Request
+from pdserve.engine.handoff.slow_peer import SLOW_RATIO
 from pdserve.engine.kv.identity import KvIdentity, Mixing
 
 BLOCK = 4
@@ -181,6 +183,47 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     assert pair.answer(again) == local(asked)
     computed = pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S)
     assert computed == 200 - verified(pair, attempt)
+    pair.assert_clean()
+
+
+def test_a_prefill_that_computes_others_first_is_not_slow(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = "pdserve.engine.handoff.slow_peer.SLOW_S"
+    monkeypatch.setattr(limit, 1e6)
+    asked, other = request(200), request(20, seed=1)
+    began = time.monotonic()
+    stop = Stop(pair, 96)
+    attempt = pair.hand_off(asked)
+    assert stop.reached.wait(LIMIT_S)
+    passed, go_on = threading.Event(), threading.Event()
+    submitted = pair.prefill_thread.post(lambda e: e.submit(other))
+    ahead_s = time.monotonic() - began
+
+    def hold(step: Any) -> None:
+        if not passed.is_set() and submitted.done():
+            go_on.wait(ahead_s)  # now the shorter prompt has the higher response ratio
+        if pair.prefill_thread.passes_over(asked.key) and not passed.is_set():
+            passed.set()
+            go_on.wait(LIMIT_S)
+
+    pair.prefill_hook = hold
+    stop.go_on.set()
+    assert passed.wait(LIMIT_S), "the shorter prompt had a step of its own"
+    incoming = pair.receiver.attempt(attempt)
+    assert incoming is not None, "before the longer one's end"
+    assert incoming.slow_peer is not None
+    assert incoming.slow_peer.longest is not None
+    pair.wait(lambda: incoming.passed_over)
+    monkeypatch.setattr(limit, 0.3)
+    limit_s = max(0.3, SLOW_RATIO * incoming.slow_peer.longest)
+    since = incoming.slow_peer.looked
+    pair.wait(lambda: incoming.slow_peer.looked - since > 2 * limit_s)
+    assert attempt not in pair.lost
+    monkeypatch.setattr(limit, 1e6)
+    go_on.set()
+    assert pair.answer(asked) == local(asked)
+    assert attempt in pair.received
     pair.assert_clean()
 
 

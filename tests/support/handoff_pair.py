@@ -22,7 +22,7 @@ from pdserve.engine.handoff.protocol.promises import Promises
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
-from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.handoff.sender import PromptToSend, Sender
 from pdserve.engine.kv.identity import Mixing
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport.base import TransportOptions
@@ -90,6 +90,7 @@ class Pair:
             on_ended=self._note(self.sent, lambda s: s.attempt, lambda s: s),
             wake=self.prefill_thread.wake,
             liveness=lambda: self.prefill_thread.liveness,
+            passes_over=self.prefill_thread.passes_over,
             encrypted=encrypted,
             event_log=EventLog(self.rings[1]),
         )
@@ -110,7 +111,7 @@ class Pair:
         address = self.addresses.get("tcp", "")
         self.prefill_thread.post(
             lambda _: self.sender.start_sending(
-                ticket, address, chosen, b"", INF, self.receiver.identity.digest
+                ticket, address, PromptToSend(chosen), INF, self.receiver.identity.digest
             )
         ).result(LIMIT_S)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import psutil
+from cluster_secret import BEARER
 from eventually import wait_until
-from fleet import SECRET, Fleet
+from fleet import Fleet
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.host.channel import bearer
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def ask(fleet: Fleet, length: int, tenant: bytes) -> tuple[list[int], common_pb2
     finished = common_pb2.Finished()
     with grpc.insecure_channel(fleet.router) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        for event in stub.Generate(message, metadata=bearer(SECRET)):
+        for event in stub.Generate(message, metadata=BEARER):
             if event.WhichOneof("event") == "tokens":
                 assert event.tokens.position == len(ids)
                 ids.extend(event.tokens.ids)

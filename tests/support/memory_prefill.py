@@ -59,6 +59,7 @@ class Worker:
             on_ended=self.ended,
             wake=lambda: None,
             liveness=lambda: world.steps,
+            passes_over=lambda key: False,
             clock=world.clock,
         )
         self.sender._slot_bytes = 1  # a frame for each block of each layer

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster_secret import SECRET
 from engine_kit import fake_engine
 from fake_decoder import FakeDecoder, fake_spec
-from worker_kit import CARD, SECRET
+from worker_kit import CARD
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.scheduling.stats import StepMeter
@@ -53,7 +54,7 @@ def main() -> int:
 
     role.build_engine = build
     settings = DecodeSettings(
-        cluster_secret=SECRET,
+        cluster_secret=(SECRET,),
         routers=(router,),
         kv_transport="tcp",
         shm_dir=str(folder),

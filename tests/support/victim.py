@@ -62,7 +62,6 @@ class Victim:
         self.received: list[Any] = []
         self.writes = 0
         self._timeouts = ExitStack()
-        self._timeouts.enter_context(no_timeouts())
         write = self.engine.kv.write
 
         def counted(*args: Any) -> None:
@@ -126,12 +125,13 @@ class Victim:
         wait_until(condition, self.lost, pause_s=0.0005)
 
     def __enter__(self) -> "Victim":
+        self._timeouts.enter_context(no_timeouts())
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self.thread.close()
-        self.receiver.close()
-        self._timeouts.close()
+        with self._timeouts:  # they end, whatever fails before
+            self.thread.close()
+            self.receiver.close()
 
     def _lost(self, attempt: bytes, reason: str) -> None:
         self.lost[attempt] = reason

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_secret import SECRET, open_channel
 from engine_kit import ask, fake_engine, run, tokens
 from eventually import LIMIT_S, eventually
 from rings import assert_conform
@@ -22,14 +23,12 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.channel import open_channel
-from pdserve.services.host.fragments import send_ids
 from pdserve.services.host.lifecycle import silent
+from pdserve.services.host.rpc.fragments import send_ids
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
 
-SECRET = "s3cret"
 CARD = CardData(
     name="tiny",
     architecture="Fake",
@@ -186,7 +185,7 @@ async def start_worker(settings: Any, role: AnyRole) -> WorkerProcess:
 async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> AsyncIterator[Pair]:
     rings = tempfile.TemporaryDirectory()
     common = {
-        "cluster_secret": SECRET,
+        "cluster_secret": (SECRET,),
         "kv_transport": transport,
         "shm_dir": str(folder),
         "trace_dir": rings.name,

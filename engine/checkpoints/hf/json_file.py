@@ -7,6 +7,7 @@ from typing import Any
 from pdserve.engine.checkpoints.source import CheckpointError
 
 MAX_BYTES = 64 << 20
+MAX_JSON_BYTES = 4 << 20  # parsed, it may take thirty times as much; Gemma's largest has 1.1 MiB
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
@@ -24,7 +25,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises CheckpointError if it is anything else."""
     try:
-        value = json.loads(read_bytes(path))
+        value = json.loads(read_bytes(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -1,8 +1,9 @@
 """Where prefill processes connect to decode, and which of them are accepted.
 
 A connection is unproven until a message under a ticket has shown that its peer knows the ticket.
-Few unproven connections are accepted at a time, so nobody who merely reaches the port can take
-threads and memory without end.
+Few unproven connections are open at a time, so nobody who merely reaches the port can take threads
+and memory without end. When there are too many, the address that has most of them loses its oldest
+one: a prefill process proves itself in milliseconds, so a flood does not shut it out.
 """
 
 from collections import Counter
@@ -14,13 +15,13 @@ from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.transport.base import KvTransport, Listener, Wire
 
-MAX_UNPROVEN = 16
+MAX_UNPROVEN = 64
 
 
 class DataListeners:
     """The listeners of one decode process. `links` belongs to the Receiver: each accepted
-    connection is added to it. `count("unproven_refused")` is called for each refused one, on the
-    thread of a listener."""
+    connection is added to it. `count("unproven_refused")` is called for each unproven one that is
+    closed, on the thread of a listener."""
 
     def __init__(
         self,
@@ -63,11 +64,12 @@ class DataListeners:
             listener.close()
 
     def _accepted(self, transport: str, wire: Wire) -> None:
-        unproven = sum(link.open and not link.genuine for link in list(self._links))
-        if unproven >= MAX_UNPROVEN:
+        unproven = [link for link in list(self._links) if link.open and not link.genuine]
+        if len(unproven) >= MAX_UNPROVEN:
+            ((crowd, _),) = Counter(link.host for link in unproven).most_common(1)
+            oldest = next(link for link in unproven if link.host == crowd)
             self._count("unproven_refused")
-            wire.close()
-            return
+            oldest.end("too many connections that prove nothing")
         link = DataLink(wire, transport, self._handler)
         self._links[link] = None
         link.accept()

@@ -116,12 +116,15 @@ class DataLink:
             wire.close()
             raise
         link._genuine = True
-        link._start()
+        try:
+            link._start()
+        except RuntimeError as err:
+            raise TransportRefused(str(err)) from None
         return link
 
     def accept(self) -> None:
         """decode: starts the threads; the reader waits for Hello. Memory stays small until
-        `trust`."""
+        `trust`. Raises RuntimeError if the system has no thread for it."""
         self._wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
@@ -129,6 +132,11 @@ class DataLink:
     def heard(self) -> float:
         """When the last byte arrived (time.monotonic)."""
         return self._wire.heard
+
+    @property
+    def host(self) -> str:
+        """The peer's address; empty on a unix socket."""
+        return self._wire.host
 
     @property
     def open(self) -> bool:
@@ -235,8 +243,15 @@ class DataLink:
         self._handler.closed(self, reason)
 
     def _start(self) -> None:
-        self._writer.start()
-        self._reader.start()
+        try:
+            self._writer.start()
+            self._reader.start()
+        except RuntimeError as err:
+            self.end(str(err))
+            if self._writer.is_alive():
+                self._writer.join()
+            self._wire.close()
+            raise
 
     # the reader thread
 

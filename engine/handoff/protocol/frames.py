@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 MAGIC = 0x4B50
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 TAG_BYTES = 16
 MARK_BYTES = 8  # the leading bytes of a header's tag, by which a Credit names the frame's record
 ID_BYTES = 16

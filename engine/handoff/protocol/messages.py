@@ -124,10 +124,11 @@ class Nack:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Both ways, every 100 ms from Claim to the last acknowledgement: the liveness counter of the
-    sender's engine thread."""
+    sender's engine thread, and whether its step has rows of other requests only."""
 
     TYPE: ClassVar[int] = 21
     liveness: int
+    passed_over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +281,7 @@ _CODECS: dict[int, _Codec] = {
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
     Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),
     Nack.TYPE: _fixed(Nack, "Q", "sequence"),
-    Progress.TYPE: _fixed(Progress, "Q", "liveness"),
+    Progress.TYPE: _fixed(Progress, "Q?", "liveness", "passed_over"),
     Complete.TYPE: _fixed(Complete, ""),
     Abort.TYPE: _text(Abort),
 }

@@ -150,15 +150,18 @@ def host_boot() -> bytes:
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
     """Makes the ring of a process in `folder`, and the folder if it is missing. Returns None
-    without a folder or a size. Removes all but the newest rings of dead processes. Raises
-    OSError."""
+    without a folder or a size, and with a warning if there is no room: a server serves without.
+    Removes all but the newest rings of dead processes."""
     if not folder or not megabytes:
         return None
-    base = Path(folder)
-    base.mkdir(parents=True, exist_ok=True)
-    sweep(base)
-    path = base / f"{role}-{boot.hex()[:12]}{SUFFIX}"
-    ring = Ring(path, role, boot, megabytes << 20)
+    path = Path(folder) / f"{role}-{boot.hex()[:12]}{SUFFIX}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep(path.parent)
+        ring = Ring(path, role, boot, megabytes << 20)
+    except OSError as error:
+        log.warning("hand-offs are not recorded in %s: %s", path, error.strerror)
+        return None
     log.info("hand-offs are recorded in %s", path)
     return ring
 

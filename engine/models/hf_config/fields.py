@@ -27,10 +27,15 @@ def integer(
     return value
 
 
-def positive(hf: HfConfig, key: str, default: float | None = None) -> float:
-    """hf[key] as a finite number > 0; `default` if it is absent or null."""
+def positive(
+    hf: HfConfig, key: str, default: float | None = None, most: float = _MAX_FLOAT
+) -> float:
+    """hf[key] as a number > 0, at most `most`; `default` if it is absent or null."""
     value = hf.get(key)
-    return _positive(key, default if value is None else value)
+    found = _positive(key, default if value is None else value)
+    if found > most:
+        raise UnsupportedModel(f"config field {key}={found!r}: want at most {most:g}")
+    return found
 
 
 def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:

@@ -84,7 +84,7 @@ def standard(hf: HfConfig, **own: Any) -> ModelConfig:
         "head_dim": head_dim(hf),
         "context_len": integer(hf, "max_position_embeddings"),
         "norms": PRE_NORMS,
-        "norm_eps": positive(hf, "rms_norm_eps", 1e-6),
+        "norm_eps": positive(hf, "rms_norm_eps", 1e-6, most=1.0),
         "activation": activation(hf),
         "attn_scale": head_dim(hf) ** -0.5,
         "tied_head": bool(hf.get("tie_word_embeddings", False)),

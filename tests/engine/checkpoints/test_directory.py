@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
+from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.load import open_checkpoint
@@ -210,3 +211,10 @@ def test_second_copy_of_the_weights_is_not_guessed(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     with pytest.raises(CheckpointError, match="several without"):
         open_checkpoint(folder)
+
+
+def test_refuses_a_configuration_that_would_take_all_memory(tmp_path: Path) -> None:
+    """Eleven MiB of brackets, which took 301 MiB when they were parsed."""
+    (tmp_path / "config.json").write_text('{"x": [' + "[]," * (11 << 18) + "0]}")
+    with pytest.raises(CheckpointError, match="is larger than"):
+        read_json(tmp_path / "config.json")

@@ -25,6 +25,7 @@ from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES
 from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.handoff.sender import PromptToSend
 
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
 BLOCKS, WINDOW, STEP_S = 16, 10, 0.001
@@ -123,7 +124,7 @@ class EndpointsMachine(RuleBasedStateMachine):
             self.next_tick[side] = self.now + PROGRESS_S
             for attempt in side.live:
                 if attempt.state.linked:
-                    attempt.post(messages.Progress(self.steps))
+                    attempt.post(messages.Progress(self.steps, False))
 
     def step_decode(self) -> bool:
         self.steps += 1
@@ -182,7 +183,7 @@ class EndpointsMachine(RuleBasedStateMachine):
             return
         self.requests[attempt] = request
         ids_to_send = prefix_ids(request)[:-1]
-        worker.sender.start_sending(ticket, "", tuple(ids_to_send), b"", deadline)
+        worker.sender.start_sending(ticket, "", PromptToSend(tuple(ids_to_send)), deadline)
 
     # --- faults
 

@@ -237,13 +237,18 @@ def test_what_a_killed_process_has_written_is_there(tmp_path: Path, capacity: in
     assert (capacity > 300) or wrapped == 5
 
 
-def test_a_disk_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ring_file.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         make(tmp_path)
+    assert open_ring(str(tmp_path), "decode", BOOT, 1) is None, "a worker serves without"
+    path = tmp_path / "decode-000102030405.ring"
+    assert f"hand-offs are not recorded in {path}: No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,6 +261,7 @@ def test_no_folder_or_no_size_is_no_ring(tmp_path: Path) -> None:
     (path,) = (tmp_path / "new").iterdir()
     assert path.name == "decode-000102030405.ring"
     assert path.stat().st_mode & 0o077 == 0
+    assert path.parent.stat().st_mode & 0o077 == 0
     assert path.stat().st_size <= 1 << 20
 
 

@@ -52,6 +52,21 @@ def test_frames_of_a_chunk_are_progress() -> None:
     assert wait(pace, now, SLOW_S + 1.0)[2] is not None
 
 
+@given(st.integers(1, 1000))
+def test_time_in_which_prefill_computes_others_does_not_count(ticks: int) -> None:
+    pace, now = SlowPeerDetector.begin(0.0).arrived(0.1, chunk=True).look(0.1), 0.1
+    for _ in range(ticks):
+        now += STEP_S
+        pace = pace.look(now, passed_over=True)
+        assert not pace.slow(now)
+    done = pace.arrived(now + 0.3, chunk=True)
+    assert done.longest is not None
+    assert done.longest < 0.31, "nor for its chunk's time"
+    _, _, slow = wait(pace, now, 2 * SLOW_S)
+    assert slow is not None, "but it still has to go on now"
+    assert slow - now <= SLOW_S + 2 * STEP_S
+
+
 @given(st.floats(LOOK_S, 100.0))
 def test_time_in_which_nobody_looked_does_not_count(away_s: float) -> None:
     """Decode was stopped or computed something long; what came meanwhile it has not read yet."""

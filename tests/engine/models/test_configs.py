@@ -132,6 +132,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "negative": ("llama", {"vocab_size": -3}, "vocab_size=-3"),
     "huge": ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
     "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "norm eps": ("llama", {"rms_norm_eps": 1e300}, "rms_norm_eps=1e\\+300: want at most 1"),
     "layer types": ("gemma3", {"layer_types": ["full_attention"]}, "layer_types"),
     "bidirectional": (
         "gemma3",

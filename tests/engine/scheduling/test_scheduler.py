@@ -6,16 +6,19 @@ request comes to its end, however often it was preempted.
 
 import random
 from collections import Counter
+from dataclasses import replace
 
+from engine_kit import ask, fake_engine
 from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
 
-from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
+from pdserve.engine.api.request import Event, Evicted, Finished, PrefillComputed, Scheduled
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.turns import Turns
 
 RUNS = 1500
 
@@ -209,3 +212,34 @@ def test_of_alike_requests_the_older_is_admitted_first() -> None:
         assert orders == sorted(orders)
         assert len(orders) == 8
     assert reached["preempted"] > 50, "it lost its blocks, and kept its place"
+
+
+def test_tenants_take_turns() -> None:
+    turns = Turns()
+    entries = [(b"a", 1), (b"a", 2), (b"b", 3), (b"a", 4), (b"c", 5), (b"b", 6)]
+
+    def order(entries: list[tuple[bytes, int]]) -> list[int]:
+        return [number for _, number in turns.order(entries, lambda entry: entry[0])]
+
+    assert order(entries) == [1, 3, 5, 2, 6, 4]
+    turns.computed(b"a", 100)
+    turns.computed(b"c", 10)
+    assert order(entries) == [3, 5, 1, 6, 2, 4]
+    assert order([*entries, (b"new", 7)]) == [3, 7, 5, 1, 6, 2, 4]
+    assert order([(b"a", 3), (b"a", 1)]) == [3, 1]
+    assert order(entries) == [1, 3, 5, 2, 6, 4], "what was computed before counts no more"
+
+
+def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
+    """The other's prompt is the second that is computed, however many wait before it."""
+    engine = fake_engine(num_blocks=1024)
+    for number in range(40):
+        engine.submit(ask(f"flood {number}", [number] * 60, max_tokens=1))
+    other = ask("other", [7] * 180, max_tokens=1)
+    engine.submit(replace(other, tenant=b"other"))
+    ended: list[str] = []
+    while len(ended) < 41:
+        for event in engine.step().events:
+            if isinstance(event, Finished):
+                ended.append(event.key)
+    assert ended.index("other") < 12

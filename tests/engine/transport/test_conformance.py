@@ -277,6 +277,17 @@ def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
         ends.transport.dial(ends.target, 1.0)
 
 
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+def test_sockets_are_for_this_user_alone(name: str, tmp_path: Path) -> None:
+    """And so is a folder that is made for them."""
+    ends = Ends(name, tmp_path / "new")
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.is_socket()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    ends.close()
+
+
 def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     ends = Ends("cuda_ipc", tmp_path)  # elsewhere they are credited at once
     ends.decode.hold()

@@ -1,0 +1,59 @@
+"""A listener outlives what ends a single accept."""
+
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+from eventually import wait_until
+
+from pdserve.engine.transport.base import Listener
+
+
+@pytest.fixture
+def port() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def test_it_accepts_again_when_a_descriptor_is_free(
+    port: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    accepted: list[socket.socket] = []
+    address = f"127.0.0.1:{port.getsockname()[1]}"
+    listener = Listener(port, address, accepted.append)
+    client = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno(), hard))
+        client.connect(port.getsockname())
+        wait_until(lambda: "cannot accept" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_until(lambda: accepted)
+    listener.close()
+    assert caplog.messages == [f"cannot accept a connection on {address}: Too many open files"]
+    for sock in (client, *accepted):
+        sock.close()
+
+
+@pytest.mark.parametrize("error", [OSError("gone already"), RuntimeError("no thread for it")])
+def test_a_connection_that_cannot_begin_is_closed(
+    port: socket.socket, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    accepted: list[socket.socket] = []
+
+    def begin(sock: socket.socket) -> None:
+        accepted.append(sock)
+        if len(accepted) < 3:
+            raise error
+
+    listener = Listener(port, "here", begin)
+    clients = [socket.create_connection(port.getsockname()) for _ in range(3)]
+    wait_until(lambda: len(accepted) == 3)
+    assert [sock.fileno() for sock in accepted[:2]] == [-1, -1]
+    assert accepted[2].fileno() > 0
+    listener.close()
+    assert caplog.messages == [f"cannot accept a connection on here: {error}"]
+    for sock in (*clients, accepted[2]):
+        sock.close()
