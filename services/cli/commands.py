@@ -19,7 +19,7 @@ DECODE = "pdserve.services.decode.settings:DecodeSettings"
 ENGINE = "pdserve.engine.api.config:EngineConfig"
 CLI = "pdserve.services.options.settings:"
 
-# `up` decides these itself: addresses and the secret of its own processes.
+# `up` decides these itself: addresses, and what its own processes show each other.
 UP_OWNS = (
     "bind",
     "advertise",
@@ -27,6 +27,11 @@ UP_OWNS = (
     "data_advertise",
     "routers",
     "cluster_secret",
+    "cluster_ca",
+    "cluster_cert",
+    "cluster_key",
+    "client_bind",
+    "probe_port",
     "threads",
     "shm_dir",
     "metrics_port",
@@ -114,6 +119,19 @@ COMMANDS = {
             "pdserve.services.cli.health:run",
             (("probe", CLI + "HealthSettings", ()),),
             (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
+        ),
+        Command(
+            "certs",
+            "make a cluster's authority and the certificates of its processes",
+            "pdserve.services.cli.certs:run",
+            (("certificates", CLI + "CertsSettings", ()),),
+            (Positional("folder", "where they are written; an authority there is kept"),),
+        ),
+        Command(
+            "key",
+            "make an API key, and its line for --api-key-file",
+            "pdserve.services.cli.key:run",
+            positionals=(Positional("name", "whose it is, for the log"),),
         ),
         Command(
             "replay",

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.options.options import OptionError
 from pdserve.services.options.settings import HealthSettings
 from pdserve.services.options.sources import Settings
 
@@ -11,8 +12,13 @@ from pdserve.services.options.sources import Settings
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """0 if the address serves; otherwise 1, and the reason on standard error."""
     address = positionals["address"]
-    timeout_s = settings.build(HealthSettings).timeout
-    reason = probe_http(address, timeout_s) if "://" in address else probe_grpc(address, timeout_s)
+    mine = settings.build(HealthSettings)
+    try:
+        reason = (
+            probe_http(address, mine.timeout) if "://" in address else probe_grpc(address, mine)
+        )
+    except (OSError, ValueError) as error:
+        raise OptionError(str(error)) from None
     if reason:
         print(f"{address}: {reason}", file=sys.stderr)
     return 1 if reason else 0
@@ -29,16 +35,30 @@ def probe_http(url: str, timeout_s: float) -> str:
     return ""
 
 
-def probe_grpc(address: str, timeout_s: float) -> str:
-    """Why the gRPC health service does not say SERVING; empty if it does."""
+def probe_grpc(address: str, settings: HealthSettings) -> str:
+    """Why the gRPC health service does not say SERVING; empty if it does.
+
+    With certificates it asks for a process of the same role as its own, since a container probes
+    itself. Raises ValueError, OSError for certificates that cannot be used.
+    """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    options = [("grpc.enable_http_proxy", 0)]
-    with grpc.insecure_channel(address, options=options) as channel:
+    from pdserve.services.host.rpc.channel import CHANNEL_OPTIONS
+
+    files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
+    if any(files):
+        from pdserve.services.host.auth.certificates import role_in
+        from pdserve.services.host.auth.tls import TlsAccess
+
+        access = TlsAccess(*files)
+        channel = access.open_blocking_channel(address, role_in(access.certificate()))
+    else:
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     serving = health_pb2.HealthCheckResponse.SERVING

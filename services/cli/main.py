@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.services.cli.commands import COMMANDS, Command, known_names
+from pdserve.services.host.process import hide_arguments
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.parser import parse
 from pdserve.services.options.sources import Settings, resolve
@@ -47,6 +48,9 @@ def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings,
     """The command's options from all sources, and its positionals."""
     sections = command.sections()
     found = parse(prog, command.summary, sections, command.positionals, words)
+    secret = {option.flag for section in sections for option in section.options if option.secret}
+    if any(word.partition("=")[0] in secret for word in words):
+        hide_arguments((command.name, *words), secret)
     settings = resolve(
         {section.cls: section.options for section in sections},
         known_names(),

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
+from pdserve.services.host.options import HostSettings
 from pdserve.services.local.child import take
 from pdserve.services.local.cores import Share, machine_cores
 from pdserve.services.options.options import OptionError
@@ -14,25 +15,30 @@ def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.gateway.main import run
     from pdserve.gateway.settings import GatewaySettings
 
-    require(settings, "routers", "cluster_secret")
-    return guarded(lambda: run(settings.build(GatewaySettings)))
+    require(settings, "routers")
+    mine = settings.build(GatewaySettings)
+    check_trust(mine)
+    return guarded(lambda: run(mine))
 
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.router.main import run
     from pdserve.services.router.settings import RouterSettings
 
-    require(settings, "cluster_secret")
-    return guarded(lambda: run(settings.build(RouterSettings)))
+    mine = settings.build(RouterSettings)
+    check_trust(mine)
+    return guarded(lambda: run(mine))
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.engine.api.config import EngineConfig
     from pdserve.services.prefill.settings import PrefillSettings
 
-    require(settings, "routers", "cluster_secret")
+    require(settings, "routers")
     mine = settings.build(PrefillSettings)
     limit_threads(mine.threads)
+    check_trust(mine)
+    check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
     from pdserve.services.prefill.main import run
 
     return guarded(lambda: run(mine, settings.build(EngineConfig)))
@@ -42,9 +48,11 @@ def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.engine.api.config import EngineConfig
     from pdserve.services.decode.settings import DecodeSettings
 
-    require(settings, "routers", "cluster_secret")
+    require(settings, "routers")
     mine = settings.build(DecodeSettings)
     limit_threads(mine.threads)
+    check_trust(mine)
+    check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
     from pdserve.services.decode.main import run
 
     return guarded(lambda: run(mine, settings.build(EngineConfig)))
@@ -55,6 +63,22 @@ def require(settings: Settings, *names: str) -> None:
     for option in settings.options():
         if option.name in names and not settings.values[option.name].value:
             raise OptionError(f"{option.flag} is needed (or {option.env})")
+
+
+def check_trust(mine: HostSettings) -> None:
+    """Raises OptionError if other processes could not trust this one, or it them."""
+    from pdserve.services.host.auth.access import make_access
+
+    try:
+        make_access(mine)
+    except (OSError, ValueError) as error:
+        raise OptionError(str(error)) from None
+
+
+def check_sealing(encrypt_kv: bool, has_certificates: bool) -> None:
+    """Raises OptionError if the keys that seal would cross the wire in plain text."""
+    if encrypt_kv and not has_certificates:
+        raise OptionError("--encrypt-kv needs certificates: its keys travel between the processes")
 
 
 def limit_threads(threads: int) -> None:

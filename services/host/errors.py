@@ -11,6 +11,8 @@ from google.protobuf.message import DecodeError
 
 from pdserve.protos import common_pb2 as pb
 
+MAX_QUOTED = 200  # characters of a request that an error or a log line quotes
+MAX_MESSAGE = 2000  # of an error; it travels in gRPC metadata, which has a bound
 FAILURE_KEY = "pdserve-failure-bin"  # trailing metadata: the serialized Failure
 
 
@@ -25,6 +27,7 @@ CATALOGUE: dict[pb.ErrorCode, Mapping] = {
     pb.INVALID_ARGUMENT: Mapping(400, grpc.StatusCode.INVALID_ARGUMENT),
     pb.CONTEXT_LENGTH_EXCEEDED: Mapping(400, grpc.StatusCode.OUT_OF_RANGE),
     pb.UNAUTHENTICATED: Mapping(401, grpc.StatusCode.UNAUTHENTICATED),
+    pb.PERMISSION_DENIED: Mapping(403, grpc.StatusCode.PERMISSION_DENIED),
     pb.MODEL_NOT_FOUND: Mapping(404, grpc.StatusCode.NOT_FOUND),
     pb.OVERLOADED: Mapping(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
     pb.UNAVAILABLE: Mapping(503, grpc.StatusCode.UNAVAILABLE),
@@ -47,16 +50,27 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
 }
 
 
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning and how long it was."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def quoted(text: str) -> str:
+    """What a client wrote, as an error or a log line may repeat it."""
+    return repr(cut(text, MAX_QUOTED))
+
+
 class ServiceError(Exception):
     """A typed error with public text; `retry_after_s` 0 means no advice."""
 
     def __init__(
         self, code: pb.ErrorCode, message: str, param: str = "", retry_after_s: float = 0.0
     ) -> None:
+        message = cut(message, MAX_MESSAGE)
         super().__init__(message)
         self.code = code if code in CATALOGUE else pb.INTERNAL
         self.message = message
-        self.param = param
+        self.param = cut(param, MAX_QUOTED)
         self.retry_after_s = retry_after_s
 
     def to_failure(self) -> pb.Failure:

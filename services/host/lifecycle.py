@@ -74,7 +74,8 @@ async def run_until_signal(
 
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for failed in watched:
-        error = failed.exception() if failed.done() and not failed.cancelled() else None
-        if error is not None:
+        if failed.cancelled():  # nobody here cancels one before the stop
+            log.error("the service failed: %r", failed)
+        elif failed.done() and (error := failed.exception()) is not None:
             log.error("the service failed", exc_info=error)
     return 1

@@ -1,4 +1,4 @@
-"""An option is written once, as a dataclass field; flags, environment and YAML derive from it.
+"""An option is a dataclass field; flags, environment and YAML derive from it.
 
 The options that all processes share are here.
 """
@@ -37,6 +37,43 @@ def option(
 class HostSettings:
     """Options that gateway, router and workers have in common."""
 
-    cluster_secret: str = option("", "shared secret of all internal hops", secret=True)
+    cluster_secret: tuple[str, ...] = option(
+        (),
+        "secret of all internal hops of one machine, at least 32 bytes; of several the first is "
+        "shown and all are accepted",
+        secret=True,
+    )
+    cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
+    cluster_cert: str = option("", "PEM file of this process's certificate, which says its role")
+    cluster_key: str = option("", "PEM file of that certificate's key")
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class BackendSettings(HostSettings):
+    """Options that router and workers have in common."""
+
+    probe_port: int = option(
+        0, "port of gRPC health checks that need no certificate; 0: none", min=0, max=65535
+    )
+    metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
+    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
+    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
+
+
+@dataclass(frozen=True)
+class PublicSettings(HostSettings):
+    """Options of the processes that clients reach."""
+
+    api_keys: tuple[str, ...] = option(
+        (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
+    )
+    api_key_file: str = option(
+        "", "file with further API keys, one a line; read again when it changes and at SIGHUP"
+    )
+    shared_prefix: bool = option(
+        False, "clients with different API keys share the prefix cache, and can tell what is in it"
+    )
+    tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")
+    tls_key: str = option("", "PEM file of that certificate's key")

@@ -1,114 +1,108 @@
-"""What every process serves: gRPC (secret, limits, keepalive, health, reflection) and its metrics.
+"""What every process serves: gRPC, with trust, limits, keepalive, health and reflection.
 
-Each server binds to the given address only, and a gRPC peer without the secret reaches no handler.
+Each server binds to the given addresses only.
 """
 
 import asyncio
-import hmac
 import logging
-import threading
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.protos import common_pb2
-from pdserve.services.host.channel import AUTHORIZATION, LIMITS
-from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.tls import TlsFiles
 from pdserve.services.host.options import STOP_S
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from prometheus_client.registry import Collector
+from pdserve.services.host.rpc.channel import LIMITS
+from pdserve.services.host.rpc.malformed import MalformedInterceptor
 
 log = logging.getLogger(__name__)
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes carry no secret
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes show nothing
 
+MAX_CONNECTIONS = 1000  # to one port; more are closed at once
 _SERVER_OPTIONS = [
     *LIMITS,
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.server_handshake_timeout_ms", 15_000),  # for a peer that connects and says nothing
+    ("grpc.max_concurrent_streams", 1000),  # of one connection
 ]
-
-
-def is_authorized(metadata: Iterable[tuple[str, str | bytes]], secrets: Iterable[str]) -> bool:
-    """Whether call metadata carries one of the secrets; compares all in constant time."""
-    given = b""
-    for key, value in metadata:
-        if key == AUTHORIZATION:
-            given = value if isinstance(value, bytes) else value.encode()
-    matches = [hmac.compare_digest(given, f"Bearer {secret}".encode()) for secret in secrets]
-    return any(matches)
-
-
-async def _deny(_: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-    error = ServiceError(common_pb2.UNAUTHENTICATED, "missing or wrong cluster secret")
-    await abort(context, error)
-
-
-class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED before a byte of the request is read."""
-
-    def __init__(self, secret: str, open_methods: Iterable[str]) -> None:
-        self._secret = secret
-        self._open = frozenset(open_methods)
-        # A streaming handler, since a unary one would first wait for the peer's message.
-        self._denial: Any = grpc.stream_stream_rpc_method_handler(_deny)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        details: Any = handler_call_details
-        if details.method in self._open or is_authorized(
-            details.invocation_metadata or (), (self._secret,)
-        ):
-            return await continuation(handler_call_details)
-        return self._denial
+_PROBE_OPTIONS = {
+    "grpc.max_receive_message_length": 1 << 10,
+    "grpc.max_concurrent_streams": 10,
+    "grpc.max_allowed_incoming_connections": 100,
+}
 
 
 class GrpcHost:
     """A grpc.aio server; construct it inside the running loop, add servicers, then start.
 
-    `open_methods` ("/pdserve.v1.Text/Chat") skip the secret: their servicer checks the caller
-    itself. `services` are the full names that reflection lists. Health is NOT_SERVING until
-    `set_serving(True)`. Raises ValueError on an empty secret.
+    `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
+    servicer checks the caller itself. `services` are the full names that reflection lists. Health
+    is NOT_SERVING until `set_serving(True)`.
     """
 
     def __init__(
         self,
-        bind: str,
-        secret: str,
-        open_methods: Iterable[str] = (),
+        access: Access,
+        open_methods: Collection[str] = (),
         services: Iterable[str] = (),
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        if not secret:
-            raise ValueError("cluster_secret is empty: every internal hop needs one")
-        self._bind = bind
+        self._access = access
         self._health = health.aio.HealthServicer()
+        self._probes: grpc.aio.Server | None = None  # answers health checks, and nothing else
         self._updates: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
-        interceptor = SecretInterceptor(secret, (HEALTH_CHECK, *open_methods))
-        self.server = grpc.aio.server(interceptors=[interceptor], options=_SERVER_OPTIONS)
+        guard = access.interceptor((HEALTH_CHECK, *open_methods))
+        most = ("grpc.max_allowed_incoming_connections", max_connections)
+        self.server = grpc.aio.server(
+            interceptors=[guard, MalformedInterceptor()], options=[*_SERVER_OPTIONS, most]
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
 
-    async def start(self) -> int:
-        """Listen; returns the port. Raises OSError, naming the address, if it is taken."""
+    def listen(self, bind: str) -> int:
+        """A port for the cluster's own calls, before `start`; returns its number. Raises OSError,
+        naming the address, if it is taken."""
         try:
-            port = self.server.add_insecure_port(self._bind)
+            return self._access.listen(self.server, bind)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._bind}: {error}") from error
+            raise _cannot_listen(bind, error) from error
+
+    def listen_for_clients(self, bind: str, tls: TlsFiles | None) -> int:
+        """A port for callers from outside, who show no certificate; otherwise like `listen`."""
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(bind)
+            return self.server.add_secure_port(bind, tls.server_credentials())
+        except RuntimeError as error:
+            raise _cannot_listen(bind, error) from error
+
+    def listen_for_probes(self, bind: str, port: int) -> None:
+        """A port on the host of `bind` (host:port) where health checks need no certificate, and
+        nothing else is served; none if it is 0. Raises OSError, naming the address, if it is
+        taken."""
+        if not port:
+            return
+        self._probes = grpc.aio.server(options=[*(dict(_SERVER_OPTIONS) | _PROBE_OPTIONS).items()])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        address = f"{bind.rpartition(':')[0]}:{port}"
+        try:
+            self._probes.add_insecure_port(address)
+        except RuntimeError as error:
+            raise _cannot_listen(address, error) from error
+
+    async def start(self) -> None:
+        """Take calls."""
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.server.start()
-        return port
+        if self._probes is not None:
+            await self._probes.start()
 
     def set_serving(self, serving: bool) -> None:
         """What health checks answer from the next turn of the loop on; call after `start`."""
@@ -125,29 +119,11 @@ class GrpcHost:
         try:
             async with asyncio.timeout(grace_s + STOP_S):
                 await self.server.stop(grace_s)
+                if self._probes is not None:
+                    await self._probes.stop(0)
         except TimeoutError:
-            log.warning("%s: gRPC has not stopped after %g s", self._bind, grace_s + STOP_S)
+            log.warning("gRPC has not stopped after %g s", grace_s + STOP_S)
 
 
-class MetricsHttp:
-    """Serves GET /metrics of one collector from a daemon thread until closed, for processes without
-    a web server. It listens on the host of `bind` (host:port); port 0 picks a free one."""
-
-    def __init__(self, collector: "Collector", port: int, bind: str = "127.0.0.1:0") -> None:
-        # Few processes have a metrics port, and its imports take 50 ms.
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        registry = CollectorRegistry()
-        registry.register(collector)
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        self._server, self._thread = start_http_server(
-            port, bind.rpartition(":")[0].strip("[]"), registry
-        )
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+def _cannot_listen(bind: str, error: RuntimeError) -> OSError:
+    return OSError(f"cannot listen on {bind}: {error}")

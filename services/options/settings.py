@@ -18,11 +18,12 @@ class UpSettings:
     )
     prefill: int = option(1, "prefill workers per model; 0: decode workers do all", min=0, max=64)
     decode: int = option(1, "decode workers per model", min=1, max=64)
-    router_port: int = option(
-        0, "port of the router's gRPC service; 0: any free one", min=0, max=65535
-    )
-    cluster_secret: str = option(
-        "", "shared secret of all internal hops; empty: a random one", secret=True
+    router_port: int = option(0, "port of the router's Generate; 0: any free one", min=0, max=65535)
+    cluster_secret: tuple[str, ...] = option(
+        (),
+        "secret of all internal hops, for workers that are started beside; empty: certificates "
+        "that only the processes of this system have",
+        secret=True,
     )
     threads: int = option(
         0, "compute threads of each worker, a core each; 0: all cores, shared out", min=0, max=1024
@@ -50,10 +51,20 @@ class ChatSettings(ClientSettings):
 
 
 @dataclass(frozen=True)
+class CertsSettings:
+    """Certificates that are made."""
+
+    days: float = option(365.0, "days for which a role's certificate is valid", min=0.01, max=3650)
+
+
+@dataclass(frozen=True)
 class HealthSettings:
-    """How long a probe waits."""
+    """How long a probe waits, and what it shows a process of a cluster with certificates."""
 
     timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
+    cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
+    cluster_cert: str = option("", "PEM file of the certificate of the probed process")
+    cluster_key: str = option("", "PEM file of that certificate's key")
 
 
 @dataclass(frozen=True)

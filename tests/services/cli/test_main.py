@@ -79,7 +79,7 @@ def test_gateway_and_router_need_no_torch(role: str) -> None:
         "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1"),
         "router": ("--bind", "203.0.113.1:1"),
     }[role]
-    secret = ("--cluster-secret", "s")
+    secret = ("--cluster-secret", "s" * 32)
     code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers"))
     assert code == 1, err
     assert "203.0.113.1" in err
@@ -101,6 +101,13 @@ def test_gateway_and_router_need_no_torch(role: str) -> None:
         (["up", "--model", "a", "--model", "a"], "twice"),
         (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
         (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
+        (["router", "--cluster-secret", "x"], "at least 32 bytes"),
+        (["router", "--cluster-ca", "x"], "belong together"),
+        (
+            ["decode", "--cluster-secret", "x" * 32, "--routers", "r:1", "--encrypt-kv"],
+            "certificates",
+        ),
+        (["up", "--cluster-secret", "x" * 32, "--encrypt-kv"], "contradicts"),
         (["gateway", "--cluster-secret", "x"], "--routers is needed"),
         (["decode", "--cluster-secret", "x", "--routers", "r:1", "--threads", "999"], "--threads"),
         (["health"], "address"),
@@ -164,5 +171,7 @@ def test_gateway_and_router_share_what_means_the_same() -> None:
     )
     timeouts = {"request_timeout_s", "queue_timeout_s"}
     slow_readers = {"max_buffer_bytes", "stall_timeout_s"}
-    others = {"cluster_secret", "api_key", "drain_s", "log_level"}
-    assert gateway & router == others | timeouts | slow_readers
+    trust = {"cluster_secret", "cluster_ca", "cluster_cert", "cluster_key", "tls_cert", "tls_key"}
+    clients = {"api_key", "api_key_file", "shared_prefix"}
+    others = {"drain_s", "log_level"}
+    assert gateway & router == trust | clients | others | timeouts | slow_readers

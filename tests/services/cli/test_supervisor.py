@@ -101,6 +101,20 @@ def test_a_child_that_never_was_ready_is_an_error(supervisor: Supervisor) -> Non
         all_ready(supervisor)
 
 
+@pytest.mark.parametrize("serving", [False, True])
+def test_one_that_is_killed_before_it_was_ready(serving: bool, events: Events) -> None:
+    """It does not end a system that already serves."""
+    with Supervisor(noting(events), serving=lambda: serving) as supervisor:
+        child = start(supervisor, "slow")
+        supervisor.run_until(lambda: "pid" in child.figures, LIMIT_S)
+        os.kill(child.figures["pid"], signal.SIGKILL)
+        if serving:
+            assert supervisor.run_until(lambda: child.restarts == 1, LIMIT_S)
+        else:
+            with pytest.raises(StartError, match="slow could not start"):
+                supervisor.run_until(lambda: False, LIMIT_S)
+
+
 def test_an_unforeseen_failure_is_named(supervisor: Supervisor) -> None:
     start(supervisor, "surprised")
     with pytest.raises(StartError, match=r"KeyError: 'oops'"):

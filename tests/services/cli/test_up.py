@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster_secret import SECRET
 from eventually import LIMIT_S
 
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
+from pdserve.services.host.auth.certificates import role_in
 from pdserve.services.local.run_folder import PREFIX, run_dir
 from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
 from pdserve.services.local.up import System
@@ -71,8 +73,10 @@ def test_everybody_is_told_what_they_need(
     )
     (gateway, router, *workers) = (child.figures for child in ended.children)
     assert int(router["bind"].removeprefix("127.0.0.1:")) > 0
-    assert len({f["secret"] for f in (router, *workers, gateway)}) == 1
-    assert len(router["secret"]) >= 32
+    everyone = (router, *workers, gateway)
+    assert len({f["ca"] for f in everyone}) == 1
+    names = ["router", *(w["role"] for w in workers), "gateway"]
+    assert [role_in(f["cert"].encode()) for f in everyone] == names
     assert gateway["routers"] == [router["bind"]]
     for worker in workers:
         assert worker["routers"] == [router["bind"]]
@@ -113,13 +117,14 @@ def test_a_given_secret_keys_and_ports_are_used(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["--cluster-secret", "s3cret", "--api-key", "first", "--api-key", "second"]
+    words = ["--cluster-secret", SECRET, "--api-key", "first", "--api-key", "second"]
     words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout-s", "7"]
     words += ["--trace-dir", str(tmp_path)]
     ended = serve(folder, *words)
     router = ended.named("router").figures
-    assert (router["secret"], router["bind"]) == ("s3cret", f"127.0.0.1:{port}")
-    assert router["api_keys"] == ["first", "second", "third"]
+    assert (router["secret"], router["bind"]) == ([SECRET], f"127.0.0.1:{port}")
+    assert router["api_keys"] == ["first", "second"]
+    assert router["api_key_file"] == str(keys)
     assert router["queue_timeout_s"] == 7
     assert router["trace_dir"] == ended.named("decode 0").figures["trace_dir"] == str(tmp_path)
     out = capsys.readouterr().out

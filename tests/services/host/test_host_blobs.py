@@ -5,18 +5,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from cluster_secret import ACCESS, open_channel
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
-from pdserve.services.host import blobs as module
-from pdserve.services.host.blobs import BlobCache, BlobService, blob_digest, read_blob
-from pdserve.services.host.channel import open_channel
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc import blobs as module
+from pdserve.services.host.rpc.blobs import BlobCache, BlobService, blob_digest, read_blob
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
 
-SECRET = "s3cret"
 A, B, C = b"a" * 10, b"b" * 10, b"c" * 10
 
 
@@ -79,11 +78,12 @@ class Liar(BlobsServicer):
 
 
 async def reading(servicer: Any, digest: str) -> bytes:
-    host = GrpcHost("127.0.0.1:0", SECRET)
+    host = GrpcHost(ACCESS)
     add_BlobsServicer_to_server(servicer, host.server)
-    port = await host.start()
+    port = host.listen("127.0.0.1:0")
+    await host.start()
     try:
-        async with open_channel(f"127.0.0.1:{port}", SECRET) as channel:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
             return await read_blob(channel, digest)
     finally:
         await host.stop(0)

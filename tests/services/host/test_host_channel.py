@@ -1,13 +1,16 @@
-"""Channels to other processes: how long a peer may take to answer a connection."""
+"""Channels to other processes: how long a peer may take to answer a connection, and their ends."""
 
 import asyncio
 import time
 
 import pytest
+from cluster_secret import ACCESS, open_channel
 from eventually import LIMIT_S
 from fault_proxy import FaultProxy
 
-from pdserve.services.host.channel import open_channel
+from pdserve.protos.router_pb2 import GetFleetRequest
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.rpc.channel import may_be_closed
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
@@ -15,16 +18,24 @@ SLOW_S = 0.15  # each way: TCP's handshake is over at once, HTTP/2's settings ar
 
 
 async def test_a_slow_peer_is_connected_to() -> None:
-    host = GrpcHost("127.0.0.1:0", "secret")
-    port = await host.start()
+    host = GrpcHost(ACCESS)
+    port = host.listen("127.0.0.1:0")
+    await host.start()
     try:
         with FaultProxy(f"127.0.0.1:{port}") as proxy:
             proxy.delay(SLOW_S)
             began = time.monotonic()
-            async with open_channel(proxy.address, "secret") as channel:
+            async with open_channel(proxy.address) as channel:
                 await asyncio.wait_for(channel.channel_ready(), LIMIT_S)
             assert time.monotonic() - began >= SLOW_S
             assert proxy.num_connections == 1, "the first attempt was not given up"
             assert proxy.hits["delayed"]
     finally:
         await host.stop(0)
+
+
+async def test_a_call_on_a_closed_channel_is_an_error_of_the_connection() -> None:
+    channel = open_channel("127.0.0.1:1")
+    await channel.close()
+    with pytest.raises(ConnectionError), may_be_closed():
+        await RouterStub(channel).GetFleet(GetFleetRequest())

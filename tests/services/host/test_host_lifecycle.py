@@ -96,14 +96,23 @@ def test_a_failure_of_the_service_ends_it() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("error", [None, RuntimeError("engine died")])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, ""),
+        (RuntimeError("engine died"), "engine died"),
+        (asyncio.CancelledError(), "cancelled"),
+    ],
+)
 async def test_a_failure_is_logged_unless_its_owner_tells_it(
-    error: Exception | None, caplog: pytest.LogCaptureFixture
+    error: BaseException | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     if error is None:
         failed.set_result(None)
+    elif isinstance(error, asyncio.CancelledError):
+        failed.cancel()
     else:
         failed.set_exception(error)
 
@@ -118,5 +127,5 @@ async def test_a_failure_is_logged_unless_its_owner_tells_it(
         failed=(other, failed),
     )
     assert code == 1
-    assert ("engine died" in caplog.text) == (error is not None)
+    assert said in caplog.text
     assert len(caplog.records) == (error is not None)

@@ -1,17 +1,14 @@
-"""Log lines, options and the metrics port."""
+"""Log lines and options."""
 
 import io
 import logging
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import pytest
-from prometheus_client import Counter
 
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.options import option
-from pdserve.services.host.server import MetricsHttp
 
 
 @pytest.fixture
@@ -51,12 +48,3 @@ def test_option_metadata() -> None:
     assert by_name["key"] == {"help": "who", "secret": True, "flag": "--api-key"}
     assert by_name["mode"] == {"help": "how", "choices": ("a", "b")}
     assert Settings().port == 8000
-
-
-def test_metrics_over_http() -> None:
-    things = Counter("things", "Things", registry=None)
-    things.inc(3)
-    server = MetricsHttp(things, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as reply:
-        assert b"things_total 3.0" in reply.read()
-    server.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent
-from pdserve.services.host.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, Outbox
+from pdserve.services.host.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, Outbox
 
 steps = st.lists(
     st.tuples(

@@ -7,14 +7,15 @@ from typing import Any
 
 import grpc
 import pytest
-from eventually import LIMIT_S
+from cluster_secret import ACCESS, SECRET, open_channel
+from eventually import LIMIT_S, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
-from pdserve.services.host.channel import open_channel
+from pdserve.protos.text_pb2_grpc import TextServicer, add_TextServicer_to_server
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.server import GrpcHost
 
@@ -42,14 +43,24 @@ class Fleet(FleetServicer):
         yield
 
 
+class Text(TextServicer):
+    """Writes its answer instead of yielding it."""
+
+    calls = 0
+
+    async def Chat(self, request: Any, context: Any) -> None:
+        self.calls += 1
+
+
 @pytest.fixture
 async def running() -> AsyncIterator[tuple[GrpcHost, str, Blobs, Fleet]]:
     services = ["pdserve.v1.Blobs"]
-    host = GrpcHost("127.0.0.1:0", "right", ["/pdserve.v1.Blobs/GetBlob"], services)
+    host = GrpcHost(ACCESS, ["/pdserve.v1.Blobs/GetBlob"], services)
     blobs, fleet = Blobs(), Fleet()
     add_BlobsServicer_to_server(blobs, host.server)
     add_FleetServicer_to_server(fleet, host.server)
-    port = await host.start()
+    port = host.listen("127.0.0.1:0")
+    await host.start()
     yield host, f"127.0.0.1:{port}", blobs, fleet
     await host.stop(0)
 
@@ -68,7 +79,7 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 async def test_secret(running: Any) -> None:
     _, address, blobs, fleet = running
-    for secret, status in (("right", "OK"), ("wrong", "UNAUTHENTICATED"), ("", "UNAUTHENTICATED")):
+    for secret, status in ((SECRET, "OK"), ("wrong", "UNAUTHENTICATED"), ("", "UNAUTHENTICATED")):
         async with open_channel(address, secret) as channel:
             # Without a message: grpc.aio's own end of a call that is refused while it writes one
             # is sometimes INTERNAL.
@@ -88,9 +99,34 @@ async def test_denied_before_the_peer_has_sent_anything(running: Any) -> None:
     assert fleet.calls == 0
 
 
+async def test_connections_beyond_the_bound_are_closed() -> None:
+    host = GrpcHost(ACCESS, max_connections=2)
+    port = host.listen("127.0.0.1:0")
+    await host.start()
+    held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def settings() -> bytes:
+        """What a peer gets that says that it speaks HTTP/2."""
+        held.append(await asyncio.open_connection("127.0.0.1", port))
+        reader, writer = held[-1]
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        try:
+            return await asyncio.wait_for(reader.read(9), LIMIT_S)
+        except ConnectionError:
+            return b""
+
+    assert all([await settings() for _ in range(2)])
+    assert not await settings()
+    held[0][1].close()
+    await eventually(settings, "a place that has become free")
+    for _, writer in held:
+        writer.close()
+    await host.stop(0)
+
+
 async def test_errors_travel_whole(running: Any) -> None:
     _, address, _, _ = running
-    async with open_channel(address, "right") as channel:
+    async with open_channel(address) as channel:
         call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest="bad"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
@@ -123,7 +159,7 @@ async def test_health_needs_no_secret_and_follows_the_service(running: Any) -> N
 
 async def test_reflection_lists_the_services(running: Any) -> None:
     _, address, _, _ = running
-    async with open_channel(address, "right") as channel:
+    async with open_channel(address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         reply = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
@@ -133,23 +169,19 @@ async def test_reflection_lists_the_services(running: Any) -> None:
 
 async def test_a_taken_port_is_named(running: Any) -> None:
     _, address, _, _ = running
-    second = GrpcHost(address, "right")
+    second = GrpcHost(ACCESS)
     with pytest.raises(OSError, match=f"cannot listen on {address}"):
-        await second.start()
+        second.listen(address)
 
 
 async def test_binds_to_the_given_address_only() -> None:
-    host = GrpcHost("127.0.0.2:0", "right")
-    port = await host.start()
+    host = GrpcHost(ACCESS)
+    port = host.listen("127.0.0.2:0")
+    await host.start()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
     socket.create_connection(("127.0.0.2", port), timeout=2).close()
     await host.stop(0)
-
-
-async def test_no_secret_no_server() -> None:
-    with pytest.raises(ValueError, match="cluster_secret"):
-        GrpcHost("127.0.0.1:0", "")
 
 
 async def test_a_stop_of_grpc_that_hangs_is_given_up(
@@ -166,3 +198,38 @@ async def test_a_stop_of_grpc_that_hangs_is_given_up(
         patch.setattr(host.server, "stop", hang)
         await host.stop(0)
     assert "gRPC has not stopped" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["Fleet/Join", "Blobs/GetBlob", "Text/Chat"])
+async def test_bytes_that_are_no_message_are_refused(
+    method: str, caplog: pytest.LogCaptureFixture, anyio_backend: str
+) -> None:
+    """Whatever the kinds of its request and answer, without a traceback."""
+    host = GrpcHost(ACCESS, [f"/pdserve.v1.{method}"])
+    text = Text()
+    add_BlobsServicer_to_server(Blobs(), host.server)
+    add_FleetServicer_to_server(Fleet(), host.server)
+    add_TextServicer_to_server(text, host.server)
+    port = host.listen("127.0.0.1:0")
+    await host.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    name = f"/pdserve.v1.{method}"
+    garbage = b"\xff" * 50
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield garbage
+
+    call: Any
+    if method == "Fleet/Join":
+        call = channel.stream_stream(name)(stream())
+    else:
+        call = channel.unary_stream(name)(garbage)
+    with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read") as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not text.calls
+    await channel.close()
+    await host.stop(0)
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]

@@ -15,6 +15,7 @@ import grpc.aio
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub
 from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.rpc.channel import may_be_closed
 
 CHUNK_BYTES = 192 << 10
 MAX_BLOB_BYTES = 256 << 20  # of one blob
@@ -83,14 +84,15 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
     """The blob of that digest from a peer's BlobService. Raises ServiceError UNAVAILABLE if the
     peer does not give it, or gives other bytes."""
     data = bytearray()
-    call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=digest), timeout=READ_S)
     try:
-        async for chunk in call:
-            data += chunk.data
-            if len(data) > MAX_BLOB_BYTES:
-                call.cancel()
-                raise ServiceError(pb.UNAVAILABLE, "a blob of the model is too large")
-    except grpc.aio.AioRpcError as error:
+        with may_be_closed():
+            call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=digest), timeout=READ_S)
+            async for chunk in call:
+                data += chunk.data
+                if len(data) > MAX_BLOB_BYTES:
+                    call.cancel()
+                    raise ServiceError(pb.UNAVAILABLE, "a blob of the model is too large")
+    except (grpc.aio.AioRpcError, ConnectionError) as error:
         raise ServiceError(pb.UNAVAILABLE, "the model's files cannot be read") from error
     if blob_digest(bytes(data)) != digest:
         raise ServiceError(pb.UNAVAILABLE, "a blob of the model does not match its digest")

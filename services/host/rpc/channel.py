@@ -1,11 +1,12 @@
-"""How processes reach each other: addresses, and channels whose calls carry the cluster secret."""
+"""How processes reach each other: options of connections, their ends, and addresses."""
 
+import asyncio
 import ipaddress
 import logging
 import socket
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import grpc
 import grpc.aio
 
 log = logging.getLogger(__name__)
@@ -33,61 +34,19 @@ CHANNEL_OPTIONS = [
 ]
 
 
-def bearer(secret: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that an internal call carries."""
-    return ((AUTHORIZATION, f"Bearer {secret}"),)
-
-
-class SecretChannel(grpc.aio.Channel):
-    """A channel that adds the secret to each call's metadata.
-
-    Client interceptors could do this too, but they put a queue and two tasks before each stream.
-    """
-
-    def __init__(self, inner: grpc.aio.Channel, secret: str) -> None:
-        self._inner = inner
-        self._metadata = bearer(secret)
-
-    def _with_secret(self, call: Any) -> Any:
-        def invoke(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-            return call(*args, metadata=(*self._metadata, *(metadata or ())), **kwargs)
-
-        return invoke
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_secret(self._inner.unary_unary(*args, **kwargs))
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_secret(self._inner.unary_stream(*args, **kwargs))
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_secret(self._inner.stream_unary(*args, **kwargs))
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_secret(self._inner.stream_stream(*args, **kwargs))
-
-    async def __aenter__(self) -> "SecretChannel":
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._inner.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
-
-
-def open_channel(address: str, secret: str) -> grpc.aio.Channel:
-    """A channel to host:port; connects at the first call. Close it to free its socket."""
-    return SecretChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), secret)
+@contextmanager
+def may_be_closed() -> Iterator[None]:
+    """For calls on a channel that another task closes when its peer is lost. Raises ConnectionError
+    then: gRPC would cancel whoever waits for an answer, as if that had given up."""
+    try:
+        yield
+    except grpc.aio.UsageError as error:  # it was closed before the call
+        raise ConnectionError("the channel is closed") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ConnectionError("the channel was closed") from None
 
 
 def resolve(name: str) -> list[str]:

@@ -1,0 +1,22 @@
+"""`pdserve key NAME`: a new API key, and the line that stands for it in a key file."""
+
+import secrets
+import sys
+from collections.abc import Mapping
+
+from pdserve.services.options.options import OptionError
+from pdserve.services.options.sources import Settings
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Prints the line on standard output and the key, which is kept nowhere, on standard error."""
+    from pdserve.services.host.tenants.keys import hashed
+
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    try:
+        line = hashed(positionals["name"], key)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    print(line)
+    print(f"The key, which nobody can show again: {key}", file=sys.stderr)
+    return 0

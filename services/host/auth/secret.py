@@ -1,0 +1,150 @@
+"""Trust by a shared secret: every internal call carries it as a bearer, in plain text.
+
+It is for one machine, where nobody reads the wire; auth/tls.py is for several.
+"""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdserve.protos import common_pb2
+from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.rpc.channel import AUTHORIZATION, CHANNEL_OPTIONS
+
+log = logging.getLogger(__name__)
+
+MIN_SECRET_BYTES = 32
+LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class SecretAccess:
+    """Shows the first of several secrets and accepts all, so that one can be replaced without an
+    outage."""
+
+    separates_clients = False  # callers from outside the cluster come in by the same port
+
+    def __init__(self, secrets: Sequence[str]) -> None:
+        """Raises ValueError for none, and for one that could be guessed."""
+        if not secrets:
+            raise ValueError("no cluster secret is given")
+        if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
+            raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
+        self._secrets = tuple(secrets)
+        self.metadata = ((AUTHORIZATION, f"Bearer {secrets[0]}"),)
+
+    def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
+        """A channel to host:port; connects at the first call. Close it to free its socket."""
+        inner = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return SecretChannel(inner, self.metadata)
+
+    def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
+        """The same for threads; the caller adds `metadata` to each call."""
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def listen(self, server: grpc.aio.Server, bind: str) -> int:
+        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken."""
+        if not bind.startswith(LOOPBACK):
+            log.warning(
+                "%s takes the cluster secret in plain text, with all that processes tell each "
+                "other: keep that network within one machine, or use certificates",
+                bind,
+            )
+        return server.add_insecure_port(bind)
+
+    def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
+        """Refuses calls without the secret, except of `open_methods`."""
+        return SecretInterceptor(self, open_methods)
+
+    def is_shown_in(self, metadata: Metadata) -> bool:
+        """Whether call metadata carries one of the secrets; compares all in constant time."""
+        given = b""
+        for key, value in metadata:
+            if key == AUTHORIZATION:
+                given = value if isinstance(value, bytes) else value.encode()
+        matches = [hmac.compare_digest(given, f"Bearer {s}".encode()) for s in self._secrets]
+        return any(matches)
+
+    def may_be(self, context: Context, role: Role) -> bool:
+        """Whether the caller may have this role: the secret is one for all."""
+        return self.is_shown_in(context.invocation_metadata() or ())
+
+
+async def _deny(_: Any, context: Context) -> None:
+    error = ServiceError(common_pb2.UNAUTHENTICATED, "missing or wrong cluster secret")
+    await abort(context, error)
+
+
+class SecretInterceptor(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED before a byte of the request is read."""
+
+    def __init__(self, access: SecretAccess, open_methods: Collection[str]) -> None:
+        self._access = access
+        self._open = frozenset(open_methods)
+        # A streaming handler, since a unary one would first wait for the peer's message.
+        self._denial: Any = grpc.stream_stream_rpc_method_handler(_deny)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        details: Any = handler_call_details
+        if details.method in self._open or self._access.is_shown_in(
+            details.invocation_metadata or ()
+        ):
+            return await continuation(handler_call_details)
+        return self._denial
+
+
+class SecretChannel(grpc.aio.Channel):
+    """A channel that adds the secret to each call's metadata.
+
+    Client interceptors could do this too, but they put a queue and two tasks before each stream.
+    """
+
+    def __init__(self, inner: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
+        self._inner = inner
+        self._metadata = tuple(metadata)
+
+    def _with_secret(self, call: Any) -> Any:
+        def invoke(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+            return call(*args, metadata=(*self._metadata, *(metadata or ())), **kwargs)
+
+        return invoke
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_secret(self._inner.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_secret(self._inner.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_secret(self._inner.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_secret(self._inner.stream_stream(*args, **kwargs))
+
+    async def __aenter__(self) -> "SecretChannel":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()

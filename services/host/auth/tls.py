@@ -1,0 +1,152 @@
+"""Trust by certificates: every internal connection is TLS both ways, and a certificate says which
+role its process has.
+
+Files are read again for every connection, so that new ones are taken without a restart.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pdserve.protos import common_pb2
+from pdserve.services.host.auth.roles import RIGHTS, Role
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.rpc.channel import CHANNEL_OPTIONS
+from pdserve.services.host.rpc.handlers import behaviour_of
+
+PEM = "-----BEGIN"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TlsFiles:
+    """A certificate and its key: paths of PEM files, or PEM text."""
+
+    def __init__(self, certificate: str, key: str, authority: str = "") -> None:
+        """`authority` signs the peers' certificates. Raises OSError if a file cannot be read."""
+        self._certificate, self._key, self._authority = certificate, key, authority
+        self.pair()
+        self.authority()
+
+    def pair(self) -> tuple[bytes, bytes]:
+        """(key, certificate), as gRPC takes them. Raises OSError."""
+        return _pem(self._key), _pem(self._certificate)
+
+    def authority(self) -> bytes | None:
+        """Raises OSError."""
+        return _pem(self._authority) if self._authority else None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of a server that, with an authority, wants a certificate from its clients too."""
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([self.pair()], self.authority())
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(), configuration, require_client_authentication=bool(self._authority)
+        )
+
+
+def _pem(source: str) -> bytes:
+    return source.encode() if source.startswith(PEM) else Path(source).read_bytes()
+
+
+class TlsAccess:
+    """Shows a certificate, and asks each peer for one of the same authority."""
+
+    metadata: tuple[tuple[str, str], ...] = ()
+    separates_clients = True  # callers from outside the cluster have a port of their own
+
+    def __init__(self, authority: str, certificate: str, key: str) -> None:
+        """Each is the path of a PEM file, or PEM text. Raises ValueError if one is missing, OSError
+        if it cannot be read."""
+        if not (authority and certificate and key):
+            raise ValueError("--cluster-ca, --cluster-cert and --cluster-key belong together")
+        self._files = TlsFiles(certificate, key, authority)
+
+    def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
+        """A channel to a process of that role at host:port; connects at the first call. Close it
+        to free its socket. Raises OSError if a file cannot be read."""
+        return grpc.aio.secure_channel(address, self._credentials(), options=_options(to))
+
+    def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
+        """The same for threads."""
+        return grpc.secure_channel(address, self._credentials(), options=_options(to))
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        key, certificate = self._files.pair()
+        return grpc.ssl_channel_credentials(self._files.authority(), key, certificate)
+
+    def certificate(self) -> bytes:
+        """One's own, as PEM. Raises OSError."""
+        return self._files.pair()[1]
+
+    def listen(self, server: grpc.aio.Server, bind: str) -> int:
+        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken."""
+        return server.add_secure_port(bind, self._files.server_credentials())
+
+    def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
+        """Refuses calls of roles without the right (auth/roles.py), except of `open_methods`."""
+        return RoleInterceptor(open_methods)
+
+    def may_be(self, context: Context, role: Role) -> bool:
+        """Whether the caller's certificate says that it has this role."""
+        return role in roles_of(context)
+
+
+def _options(to: Role) -> list[tuple[str, Any]]:
+    """The name that the peer's certificate must have: its role's, whatever its address is."""
+    return [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", to.dns_name)]
+
+
+def roles_of(context: Context) -> set[Role]:
+    """The roles in a caller's certificate; none without one."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return {role for role in Role if role.dns_name.encode() in names}
+
+
+class RoleInterceptor(grpc.aio.ServerInterceptor):
+    """Answers PERMISSION_DENIED to a role that has no right to a method."""
+
+    def __init__(self, open_methods: Collection[str]) -> None:
+        self._open = frozenset(open_methods)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        details: Any = handler_call_details
+        handler = await continuation(handler_call_details)
+        if handler is None or details.method in self._open:
+            return handler
+        return _guarded(handler, details.method, RIGHTS.get(details.method, frozenset()))
+
+
+def _guarded(handler: Any, method: str, allowed: frozenset[Role]) -> Any:
+    """The handler, for callers of the allowed roles only."""
+    kind, behaviour = behaviour_of(handler)
+
+    async def check(context: Context) -> None:
+        roles = roles_of(context)
+        if roles.isdisjoint(allowed):
+            who = " and ".join(sorted(roles)) or "a caller without a role"
+            reason = f"{method} is not for {who}"
+            await abort(context, ServiceError(common_pb2.PERMISSION_DENIED, reason))
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        await check(context)
+        async with aclosing(behaviour(request, context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def call(request: Any, context: Context) -> Any:
+        await check(context)
+        return await behaviour(request, context)
+
+    streams = inspect.isasyncgenfunction(behaviour)
+    return handler._replace(**{kind: stream if streams else call})

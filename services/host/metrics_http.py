@@ -1,0 +1,81 @@
+"""The metrics port of processes without a web server: GET /metrics, and nothing else.
+
+It is open to everybody, so whoever holds its connections costs a bounded number of threads.
+"""
+
+import socket
+import threading
+from contextlib import suppress
+from socketserver import ThreadingTCPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import MetricsHandler
+from prometheus_client.registry import Collector
+
+SILENT_S = 15.0  # of a peer that neither asks nor reads
+MAX_CONNECTIONS = 16  # the oldest is closed for another; a scrape takes milliseconds
+
+
+class MetricsHttp:
+    """Serves the metrics of one collector from a daemon thread until closed. It listens on the host
+    of `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
+
+    def __init__(self, collector: Collector, port: int, bind: str = "127.0.0.1:0") -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        host = bind.rpartition(":")[0].strip("[]")
+        self._server = _Server(host, port, _Handler.factory(registry))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+        self.port: int = self._server.server_address[1]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(MetricsHandler):
+    server_version, sys_version = "pdserve", ""
+
+    def setup(self) -> None:
+        self.request.settimeout(SILENT_S)
+        super().setup()
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path == "/metrics":
+            super().do_GET()
+        else:
+            self.send_error(404)
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = found[0]
+        self._open: dict[Any, None] = {}  # connections, the oldest first
+        super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            with suppress(OSError, StopIteration):  # one has just gone by itself
+                oldest = next(iter(self._open))
+                self._open.pop(oldest, None)
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: strangers would fill the log."""

@@ -1,0 +1,68 @@
+"""What several owners share: a queue in which they take turns, a bound of which each has a share.
+
+So nobody waits for all that another has queued, or is refused for all that another holds. Pure.
+"""
+
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items in the order of arrival within an owner; owners one item each in turn."""
+
+    def __init__(self) -> None:
+        self._queues: dict[bytes, deque[T]] = {}  # the next owner first; none is empty
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def push(self, owner: bytes, item: T) -> None:
+        self._queues.setdefault(owner, deque()).append(item)
+
+    def pop(self) -> T:
+        """Raises KeyError if there is none."""
+        if not self._queues:
+            raise KeyError("the queue is empty")
+        owner = next(iter(self._queues))
+        queue = self._queues.pop(owner)
+        item = queue.popleft()
+        if queue:
+            self._queues[owner] = queue
+        return item
+
+
+class FairShare:
+    """Counts what each owner holds of something that has a bound.
+
+    Once all is taken, an owner gets more only while it holds less than its share: the bound divided
+    by the number of owners. So one that takes all it can get refuses itself, not the others. A
+    64th of the bound is there for every owner, whatever the others hold. In all at most twice the
+    bound is held, and what those have of their 64ths who came later.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[bytes, int] = {}  # none is 0
+        self.total = 0
+
+    def has_room(self, owner: bytes, amount: int = 1) -> bool:
+        """Whether the owner may take so much."""
+        if self.total + amount <= self._most:
+            return True
+        own = self._held.get(owner, 0)
+        owners = len(self._held) + (owner not in self._held)
+        share = self._most // owners
+        within = own + amount <= share and self.total + amount <= 2 * self._most
+        return within or own + amount <= self._most // 64
+
+    def take(self, owner: bytes, amount: int = 1) -> None:
+        self._held[owner] = self._held.get(owner, 0) + amount
+        self.total += amount
+
+    def give_back(self, owner: bytes, amount: int = 1) -> None:
+        left = self._held.pop(owner) - amount
+        if left:
+            self._held[owner] = left
+        self.total -= amount

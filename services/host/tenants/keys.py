@@ -1,0 +1,161 @@
+"""API keys of clients: whose a request is, and what keeps it apart from others' requests.
+
+Invariant: with keys set, no other key is accepted. Keys are kept as hashes. A file has one a line,
+NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, which is then named by the
+beginning of its hash.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.services.host.files import LOOK_AGAIN_S, stamp
+from pdserve.services.host.options import PublicSettings
+
+log = logging.getLogger(__name__)
+
+_BEARER = "bearer "
+_HASHED = re.compile(r"([A-Za-z0-9._-]{1,64}):sha256:([0-9a-f]{64})")
+ID_BYTES = 8
+NAME_CHARS = 12  # of a key without a name
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose a request is.
+
+    name: for the log. id: whose turn it is in a queue. salt: of the prefix cache, so that nobody
+    learns what another has cached; empty: the cache is shared. It is made of the key itself, which
+    no process keeps, so neither a list of hashes nor another key tells it.
+    """
+
+    name: str
+    id: bytes
+    salt: bytes
+
+    def cache_salt(self, own: bytes) -> bytes:
+        """The salt of a request; `own` is what its client asks for, which narrows it further."""
+        if not self.salt or not own:
+            return self.salt or own
+        return hmac.digest(self.salt, own, "sha256")
+
+
+EVERYBODY = Tenant("", b"", b"")
+
+
+class ApiKeys:
+    """A set of keys, of which those in a file can change; without any, everybody is accepted."""
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: str = "",
+        *,
+        shared_prefix: bool = False,
+    ) -> None:
+        """`shared_prefix` leaves the salts empty. Raises OSError, ValueError for an empty key, for
+        a line that is nearly a hash, and for a file without a key, since everybody would be
+        accepted then."""
+        self._shared_prefix = shared_prefix
+        self._file = file
+        given = tuple(keys)
+        if not all(given):
+            raise ValueError("an API key must not be empty")
+        self._given = [_named(key) for key in given]
+        self._from_file = self._read()
+
+    @property
+    def required(self) -> bool:
+        return bool(self._given or self._file)
+
+    def tenant(self, authorization: str) -> Tenant | None:
+        """Whose key an Authorization header ("Bearer KEY") carries; None if it is nobody's."""
+        if not self.required:
+            return EVERYBODY
+        given = authorization.strip()
+        key = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else ""
+        digest = _digest(key)
+        found = None
+        for known, name in (*self._given, *self._from_file):
+            if hmac.compare_digest(digest, known):
+                found = name
+        if found is None:
+            return None
+        salt = b"" if self._shared_prefix else _derived(key, b"cache salt")
+        return Tenant(found, _derived(key, b"tenant")[:ID_BYTES], salt)
+
+    def reload(self) -> None:
+        """Reads the file again. One that cannot be used changes nothing."""
+        try:
+            self._from_file = self._read()
+        except (OSError, ValueError) as error:
+            log.error("the API keys stay as they were: %s", error)
+        else:
+            log.info("%s has %d API keys", self._file, len(self._from_file))
+
+    async def watch(self) -> None:
+        """Reads the file again whenever it changes or SIGHUP comes; runs until it is cancelled."""
+        changed = asyncio.Event()
+        if not self._file:
+            await changed.wait()  # nothing changes
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
+        seen = stamp(self._file)
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await changed.wait()
+            if changed.is_set() or stamp(self._file) != seen:
+                changed.clear()
+                seen = stamp(self._file)
+                self.reload()
+
+    def _read(self) -> list[tuple[bytes, str]]:
+        if not self._file:
+            return []
+        lines = (line.strip() for line in Path(self._file).read_text("utf-8").splitlines())
+        found = [_named(line) for line in lines if line and line[0] != "#"]
+        if not found:
+            raise ValueError(f"{self._file} has no API key")
+        return found
+
+
+def make_keys(settings: PublicSettings) -> ApiKeys:
+    """Raises OSError, ValueError."""
+    return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
+
+
+def hashed(name: str, key: str) -> str:
+    """A line of a key file. Raises ValueError for a name that does not fit."""
+    line = f"{name}:sha256:{_digest(key).hex()}"
+    if not _HASHED.fullmatch(line):
+        raise ValueError(f"a key's name has letters, digits, '.', '_' or '-', not {name!r:.80}")
+    return line
+
+
+def _named(text: str) -> tuple[bytes, str]:
+    """The hash and the name of a key, or of a line that has both. Raises ValueError."""
+    if match := _HASHED.fullmatch(text):
+        return bytes.fromhex(match[2]), match[1]
+    if ":sha256:" in text:
+        raise ValueError("a line with ':sha256:' is no NAME:sha256:HEX as `pdserve key` prints it")
+    digest = _digest(text)
+    return digest, digest.hex()[:NAME_CHARS]
+
+
+def _derived(key: str, what: bytes) -> bytes:
+    return hmac.digest(_bytes(key), b"pdserve " + what, "sha256")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(_bytes(key)).digest()
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")

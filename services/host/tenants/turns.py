@@ -1,0 +1,45 @@
+"""Turns at something of which only so much runs at once; owners are served one after the other."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdserve.services.host.tenants.fairness import FairQueue
+
+
+class FairTurns:
+    """At most `most` at once; of those who wait each owner has one turn after the other."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def turn(self, owner: bytes) -> AsyncIterator[None]:
+        """The block runs when it is the owner's turn."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, owner: bytes) -> None:
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(owner, mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # its turn came at the same time
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            following = self._waiting.pop()
+            if not following.done():
+                following.set_result(None)
+                return
+        self._free += 1

@@ -1,0 +1,322 @@
+"""What processes of a cluster show each other: certificates with roles, or a secret."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2 import JoinReply, WorkerReport
+from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
+from pdserve.protos.router_pb2 import FleetView, GatewayMessage, GetFleetRequest
+from pdserve.protos.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
+from pdserve.protos.worker_pb2 import DecodeCommand, PrefillCommand
+from pdserve.protos.worker_pb2_grpc import (
+    DecodeServicer,
+    DecodeStub,
+    PrefillServicer,
+    PrefillStub,
+    add_DecodeServicer_to_server,
+    add_PrefillServicer_to_server,
+)
+from pdserve.services.host.auth.access import make_access, make_tls
+from pdserve.services.host.auth.certificates import (
+    Identity,
+    in_settings,
+    issue,
+    make_authority,
+    role_in,
+)
+from pdserve.services.host.auth.roles import RIGHTS, Role
+from pdserve.services.host.auth.secret import SecretAccess
+from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.host.options import HostSettings
+from pdserve.services.host.server import GrpcHost
+
+pytestmark = pytest.mark.anyio
+AUTHORITY = make_authority()
+OURS = {method: roles for method, roles in RIGHTS.items() if method.startswith("/pdserve.")}
+
+
+class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, PrefillServicer):
+    """Answers every method of the cluster once, and notes what was called. It reads streams to
+    their end: grpc.aio's other end of a call that ends while it writes is sometimes INTERNAL."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    async def Join(self, requests: Any, context: Any) -> AsyncIterator[JoinReply]:
+        self.called.append("Fleet/Join")
+        async for _ in requests:
+            pass
+        yield JoinReply()
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        self.called.append("Session")
+        async for _ in requests:
+            pass
+        return
+        yield
+
+    async def GetFleet(self, request: Any, context: Any) -> FleetView:
+        self.called.append("Router/GetFleet")
+        return FleetView()
+
+    async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
+        self.called.append("Blobs/GetBlob")
+        yield pb.BlobChunk()
+
+
+def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
+    found = make_access(HostSettings(**in_settings(authority, role)))
+    assert isinstance(found, TlsAccess)
+    return found
+
+
+@pytest.fixture
+async def server(anyio_backend: str) -> AsyncIterator[tuple[Everything, str]]:
+    """Every service at once, with the certificate of a router."""
+    host, everything = GrpcHost(access_of(Role.ROUTER)), Everything()
+    for add in (
+        add_FleetServicer_to_server,
+        add_RouterServicer_to_server,
+        add_BlobsServicer_to_server,
+        add_DecodeServicer_to_server,
+        add_PrefillServicer_to_server,
+    ):
+        add(everything, host.server)
+    port = host.listen("127.0.0.1:0")
+    await host.start()
+    yield everything, f"127.0.0.1:{port}"
+    await host.stop(0)
+
+
+def call(channel: Any, method: str) -> Any:
+    """The method, with a first message."""
+    calls = {
+        "/pdserve.v1.Fleet/Join": lambda: FleetStub(channel).Join(iter([WorkerReport()])),
+        "/pdserve.v1.Router/Session": lambda: RouterStub(channel).Session(iter([GatewayMessage()])),
+        "/pdserve.v1.Router/GetFleet": lambda: RouterStub(channel).GetFleet(GetFleetRequest()),
+        "/pdserve.v1.Blobs/GetBlob": lambda: BlobsStub(channel).GetBlob(pb.BlobRequest()),
+        "/pdserve.v1.Prefill/Session": lambda: PrefillStub(channel).Session(
+            iter([PrefillCommand()])
+        ),
+        "/pdserve.v1.Decode/Session": lambda: DecodeStub(channel).Session(iter([DecodeCommand()])),
+    }
+    return calls[method]()
+
+
+async def status_of(answer: Any) -> grpc.StatusCode:
+    try:
+        async with asyncio.timeout(10):
+            if hasattr(answer, "__aiter__"):
+                async for _ in answer:
+                    pass
+            else:
+                await answer
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_role_may_call_its_methods_and_no_other(server: Any, role: Role) -> None:
+    everything, address = server
+    async with access_of(role).open_channel(address, Role.ROUTER) as channel:
+        for method, allowed in OURS.items():
+            everything.called.clear()
+            status = await status_of(call(channel, method))
+            if role in allowed:
+                assert status is grpc.StatusCode.OK, method
+            else:
+                assert status is grpc.StatusCode.PERMISSION_DENIED, method
+            assert bool(everything.called) == (role in allowed)
+
+
+async def test_every_method_of_the_cluster_has_a_row(server: Any) -> None:
+    """What has none is for people or probes."""
+    of_people = {"Generate", "ListModels", "Chat", "Complete"}
+    from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
+
+    methods = {
+        f"/{service.full_name}/{method.name}"
+        for module in (common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if method.name not in of_people
+    }
+    assert methods == set(OURS)
+
+
+async def test_a_stranger_is_refused_by_tls(server: Any) -> None:
+    """No certificate, one of another authority, and plain text."""
+    everything, address = server
+    foreign = access_of(Role.GATEWAY, make_authority())
+    credentials = grpc.ssl_channel_credentials(AUTHORITY.certificate)
+    name = [("grpc.ssl_target_name_override", Role.ROUTER.dns_name)]
+    for channel in (
+        foreign.open_channel(address, Role.ROUTER),
+        grpc.aio.secure_channel(address, credentials, options=name),
+        grpc.aio.insecure_channel(address),
+    ):
+        async with channel:
+            for method in OURS:
+                assert await status_of(call(channel, method)) is grpc.StatusCode.UNAVAILABLE
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = stub.Check(health_pb2.HealthCheckRequest())
+            assert await status_of(asked) is grpc.StatusCode.UNAVAILABLE
+    assert not everything.called
+
+
+async def test_a_process_of_another_role_is_not_talked_to(server: Any) -> None:
+    """Whatever a name resolves to: a router that asks for a decode worker finds none here."""
+    everything, address = server
+    async with access_of(Role.ROUTER).open_channel(address, Role.DECODE) as channel:
+        status = await status_of(call(channel, "/pdserve.v1.Blobs/GetBlob"))
+    assert status is grpc.StatusCode.UNAVAILABLE
+    assert not everything.called
+
+
+async def test_a_probe_needs_no_certificate_and_gets_nothing_else(anyio_backend: str) -> None:
+    open_method = "/pdserve.v1.Router/Generate"
+    host, everything = GrpcHost(access_of(Role.ROUTER), [open_method]), Everything()
+    add_RouterServicer_to_server(everything, host.server)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    host.listen_for_probes("127.0.0.1:0", port)
+    await host.start()
+    host.set_serving(True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert await status_of(stub.Check(health_pb2.HealthCheckRequest())) is grpc.StatusCode.OK
+        asked = health_pb2.HealthCheckRequest(service="x" * 10_000)
+        assert await status_of(stub.Check(asked)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for method in (open_method, "/pdserve.v1.Router/Session"):
+            answer = channel.unary_stream(method)(b"")
+            assert await status_of(answer) is grpc.StatusCode.UNIMPLEMENTED
+    await host.stop(0)
+    assert not everything.called
+
+
+def write(folder: Path, name: str, identity: Identity) -> None:
+    (folder / f"{name}.pem").write_bytes(identity.certificate)
+    (folder / f"{name}-key.pem").write_bytes(identity.key)
+
+
+async def test_files_are_read_again(tmp_path: Path, anyio_backend: str) -> None:
+    """An authority is replaced while calls go on: first both are trusted, then the new one."""
+    old, new = make_authority(), make_authority()
+    authorities = tmp_path / "ca.pem"
+    authorities.write_bytes(old.certificate)
+    write(tmp_path, "router", issue(old, Role.ROUTER))
+    write(tmp_path, "gateway", issue(old, Role.GATEWAY))
+
+    def access(role: Role) -> TlsAccess:
+        own = (str(tmp_path / f"{role}.pem"), str(tmp_path / f"{role}-key.pem"))
+        return TlsAccess(str(authorities), *own)
+
+    host, everything = GrpcHost(access(Role.ROUTER)), Everything()
+    add_RouterServicer_to_server(everything, host.server)
+    address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
+    await host.start()
+    gateway = access(Role.GATEWAY)
+    issued_by_old = access_of(Role.GATEWAY, old)
+
+    async def works(one: TlsAccess) -> bool:
+        async with one.open_channel(address, Role.ROUTER) as channel:
+            answer = await status_of(call(channel, "/pdserve.v1.Router/GetFleet"))
+        return answer is grpc.StatusCode.OK
+
+    assert await works(gateway)
+    authorities.write_bytes(old.certificate + new.certificate)
+    assert await works(gateway)
+    write(tmp_path, "gateway", issue(new, Role.GATEWAY))
+    assert await works(gateway)
+    write(tmp_path, "router", issue(new, Role.ROUTER))
+    assert await works(gateway)
+    authorities.write_bytes(new.certificate)
+    assert await works(gateway)
+    assert not await works(issued_by_old)
+    await host.stop(0)
+
+
+async def test_clients_from_outside_see_another_certificate(
+    tmp_path: Path, anyio_backend: str
+) -> None:
+    """And need none: their methods check an API key."""
+    public = make_authority()
+    write(tmp_path, "public", issue(public, Role.ROUTER))
+    tls = make_tls(str(tmp_path / "public.pem"), str(tmp_path / "public-key.pem"))
+    method = "/pdserve.v1.Router/GetFleet"
+    host, everything = GrpcHost(access_of(Role.ROUTER), [method]), Everything()
+    add_RouterServicer_to_server(everything, host.server)
+    port = host.listen_for_clients("127.0.0.1:0", tls)
+    await host.start()
+    credentials = grpc.ssl_channel_credentials(public.certificate)
+    name = [("grpc.ssl_target_name_override", Role.ROUTER.dns_name)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=name) as channel:
+        assert await status_of(call(channel, method)) is grpc.StatusCode.OK
+        denied = await status_of(call(channel, "/pdserve.v1.Router/Session"))
+    await host.stop(0)
+    assert denied is grpc.StatusCode.PERMISSION_DENIED
+    assert everything.called == ["Router/GetFleet"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "--cluster-secret is needed"),
+        ({"cluster_secret": ("x",)}, "at least 32 bytes"),
+        ({"cluster_secret": ("x" * 32, "y")}, "at least 32 bytes"),
+        ({"cluster_cert": "c.pem"}, "belong together"),
+        ({"cluster_ca": "a", "cluster_cert": "b", "cluster_key": "/nonexistent"}, "nonexistent"),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, OSError), match=said):
+        make_access(HostSettings(**settings))
+
+
+def test_half_a_certificate_for_clients_is_refused() -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        make_tls("cert.pem", "")
+    assert make_tls("", "") is None
+
+
+async def test_a_secret_can_be_replaced(anyio_backend: str) -> None:
+    """The next one is accepted before anybody shows it."""
+    old, new = "o" * 32, "n" * 32
+    host, everything = GrpcHost(SecretAccess((old, new))), Everything()
+    add_RouterServicer_to_server(everything, host.server)
+    address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
+    await host.start()
+    found = []
+    for shown in ((old,), (new, old), (new,), ("x" * 32,)):
+        async with SecretAccess(shown).open_channel(address, Role.ROUTER) as channel:
+            found.append(await status_of(call(channel, "/pdserve.v1.Router/GetFleet")))
+    await host.stop(0)
+    assert [status.name for status in found] == ["OK", "OK", "OK", "UNAUTHENTICATED"]
+
+
+def test_a_certificate_says_its_role() -> None:
+    for role in Role:
+        assert role_in(issue(AUTHORITY, role).certificate) is role
+    with pytest.raises(ValueError, match="names no role"):
+        role_in(AUTHORITY.certificate)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+async def test_a_secret_on_a_network_is_warned_of(
+    caplog: pytest.LogCaptureFixture, anyio_backend: str, host: str, warned: bool
+) -> None:
+    server = GrpcHost(SecretAccess(("x" * 32,)))
+    server.listen(f"{host}:0")
+    assert ("in plain text" in caplog.text) is warned
+    await server.stop(0)

@@ -1,0 +1,133 @@
+"""API keys: nobody else is accepted, and each has a prefix cache of its own."""
+
+import asyncio
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, hashed
+
+
+def name(keys: ApiKeys, key: str) -> str | None:
+    tenant = keys.tenant(f"Bearer {key}")
+    return None if tenant is None else tenant.name
+
+
+def test_a_file_has_keys_or_their_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\n one \n\n{hashed('alice', 'two')}\n")
+    keys = ApiKeys(["three"], str(path))
+    assert keys.required
+    assert name(keys, "one") == hashlib.sha256(b"one").hexdigest()[:12]
+    assert name(keys, "two") == "alice"
+    assert name(keys, "three")
+    for wrong in ("# ours", "", "four", "alice", hashed("alice", "two")):
+        assert name(keys, wrong) is None
+    assert keys.tenant("Basic one") is None
+    assert keys.tenant("BEARER  two ") == keys.tenant("Bearer two")
+
+
+def test_without_keys_everybody_is_accepted() -> None:
+    keys = ApiKeys()
+    assert not keys.required
+    assert keys.tenant("") is EVERYBODY
+    assert EVERYBODY.cache_salt(b"own") == b"own"
+
+
+def test_keys_that_would_accept_everybody(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# none\n")
+    with pytest.raises(ValueError, match="no API key"):
+        ApiKeys(file=str(path))
+    with pytest.raises(ValueError, match="empty"):
+        ApiKeys([""])
+    with pytest.raises(OSError, match="No such file"):
+        ApiKeys(file=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "a:b", "x" * 65])
+def test_names_of_keys(bad: str) -> None:
+    with pytest.raises(ValueError, match="a key's name"):
+        hashed(bad, "key")
+
+
+def test_each_key_has_a_salt_of_its_own() -> None:
+    keys = ApiKeys(["one", "two"])
+    one, two = (keys.tenant(f"Bearer {key}") for key in ("one", "two"))
+    assert one is not None
+    assert two is not None
+    salts = {one.cache_salt(b""), two.cache_salt(b""), one.cache_salt(b"x"), two.cache_salt(b"x")}
+    assert len(salts) == 4
+    assert b"" not in salts
+    assert one.id != two.id
+    again = ApiKeys(["two", "one"]).tenant("Bearer one")
+    assert again == one, "gateways agree"
+
+
+def test_a_list_of_hashes_tells_no_salt(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(hashed("first", "one"))
+    tenant = ApiKeys(file=str(path)).tenant("Bearer one")
+    plain = ApiKeys(["one"]).tenant("Bearer one")
+    assert tenant is not None
+    assert plain is not None
+    assert tenant.salt == plain.salt, "it comes from the key that is shown"
+
+
+@pytest.mark.parametrize("line", ["first:sha256:" + "AB" * 32, "a b:sha256:" + "ab" * 32])
+def test_what_is_nearly_a_hash_is_no_key(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(line)
+    with pytest.raises(ValueError, match="pdserve key"):
+        ApiKeys(file=str(path))
+
+
+def test_a_shared_prefix_is_asked_for() -> None:
+    keys = ApiKeys(["one", "two"], shared_prefix=True)
+    tenants = [keys.tenant(f"Bearer {key}") for key in ("one", "two")]
+    assert [t.cache_salt(b"x") for t in tenants if t is not None] == [b"x", b"x"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_file_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str, told: bool
+) -> None:
+    monkeypatch.setattr("pdserve.services.host.tenants.keys.LOOK_AGAIN_S", 3600 if told else 0.01)
+    path = tmp_path / "keys"
+    path.write_text("one\n")
+    keys = ApiKeys(file=str(path))
+    watching = asyncio.create_task(keys.watch())
+    await asyncio.sleep(0)
+
+    async def change(text: str) -> None:
+        path.write_text(text)
+        if told:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    await change("one\ntwo\n")
+    await eventually(lambda: name(keys, "two"))
+    assert name(keys, "one")
+    await change("# none any more\n")
+    await change("two\n")
+    await eventually(lambda: not name(keys, "one"))
+    assert name(keys, "two")
+    watching.cancel()
+
+
+def test_a_file_that_cannot_be_used_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n")
+    keys = ApiKeys(file=str(path))
+    path.write_text("# none\n")
+    keys.reload()
+    assert "the API keys stay as they were" in caplog.text
+    path.unlink()
+    keys.reload()
+    assert name(keys, "one")

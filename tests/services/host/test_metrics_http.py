@@ -1,0 +1,69 @@
+"""The metrics port: what it serves, and that nobody can hold it."""
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from eventually import LIMIT_S
+from prometheus_client import Counter
+
+from pdserve.services.host import metrics_http
+from pdserve.services.host.metrics_http import MAX_CONNECTIONS, MetricsHttp
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsHttp]:
+    things = Counter("things", "Things", registry=None)
+    things.inc(3)
+    server = MetricsHttp(things, 0)
+    yield server
+    server.close()
+
+
+def url(server: MetricsHttp, path: str = "/metrics") -> str:
+    return f"http://127.0.0.1:{server.port}{path}"
+
+
+def silent(server: MetricsHttp) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), LIMIT_S)
+
+
+def test_metrics_and_nothing_else(server: MetricsHttp) -> None:
+    answer = httpx.get(url(server))
+    assert "things_total 3.0" in answer.text
+    assert answer.headers["server"].strip() == "pdserve"
+    for path in ("/", "/metrics/", "/metrics/x", "/favicon.ico", "/x?/metrics"):
+        assert httpx.get(url(server, path)).status_code == 404
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+        assert httpx.request(method, url(server)).status_code == 501
+
+
+def test_silence_ends(server: MetricsHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "SILENT_S", 0.1)
+    with silent(server) as nothing, silent(server) as half:
+        half.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
+        assert nothing.recv(1) == half.recv(1) == b""
+
+
+def test_a_crowd_keeps_nobody_out(server: MetricsHttp, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does it fill the log."""
+    crowd = [silent(server) for _ in range(MAX_CONNECTIONS + 4)]
+    assert httpx.get(url(server)).status_code == 200
+    assert [sock.recv(1) for sock in crowd[:5]] == [b""] * 5
+    for sock in crowd:
+        sock.close()
+    assert httpx.get(url(server)).status_code == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_on_the_given_address_only() -> None:
+    things = Counter("things", "Things", registry=None)
+    server = MetricsHttp(things, 0, "[::1]:0")
+    with socket.create_connection(("::1", server.port), LIMIT_S):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        silent(server)
+    with pytest.raises(OSError, match="in use"):
+        MetricsHttp(things, server.port, "[::1]:0")
+    server.close()
