@@ -30,7 +30,15 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
         raise ServiceError(pb.INVALID_ARGUMENT, "one choice state per choice is needed", "n")
     choices = tuple(_choice(choice) for choice in start.choices)
-    return Request(key, tuple(prompt_ids), params, start.seed, choices, start.cache_salt)
+    return Request(
+        key,
+        tuple(prompt_ids),
+        params,
+        start.seed,
+        choices,
+        start.cache_salt,
+        tenant=start.tenant,
+    )
 
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:

@@ -202,9 +202,10 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
     def _on_event(self, served: ServedAttempt, event: Event, now: float) -> None:
         match event:
             case Scheduled():
-                served.scheduled = now
+                served.scheduled = served.scheduled or now
             case PrefillComputed(_, _, done):
-                if done:
+                # After a preemption what has been computed already is computed again.
+                if done and not served.first_token:
                     served.computed = now
             case NewTokens():
                 served.first_token = served.first_token or now

@@ -24,7 +24,7 @@ from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.decode.single_flight.followers import SharingPolicy, SingleFlight
-from pdserve.services.host.channel import advertised
+from pdserve.services.host.rpc.channel import advertised
 from pdserve.services.worker.runtime import WorkerRuntime, load_of
 
 REFUSED = {  # counter of the receiver: reason, as the metric has it

@@ -11,7 +11,7 @@ from pdserve.protos.worker_pb2_grpc import DecodeServicer
 from pdserve.services.decode.attempt import DecodeSession
 from pdserve.services.decode.core import DecodeCore
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.rpc.fragments import IdsCollector
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.thread import EngineThread
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.services.llm.generation import Generation, Result, TextDelta
 from pdserve.services.options.options import options_of
 

@@ -4,11 +4,9 @@ It runs before torch is imported: cores and thread counts are fixed by then, and
 with its parent. Its status travels to `pdserve up` as JSON over a pipe.
 """
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +15,9 @@ from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from pdserve.services.host.process import die_with, show_as
 from pdserve.services.local.cores import Share
 
-PR_SET_PDEATHSIG = 1
-PR_SET_NAME = 15
 MAX_REPORT_BYTES = 64 << 10  # that the parent takes
 MAX_MESSAGE = 4000
 
@@ -56,18 +53,6 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
         report("failed", {"message": text[:MAX_MESSAGE]})
         code = 1
     sys.exit(code)
-
-
-def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent dies, so that no orphan is left."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-
-
-def show_as(name: str) -> None:
-    """Names this process for ps and top, e.g. "decode 0"; the kernel cuts it to 15 bytes."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def take(share: Share) -> None:

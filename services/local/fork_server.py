@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 
-from pdserve.services.local.child import Task, child_main, die_with, show_as
+from pdserve.services.host.process import die_with, show_as
+from pdserve.services.local.child import Task, child_main
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CODE_BYTES = 16
@@ -45,7 +46,7 @@ class ForkedProcess:
         wait([self.sentinel])
         told = wait([self._status], STATUS_S)
         code = os.read(self._status, MAX_CODE_BYTES) if told else b""
-        # If the server has died, the kernel has killed its children (child.die_with).
+        # If the server has died, the kernel has killed its children (process.die_with).
         self.exitcode = int(code) if code else -signal.SIGKILL
 
     def close(self) -> None:

@@ -54,6 +54,7 @@ class Child:
     deaths_in_a_row: int = 0
     restarts: int = 0
     restart_at: float | None = None
+    killed: bool = False  # how it died last
     failure: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -65,9 +66,16 @@ OnEvent = Callable[[Child, str, dict[str, Any]], None]
 class Supervisor:
     """It is a context manager for the main thread and owns the process's signals meanwhile."""
 
-    def __init__(self, on_event: OnEvent, preload: Sequence[str] = ()) -> None:
-        """`preload` names the modules of the tasks that are forked."""
+    def __init__(
+        self,
+        on_event: OnEvent,
+        preload: Sequence[str] = (),
+        serving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`preload` names the modules of the tasks that are forked. Once the system is `serving`,
+        a child that is killed before it was ever ready does not end it."""
         self._on_event = on_event
+        self._serving = serving
         self._context = multiprocessing.get_context("spawn")
         self._fork_server = ForkServer(preload)
         self.children: list[Child] = []
@@ -145,7 +153,8 @@ class Supervisor:
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Watch and restart until `done()` or a signal; False if neither came in time.
 
-        Raises StartError when a child ends before it was ever ready.
+        Raises StartError when a child ends before it was ever ready, unless it was killed while the
+        system serves.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not done() and not self.signals:
@@ -204,6 +213,7 @@ class Supervisor:
 
     def _died(self, child: Child, code: int | None) -> None:
         """Plans its restart."""
+        child.killed = code is not None and code < 0
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)
@@ -214,7 +224,7 @@ class Supervisor:
         for child in self.children:
             if child.restart_at is None or self.signals:
                 continue
-            if not child.was_ready:
+            if not child.was_ready and not (child.killed and self._serving()):
                 raise StartError(f"{child.name} could not start: {child.failure or 'see above'}")
             if child.restart_at <= time.monotonic():
                 child.restarts += 1

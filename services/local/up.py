@@ -17,7 +17,10 @@ from typing import Any
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.decode.settings import DecodeSettings
+from pdserve.services.host.auth.certificates import in_settings, make_authority
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.options import GRACE_S, STOP_S
+from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.progress import progress_on
@@ -41,6 +44,7 @@ PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill"
 # What gateway, router and workers may take to stop, one after the other, beyond the drain.
 STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+GATEWAY = "gateway"
 FIRST_PORT = 10_000  # of those that are chosen here
 
 
@@ -48,7 +52,10 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
     try:
         system = System(settings)
-        with run_dir() as folder, Supervisor(system.on_event, PRELOAD) as supervisor:
+        with (
+            run_dir() as folder,
+            Supervisor(system.on_event, PRELOAD, lambda: system.serving) as supervisor,
+        ):
             return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
         print(f"pdserve up: {error}", file=sys.stderr)
@@ -66,10 +73,12 @@ class System:
         self._gateway = settings.build(GatewaySettings)
         self._models = self._up.model or ("",)
         self._check()
-        self._secret = self._up.cluster_secret or secrets.token_urlsafe(32)
+        self._needs_key = self._has_keys()
+        self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
-        self._router_address = f"127.0.0.1:{self._up.router_port or free_port()}"
+        self._router_address, self._client_bind = self._router_addresses()
         self._progress = progress_on(sys.stderr)
+        self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
         self._started_at = time.monotonic()
 
@@ -78,6 +87,8 @@ class System:
         remote = values["remote_prefill"]
         if up.prefill == 0 and remote.value == "always":
             raise OptionError("--remote-prefill always contradicts --prefill 0")
+        if up.cluster_secret and values["encrypt_kv"].value:
+            raise OptionError("--encrypt-kv contradicts --cluster-secret: it needs certificates")
         if len(self._models) > 1 and values["served_name"].value:
             raise OptionError("--served-name contradicts several --model")
         if len(set(self._models)) < len(self._models):
@@ -89,6 +100,29 @@ class System:
         ):
             check_free(flag, host, port)
 
+    def _has_keys(self) -> bool:
+        """Raises OptionError for keys that the gateway could not use."""
+        try:
+            return make_keys(self._gateway).required
+        except (OSError, ValueError) as error:
+            raise OptionError(f"--api-key-file: {error}") from None
+
+    def _make_trust(self) -> dict[Role, dict[str, Any]]:
+        """What the processes show each other: a secret that was given, or else certificates that
+        nobody but they ever has. Their secret then only keeps API keys apart in the caches."""
+        if self._up.cluster_secret:
+            return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
+        authority = make_authority()
+        secret = (secrets.token_urlsafe(32),)
+        return {role: {"cluster_secret": secret, **in_settings(authority, role)} for role in Role}
+
+    def _router_addresses(self) -> tuple[str, str]:
+        """(for the processes of the system, for clients). With a secret they are one."""
+        port = self._up.router_port
+        if self._up.cluster_secret:
+            return f"127.0.0.1:{port or free_port()}", ""
+        return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
+
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
         """Starts the children, waits for a signal and ends them. Raises StartError."""
         workers = self._workers()
@@ -98,7 +132,7 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        gateway = supervisor.start("gateway", self._gateway_task)
+        gateway = supervisor.start(GATEWAY, self._gateway_task)
         routers: list[Child] = []
         children: list[Child] = []
         try:
@@ -110,7 +144,7 @@ class System:
             supervisor.run_until(lambda: all(child.ready for child in everyone))
             self._progress.close()
             if not supervisor.signals:
-                self._welcome(gateway)
+                self._welcome(gateway, routers[0])
             supervisor.run_until(lambda: False)
         finally:
             self._progress.close()
@@ -140,14 +174,15 @@ class System:
         made = self._settings.build(
             RouterSettings,
             bind=self._router_address,
-            cluster_secret=self._secret,
-            api_keys=self._client_keys(),
+            client_bind=self._client_bind,
+            **self._trust[Role.ROUTER],
             trace_dir=self._trace_dir(folder),
         )
         return Task(self._entries["router"], (made,))
 
     def _gateway_task(self) -> Task:
-        made = replace(self._gateway, routers=(self._router_address,), cluster_secret=self._secret)
+        trust = self._trust[Role.GATEWAY]
+        made = replace(self._gateway, routers=(self._router_address,), **trust)
         return Task(self._entries["gateway"], (made,))
 
     def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
@@ -158,7 +193,7 @@ class System:
             made = self._settings.build(
                 cls,
                 routers=(self._router_address,),
-                cluster_secret=self._secret,
+                **self._trust[Role(role)],
                 threads=share.threads,
                 shm_dir=str(folder),
                 trace_dir=self._trace_dir(folder),
@@ -168,21 +203,12 @@ class System:
 
         return make
 
-    def _client_keys(self) -> tuple[str, ...]:
-        """API keys, which the router takes for Generate."""
-        from pdserve.gateway.keys import read_key_file
-
-        path = self._gateway.api_key_file
-        try:
-            return (*self._gateway.api_keys, *(read_key_file(path) if path else ()))
-        except (OSError, ValueError) as error:
-            raise OptionError(f"--api-key-file: {error}") from None
-
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
         """Tells the person what a child reports."""
         if event == "loading":
             self._progress.update(child.name, float(figures.get("fraction", 0.0)))
         elif event == "ready":
+            self.serving |= child.name == GATEWAY
             if "fraction" in child.figures:
                 self._progress.update(child.name, 1.0)
             tokens = figures.get("kv_tokens")
@@ -197,17 +223,18 @@ class System:
         elif event == "restart":
             say(f"{child.name}: starting again")
 
-    def _welcome(self, gateway: Child) -> None:
+    def _welcome(self, gateway: Child, router: Child) -> None:
         url = str(gateway.figures.get("url", ""))
         models = gateway.figures.get("models") or [""]
-        keys = self._client_keys()
+        keys = self._needs_key
         header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
         if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
             say("warning: no --api-key is set: whoever reaches this machine may use it")
+        ids_at = router.figures.get("clients") or self._router_address
         took = time.monotonic() - self._started_at
         print(
             f"\npdserve is ready after {took:.1f} s at {url} "
-            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {self._router_address})\n\n"
+            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f'    -d \'{{"model": "{models[0]}", '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'

@@ -19,6 +19,7 @@ from pdserve.engine.api.errors import EngineError, QueueFull
 from pdserve.engine.handoff.outgoing import HANDED_BACK, Sent
 from pdserve.engine.handoff.protocol.frames import ID_BYTES
 from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
+from pdserve.engine.handoff.sender import PromptToSend
 from pdserve.engine.kv.identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
@@ -72,9 +73,8 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
         if start.remaining_ms:
             deadline = time.monotonic() + start.remaining_ms / 1000
         address, receiver = start.ticket.data_address, start.kv_identity.digest
-        future = runtime.start_sending(
-            ticket, address, tuple(ids), start.cache_salt, deadline, receiver
-        )
+        prompt = PromptToSend(tuple(ids), start.cache_salt, start.tenant)
+        future = runtime.start_sending(ticket, address, prompt, deadline, receiver)
         when_done(future, partial(self._started, start.attempt))
 
     def refuse(self, session: PrefillSession, attempt: bytes, error: ServiceError) -> None:

@@ -9,7 +9,7 @@ from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.handoff.sender import PromptToSend, Sender
 from pdserve.engine.scheduling.stats import EngineStats
 from pdserve.protos import fleet_pb2
 from pdserve.services.prefill.settings import PrefillSettings
@@ -45,15 +45,14 @@ class PrefillRuntime(WorkerRuntime):
         self,
         ticket: Ticket,
         address: str,
-        ids: tuple[int, ...],
-        cache_salt: bytes,
+        prompt: PromptToSend,
         deadline: float,
         receiver: bytes,
     ) -> "Future[Any]":
         """Queue a prompt. The future raises the engine's errors."""
 
         def start(_: Engine) -> None:
-            self.sender.start_sending(ticket, address, ids, cache_salt, deadline, receiver)
+            self.sender.start_sending(ticket, address, prompt, deadline, receiver)
             self._note_command(ticket.attempt)
 
         return self.thread.post(start)

@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage, PrefillStart
 from pdserve.protos.worker_pb2_grpc import PrefillServicer
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.prefill.core import PrefillCore, PrefillSession
 
 log = logging.getLogger(__name__)

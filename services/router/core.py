@@ -12,7 +12,8 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.host.request_progress import RequestProgress
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
@@ -22,16 +23,17 @@ from pdserve.services.router.requests.effects import Client
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+STOOD_S = 0.5  # between two ticks: the router did not run meanwhile
 
 
 class RouterCore:
     """What the servicers call. Construct it inside the running loop."""
 
-    def __init__(self, secret: str, rules: Rules, max_queued: int) -> None:
+    def __init__(self, access: Access, rules: Rules, max_queued: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
         self.fleet = Fleet()
-        self.worker_sessions = WorkerSessions(secret, self.boot, self)
+        self.worker_sessions = WorkerSessions(access, self.boot, self)
         self.dispatcher = Dispatcher(
             self.fleet,
             rules,
@@ -65,9 +67,12 @@ class RouterCore:
             await self._idle.wait()
 
     async def _tick(self) -> None:
+        now = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
-            now = self._loop.time()
+            ticked, now = now, self._loop.time()
+            if now - ticked >= STOOD_S:
+                self.fleet.excuse(now - ticked, now)
             self._lose(self.fleet.tick(now))
             self.dispatcher.tick(now)
             if self.draining and not self.dispatcher.num_attended:

@@ -13,8 +13,8 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.request_progress import RequestProgress
+from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
@@ -46,7 +46,6 @@ class Dispatcher:
     ) -> None:
         self.fleet = fleet
         self._send = send
-        self._max_queued = max_queued
         self._started = now
         self._num_submitted = 0
         self._requests: dict[tuple[bytes, str], RoutedRequest] = {}
@@ -60,7 +59,7 @@ class Dispatcher:
         self.num_adopted = 0  # attempts that went on where another session had left them
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
-        self.placer = Placer(fleet, rules, rng)
+        self.placer = Placer(fleet, rules, rng, max_queued)
         self.migrations = Migrations(fleet, self.placer)
 
     @property
@@ -130,7 +129,11 @@ class Dispatcher:
             return FAILURES[FailureReason.POISON]
         # It was taken once, so it is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
-        full = self.num_queued >= self._max_queued and not self.placer.can_begin(request, now)
+        if self.fleet.isolated and not resumed:
+            text = "the router hears too few of its workers"
+            return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
+        room = self.placer.waiting.has_room(request.tenant)
+        full = not room and not self.placer.can_begin(request, now)
         if full and not resumed:
             return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
         young = now - self._started < YOUNG_S  # workers may still be joining
@@ -138,7 +141,7 @@ class Dispatcher:
         if not known and not self._models:
             return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
         if not known:
-            text = f"model {request.model!r} is not served"
+            text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
         if request.progress.complete:
             return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
@@ -249,7 +252,7 @@ class Dispatcher:
 
     def connected(self, worker: Worker, now: float) -> None:
         """The session to it is up."""
-        worker.connected = True
+        worker.connected = worker.was_connected = True
         if worker.hello.role == DECODE:
             self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
@@ -266,6 +269,8 @@ class Dispatcher:
 
     def _lost(self, worker: Worker, how: str, crashed: bool, now: float) -> None:
         forgotten = self.fleet.get(worker.boot) is not worker
+        if forgotten and worker.hello.role == DECODE:
+            self.placer.worker_forgotten(worker)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)

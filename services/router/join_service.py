@@ -8,16 +8,19 @@ import grpc.aio
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2, fleet_pb2
 from pdserve.protos.fleet_pb2_grpc import FleetServicer
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
+ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     """Raises ServiceError(INVALID_ARGUMENT) if the router could not use the worker."""
     wrong = ""
-    if hello.role not in (fleet_pb2.PREFILL, fleet_pb2.DECODE):
+    if hello.role not in ROLES:
         wrong = "role"
     elif len(hello.boot) != BOOT_BYTES:
         wrong = "boot"
@@ -41,8 +44,9 @@ def _has_layout(card: common_pb2.ModelCard) -> bool:
 class JoinService(FleetServicer):
     """The worker side is services/worker/membership.py."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, access: Access) -> None:
         self._core = core
+        self._access = access
 
     async def Join(
         self,
@@ -52,6 +56,9 @@ class JoinService(FleetServicer):
         hello = (await anext(request_iterator, fleet_pb2.WorkerReport())).hello
         try:
             check_hello(hello)
+            if not self._access.may_be(context, ROLES[hello.role]):
+                text = "hello: the certificate is of another role"
+                raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)
         worker = self._core.join(hello)

@@ -1,6 +1,8 @@
 """The router process: builds its parts, serves, drains."""
 
 import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.recorder.ring import open_ring
@@ -8,10 +10,12 @@ from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
-from pdserve.services.host.blobs import BlobService
+from pdserve.services.host.auth.access import make_access, make_tls
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.server import GrpcHost, MetricsHttp
+from pdserve.services.host.rpc.blobs import BlobService
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import FleetBlobs
 from pdserve.services.router.join_service import JoinService
@@ -19,7 +23,18 @@ from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.service import OPEN_METHODS, RouterService
 from pdserve.services.router.settings import RouterSettings
 
+if TYPE_CHECKING:
+    from pdserve.services.host.metrics_http import MetricsHttp
+
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
+
+
+def make_rules(settings: RouterSettings) -> Rules:
+    """How the router places requests, and where they may go on."""
+    mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
+    resuming = replace(mixing, numerics=mixing.numerics or not settings.exact_only)
+    threshold = settings.remote_prefill_threshold
+    return Rules(settings.remote_prefill, threshold, mixing=mixing, resuming=resuming)
 
 
 class RouterProcess:
@@ -27,25 +42,31 @@ class RouterProcess:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self.host = GrpcHost(settings.bind, settings.cluster_secret, OPEN_METHODS, SERVICES)
-        mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
-        threshold = settings.remote_prefill_threshold
-        rules = Rules(settings.remote_prefill, threshold, mixing=mixing)
-        self.core = RouterCore(settings.cluster_secret, rules, settings.max_queued)
+        self._keys = make_keys(settings)
+        self._access = make_access(settings)
+        self._tls = make_tls(settings.tls_cert, settings.tls_key)
+        self.host = GrpcHost(self._access, OPEN_METHODS, SERVICES)
+        self.core = RouterCore(self._access, make_rules(settings), settings.max_queued)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.event_log = EventLog(self._ring)
-        self._service = RouterService(self.core, settings)
-        self.address = ""
+        self._service = RouterService(self.core, settings, self._access, self._keys)
+        self.address = self.client_address = ""
 
     async def start(self) -> None:
-        """Listen. Raises OSError if the address is taken."""
+        """Listen. Raises OSError if an address is taken."""
         server = self.host.server
         add_RouterServicer_to_server(self._service, server)
-        add_FleetServicer_to_server(JoinService(self.core), server)
-        blobs = FleetBlobs(self.core.fleet, self._settings.cluster_secret)
+        add_FleetServicer_to_server(JoinService(self.core, self._access), server)
+        blobs = FleetBlobs(self.core.fleet, self._access)
         add_BlobsServicer_to_server(BlobService(blobs.get), server)
-        port = await self.host.start()
-        self.address = f"{self._settings.bind.rpartition(':')[0]}:{port}"
+        self._watching = asyncio.create_task(self._keys.watch(), name="keys")
+        bind, client_bind = self._settings.bind, self._settings.client_bind
+        self.address = f"{bind.rpartition(':')[0]}:{self.host.listen(bind)}"
+        if client_bind:
+            port = self.host.listen_for_clients(client_bind, self._tls)
+            self.client_address = f"{client_bind.rpartition(':')[0]}:{port}"
+        self.host.listen_for_probes(bind, self._settings.probe_port)
+        await self.host.start()
         self.host.set_serving(True)
 
     async def drain(self) -> None:
@@ -57,6 +78,7 @@ class RouterProcess:
 
     async def stop(self, grace_s: float) -> None:
         """End the sessions of clients first, then those with workers."""
+        self._watching.cancel()
         await self.host.stop(grace_s)
         await self.core.close()
         if self._ring is not None:
@@ -70,12 +92,8 @@ async def serve(settings: RouterSettings, report: Report) -> int:
     except OSError:
         await router.core.close()
         raise
-    metrics: MetricsHttp | None = None
-    if settings.metrics_port:
-        from pdserve.services.router.metrics import RouterMetrics
-
-        metrics = MetricsHttp(RouterMetrics(router.core), settings.metrics_port, settings.bind)
-    report("listening", {"address": router.address})
+    metrics = _serve_metrics(router, settings)
+    report("listening", {"address": router.address, "clients": router.client_address})
     report("ready", {})
     try:
         return await run_until_signal(
@@ -88,6 +106,15 @@ async def serve(settings: RouterSettings, report: Report) -> int:
     finally:
         if metrics is not None:
             metrics.close()
+
+
+def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsHttp | None":
+    if not settings.metrics_port:
+        return None
+    from pdserve.services.host.metrics_http import MetricsHttp
+    from pdserve.services.router.metrics import RouterMetrics
+
+    return MetricsHttp(RouterMetrics(router.core), settings.metrics_port, settings.bind)
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:

@@ -14,12 +14,15 @@ import grpc.aio
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterServicer
-from pdserve.services.host.backpressure import Backpressure, deliver
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.fragments import IdsCollector
-from pdserve.services.host.outbox import Outbox
-from pdserve.services.host.request_progress import RequestProgress
-from pdserve.services.host.server import is_authorized
+from pdserve.services.host.rpc.backpressure import Backpressure, deliver
+from pdserve.services.host.rpc.channel import AUTHORIZATION
+from pdserve.services.host.rpc.fragments import IdsCollector
+from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.settings import RouterSettings
 
@@ -43,9 +46,13 @@ class ClientSession:
 class RouterService(RouterServicer):
     """Sessions for gateways, Generate for gRPC clients, views for both."""
 
-    def __init__(self, core: RouterCore, settings: RouterSettings) -> None:
+    def __init__(
+        self, core: RouterCore, settings: RouterSettings, access: Access, keys: ApiKeys
+    ) -> None:
         self._core = core
+        self._access = access
         self._settings = settings
+        self._keys = keys
         self._sessions: set[ClientSession] = set()
 
     def send_away(self) -> None:
@@ -109,10 +116,10 @@ class RouterService(RouterServicer):
                 refuse(session, start, error)
 
     async def Generate(self, request: rpc.GenerateRequest, context: Context) -> None:
-        await self._authorize(context)
+        tenant = await self._authorize(context)
         session = ClientSession(os.urandom(16))
-        start = self._start_of(request)
         try:
+            start = self._start_of(request, tenant)
             if not start.model:
                 start.model = self._only_model()
             self._core.submit(RequestProgress(start, request.prompt_ids), session)
@@ -155,15 +162,21 @@ class RouterService(RouterServicer):
             session.over = True
             self._core.cancel(session, request)
 
-    def _start_of(self, request: rpc.GenerateRequest) -> pb.Start:
+    def _start_of(self, request: rpc.GenerateRequest, tenant: Tenant) -> pb.Start:
+        """Raises ServiceError for a timeout that is longer than the router's own."""
+        most_ms = int(self._settings.request_timeout_s * 1000)
+        if request.timeout_ms > most_ms:
+            text = f"timeout_ms is {request.timeout_ms}, at most {most_ms}"
+            raise ServiceError(pb.INVALID_ARGUMENT, text, "timeout_ms")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
         return pb.Start(
             request=f"gen-{os.urandom(12).hex()}",
             model=request.model,
-            cache_salt=request.cache_salt,
+            cache_salt=tenant.cache_salt(request.cache_salt),
+            tenant=tenant.id,
             params=request.params,
             seed=seed,
-            remaining_ms=request.timeout_ms or int(self._settings.request_timeout_s * 1000),
+            remaining_ms=request.timeout_ms or most_ms,
             queue_remaining_ms=int(self._settings.queue_timeout_s * 1000),
         )
 
@@ -185,11 +198,16 @@ class RouterService(RouterServicer):
     async def GetFleet(self, request: rpc.GetFleetRequest, context: Context) -> rpc.FleetView:
         return self._core.view()
 
-    async def _authorize(self, context: Context) -> None:
-        """For the methods that API keys open, too."""
-        accepted = (self._settings.cluster_secret, *self._settings.api_keys)
-        if not is_authorized(context.invocation_metadata() or (), accepted):
+    async def _authorize(self, context: Context) -> Tenant:
+        """Whose key the caller has; being a gateway, which asks for keys itself, is as good."""
+        if self._access.may_be(context, Role.GATEWAY):
+            return EVERYBODY
+        given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
+        may_ask = self._keys.required or self._access.separates_clients
+        tenant = self._keys.tenant(str(given)) if may_ask else None
+        if tenant is None:
             await abort(context, ServiceError(pb.UNAUTHENTICATED, "missing or wrong key"))
+        return tenant
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:

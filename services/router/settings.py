@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import HostSettings, option
+from pdserve.services.host.options import BackendSettings, PublicSettings, option
 
 
 @dataclass(frozen=True)
-class RouterSettings(HostSettings):
+class RouterSettings(PublicSettings, BackendSettings):
     """Where it listens, when it separates prefill from decode, and what it bounds."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
-    api_keys: tuple[str, ...] = option(
-        (),
-        "keys that gRPC clients of Generate may use instead of the secret",
-        secret=True,
-        flag="api-key",
+    client_bind: str = option(
+        "",
+        "host:port where Generate and ListModels are served to callers from outside the cluster; "
+        "empty: at --bind, which with certificates is for the cluster alone",
     )
     remote_prefill: str = option(
         "auto",
@@ -29,7 +28,12 @@ class RouterSettings(HostSettings):
         False, "pair and resume across formats of the same model too; marked inexact"
     )
     allow_mixed_numerics: bool = option(
-        False, "pair and resume across numerics ids of the same weights too; marked inexact"
+        False, "pair across numerics ids of the same weights too; marked inexact"
+    )
+    exact_only: bool = option(
+        False,
+        "end a stream with an error, instead of going on with it inexactly, when no worker of its "
+        "numerics id is left",
     )
     max_queued: int = option(
         512, "requests waiting in the router for a worker; more are refused", min=0
@@ -38,7 +42,7 @@ class RouterSettings(HostSettings):
         60.0, "longest wait of a Generate for its first step", min=0.001, max=86400
     )
     request_timeout_s: float = option(
-        600.0, "longest run of a Generate that names none", min=0.001, max=86400
+        600.0, "longest run of a Generate, which may name a shorter one", min=0.001, max=86400
     )
     max_buffer_bytes: int = option(
         1 << 20, "unread bytes of an answer of Generate that are kept", min=1024
@@ -46,6 +50,3 @@ class RouterSettings(HostSettings):
     stall_timeout_s: float = option(
         30.0, "seconds a client of Generate may stop reading before it is cancelled", min=0.001
     )
-    metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
-    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
-    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)

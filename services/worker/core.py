@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from pdserve.engine.api.errors import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.rpc.outbox import Outbox
 from pdserve.services.worker.runtime import WorkerRuntime
 
 END_S = 1.0  # how long a drained worker waits for routers to read its last events

@@ -15,8 +15,10 @@ import grpc
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.host.channel import CHANNEL_OPTIONS, bearer, resolve
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.worker.settings import LEAVE_S
 
 log = logging.getLogger(__name__)
@@ -32,10 +34,10 @@ HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
 class _Lease:
     """One Join stream. gRPC's own thread iterates over the reports, and so keeps the heartbeat."""
 
-    def __init__(self, owner: "Membership", address: str, secret: str) -> None:
+    def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner
         self.address = address
-        self._secret = secret
+        self._access = access
         self._prefixes: queue.SimpleQueue[pb.PrefixEvents] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._goodbye: str | None = None
@@ -105,24 +107,30 @@ class _Lease:
             self._wake.wait(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
-        with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            call = FleetStub(channel).Join(self._reports(), metadata=bearer(self._secret))
-            self._call = call
-            if self._closed:
-                call.cancel()
-            try:
-                for reply in call:
-                    self._heard = time.monotonic()
-                    if reply.HasField("welcome"):
-                        log.info("joined router %s", self.address)
-                        self._owner.note(self.address, "")
-            except grpc.RpcError as error:
-                if not self._closed:
-                    self._owner.note(self.address, str(ServiceError.from_rpc(error)))
-            finally:
-                self._closed = True
-                self._wake.set()
-                self._owner.lease_ended()
+        try:
+            with self._access.open_blocking_channel(self.address, Role.ROUTER) as channel:
+                self._join(channel)
+        except OSError as error:  # a certificate cannot be read
+            self._owner.note(self.address, str(error))
+        finally:
+            self._closed = True
+            self._wake.set()
+            self._owner.lease_ended()
+
+    def _join(self, channel: grpc.Channel) -> None:
+        call = FleetStub(channel).Join(self._reports(), metadata=self._access.metadata)
+        self._call = call
+        if self._closed:
+            call.cancel()
+        try:
+            for reply in call:
+                self._heard = time.monotonic()
+                if reply.HasField("welcome"):
+                    log.info("joined router %s", self.address)
+                    self._owner.note(self.address, "")
+        except grpc.RpcError as error:
+            if not self._closed:
+                self._owner.note(self.address, str(ServiceError.from_rpc(error)))
 
 
 class Membership:
@@ -136,13 +144,13 @@ class Membership:
         self,
         hello: pb.WorkerHello,
         routers: Sequence[str],
-        secret: str,
+        access: Access,
         liveness: Callable[[], tuple[int, bool]] = lambda: (0, False),
     ) -> None:
         self.hello = hello
         self._liveness = liveness
         self._routers = tuple(routers)
-        self._secret = secret
+        self._access = access
         self._lock = threading.Lock()  # guards what follows
         self._leases: dict[str, _Lease] = {}
         self._hashes: dict[bytes, None] = {}
@@ -247,7 +255,7 @@ class Membership:
             self._stop.wait(REJOIN_S)
 
     def _new_lease(self, address: str) -> _Lease:
-        lease = _Lease(self, address, self._secret)
+        lease = _Lease(self, address, self._access)
         # The state so far is numbered to end just before the next change.
         hashes = list(self._hashes)
         state = []

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.host.blobs import BlobCache, BlobService
-from pdserve.services.host.channel import advertised
+from pdserve.services.host.auth.access import make_access
 from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.server import GrpcHost, MetricsHttp
+from pdserve.services.host.rpc.blobs import BlobCache, BlobService
+from pdserve.services.host.rpc.channel import advertised
+from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.role import WorkerRole
@@ -27,6 +28,7 @@ from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 if TYPE_CHECKING:
+    from pdserve.services.host.metrics_http import MetricsHttp
     from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,10 @@ IDLE_LOAD_S = 1.0  # otherwise
 LOOK_S = 0.5  # between two looks at the engine's counter
 ALONE_S = 5.0  # without a router: then the log says what the worker waits for
 AnyRole = WorkerRole[Any, Any, Any]
+
+
+class LoadingPanicked(Exception):
+    """A native library gave up while the model was loaded; its exception is no Exception."""
 
 
 class LoadingStopped(Exception):
@@ -49,9 +55,8 @@ class WorkerProcess:
         self.boot = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None
-        self.host = GrpcHost(
-            settings.bind, settings.cluster_secret, services=(role.service, "pdserve.v1.Blobs")
-        )
+        self._access = make_access(settings)
+        self.host = GrpcHost(self._access, services=(role.service, "pdserve.v1.Blobs"))
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[None] = loop.create_future()  # done only after a failure
@@ -71,7 +76,9 @@ class WorkerProcess:
         """Listen, and begin to load. Raises OSError if the address is taken."""
         add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
         self._role.register(self.host.server)
-        port = await self.host.start()
+        port = self.host.listen(self._settings.bind)
+        self.host.listen_for_probes(self._settings.bind, self._settings.probe_port)
+        await self.host.start()
         bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
         self.address = advertised(bound, self._settings.advertise)
         self._report("listening", {"address": self.address})
@@ -134,7 +141,9 @@ class WorkerProcess:
             loop.call_soon_threadsafe(self._ready, runtime)
         except LoadingStopped:
             pass
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            if not isinstance(error, Exception):
+                error = LoadingPanicked(f"loading ended with {type(error).__name__}: {error}")
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._failed, error)
 
@@ -177,10 +186,12 @@ class WorkerProcess:
         self._membership = Membership(
             hello,
             self._settings.routers,
-            self._settings.cluster_secret,
+            self._access,
             lambda: (runtime.thread.liveness, runtime.thread.busy),
         )
         if self._settings.metrics_port:
+            # Few processes have a metrics port, and its imports take 50 ms.
+            from pdserve.services.host.metrics_http import MetricsHttp
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(self.address, hello.card.name)

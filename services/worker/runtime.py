@@ -113,6 +113,7 @@ class WorkerRuntime(ABC):
             on_ended=on_ended,
             wake=self.thread.wake,
             liveness=self._liveness,
+            passes_over=self.thread.passes_over,
             encrypted=self._settings.encrypt_kv,
             event_log=EventLog(self._ring),
         )

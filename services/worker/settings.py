@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import HostSettings, option
+from pdserve.services.host.options import BackendSettings, option
 
 # What a worker's stop may take, beside what each service's may (services/host/options.py).
 LEAVE_S = 2.0  # for the streams to the routers to end
@@ -10,7 +10,7 @@ CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 
 
 @dataclass(frozen=True)
-class WorkerSettings(HostSettings):
+class WorkerSettings(BackendSettings):
     """Where a worker listens, which routers it joins, and how it moves KV."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
@@ -30,6 +30,3 @@ class WorkerSettings(HostSettings):
     allow_mixed_numerics: bool = option(
         False, "take KV of another numerics id of the same weights; marked inexact"
     )
-    metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
-    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
-    trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)

@@ -58,6 +58,12 @@ def logged(path: str, name: str, report: Report) -> int:
     return code
 
 
+def slow(report: Report) -> int:
+    """Loads for ever."""
+    report("loading", {"pid": os.getpid(), "fraction": 0.5})
+    return until_sigterm()
+
+
 def broken(report: Report) -> int:
     """Never becomes ready."""
     raise OSError("no such model: nowhere.gguf")
@@ -82,11 +88,21 @@ def stubborn(report: Report) -> int:
         time.sleep(60)
 
 
+def trust(settings: Any) -> dict[str, Any]:
+    """What the process shows others."""
+    return {
+        "secret": settings.cluster_secret,
+        "ca": settings.cluster_ca,
+        "cert": settings.cluster_cert,
+    }
+
+
 def router(settings: Any, report: Report) -> int:
     """As `pdserve up` starts it."""
     block()
-    facts = {"bind": settings.bind, "address": settings.bind, "secret": settings.cluster_secret}
-    limits = {"api_keys": settings.api_keys, "queue_timeout_s": settings.queue_timeout_s}
+    facts = {"bind": settings.bind, "address": settings.bind, **trust(settings)}
+    keys = {"api_keys": settings.api_keys, "api_key_file": settings.api_key_file}
+    limits = {**keys, "queue_timeout_s": settings.queue_timeout_s}
     report("listening", facts | limits | {"trace_dir": settings.trace_dir})
     report("ready", {"pid": os.getpid()})
     return until_sigterm()
@@ -95,7 +111,7 @@ def router(settings: Any, report: Report) -> int:
 def gateway(settings: Any, report: Report) -> int:
     block()
     report("listening", {"url": f"http://{settings.host}:{settings.port}", "grpc": "g:1"})
-    facts = {"routers": settings.routers, "secret": settings.cluster_secret}
+    facts = {"routers": settings.routers, **trust(settings)}
     report("ready", {"pid": os.getpid(), "models": ["fake"], **facts})
     return until_sigterm()
 
@@ -107,8 +123,9 @@ def worker(settings: Any, engine: Any, report: Report) -> int:
     report("loading", {"fraction": 1.0})
     facts = {
         "pid": os.getpid(),
+        "role": type(settings).__name__.removesuffix("Settings").lower(),
         "routers": settings.routers,
-        "secret": settings.cluster_secret,
+        **trust(settings),
         "threads": settings.threads,
         "shm_dir": settings.shm_dir,
         "trace_dir": settings.trace_dir,

@@ -3,11 +3,12 @@
 import asyncio
 from typing import Any
 
+from cluster_secret import ACCESS
 from fake_router import FakeRouter
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
-from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.server import GrpcHost
 
 
@@ -60,10 +61,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
             yield pb.BlobChunk(data=data[at : at + (190 << 10)])
 
 
-async def serve_router(router: FakeRouter, secret: str) -> tuple[RouterServicer, GrpcHost, str]:
+async def serve_router(router: FakeRouter) -> tuple[RouterServicer, GrpcHost, str]:
     """The servicer, its host (stop it), and its address."""
     servicer = RouterServicer(router)
-    host = GrpcHost("127.0.0.1:0", secret)
+    host = GrpcHost(ACCESS)
     router_pb2_grpc.add_RouterServicer_to_server(servicer, host.server)
     common_pb2_grpc.add_BlobsServicer_to_server(servicer, host.server)
-    return servicer, host, f"127.0.0.1:{await host.start()}"
+    address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
+    await host.start()
+    return servicer, host, address

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from cluster_secret import ACCESS
 from eventually import eventually
 
 from pdserve.engine.kv.codec import encode_spec
@@ -22,13 +23,10 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.host.fragments import IdsCollector
-from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.rpc.fragments import IdsCollector
+from pdserve.services.host.rpc.outbox import Outbox
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker.membership import Membership
-
-SECRET = "cluster secret of the tests"
-
 
 TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
 
@@ -63,10 +61,11 @@ class FakeWorker(ABC):
         self.address = ""
 
     async def start(self, router: str, port: int = 0) -> None:
-        self.host = GrpcHost(f"127.0.0.1:{port}", SECRET)
+        self.host = GrpcHost(ACCESS)
         self.register()
         add_BlobsServicer_to_server(FakeBlobs(), self.host.server)
-        self.address = f"127.0.0.1:{await self.host.start()}"
+        self.address = f"127.0.0.1:{self.host.listen(f'127.0.0.1:{port}')}"
+        await self.host.start()
         hello = fleet_pb2.WorkerHello(
             role=self.role,
             boot=self.boot,
@@ -75,7 +74,7 @@ class FakeWorker(ABC):
             transports=["tcp"],
             wire_version=1,
         )
-        self.membership = Membership(hello, [router], SECRET)
+        self.membership = Membership(hello, [router], ACCESS)
         self.membership.start()
 
     @abstractmethod

@@ -2,9 +2,11 @@
 
 import logging
 
-from pdserve.services.host.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
-from pdserve.services.host.channel import open_channel
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
 from pdserve.services.router.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -13,9 +15,9 @@ log = logging.getLogger(__name__)
 class FleetBlobs:
     """The blobs of the models that live workers serve."""
 
-    def __init__(self, fleet: Fleet, secret: str) -> None:
+    def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
-        self._secret = secret
+        self._access = access
         self._cache = BlobCache(BLOB_CACHE_BYTES)
 
     async def get(self, digest: str) -> bytes | None:
@@ -23,20 +25,21 @@ class FleetBlobs:
         return await self._cache.get(digest, self._fetch)
 
     async def _fetch(self, digest: str) -> bytes | None:
-        for address in self._holders(digest):
+        for address, role in self._holders(digest):
             try:
-                async with open_channel(address, self._secret) as channel:
+                async with self._access.open_channel(address, role) as channel:
                     return await read_blob(channel, digest)
-            except ServiceError as error:
+            except (ServiceError, OSError) as error:
                 log.warning("blob %s from %s: %s", digest, address, error)
         return None
 
-    def _holders(self, digest: str) -> list[str]:
+    def _holders(self, digest: str) -> list[tuple[str, Role]]:
         """Workers whose card names the digest; others are not asked for it."""
         found = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card
             names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
             if digest in names:
-                found.append(worker.hello.address)
+                role = Role.DECODE if worker.hello.role == DECODE else Role.PREFILL
+                found.append((worker.hello.address, role))
         return found

@@ -1,14 +1,22 @@
 """Which workers may go on with KV and tokens of another; what was left out, what was inexact.
 
 A request that has generated on a worker is bound to that worker's KV identity. It is resumed on the
-same one, or on one that the operator's Mixing admits.
+same one; when no worker of it is left, on one that the operator's Mixing admits.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from pdserve.engine.kv.identity import Difference, KvIdentity, Mixing, differences, refusal
+from pdserve.engine.kv.identity import (
+    NO_MIXING,
+    Difference,
+    KvIdentity,
+    Mixing,
+    differences,
+    refusal,
+)
+from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +31,31 @@ class KvCompatibility:
         self.inexact: Counter[str] = Counter()  # "resume", "hand-off"
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
+        self._withdrawn: set[str] = set()  # weights whose last worker has said goodbye
 
-    def may_continue(self, origin: KvIdentity | None, identity: KvIdentity) -> bool:
-        """Whether a worker of `identity` may go on with what `origin` has computed; None: nobody
-        has computed anything yet."""
-        return origin is None or refusal(origin, identity, self._mixing) is None
+    def able(self, origin: KvIdentity | None, workers: Iterable[Worker]) -> list[Worker]:
+        """The workers that may go on with what `origin` has computed (None: nobody has computed
+        anything yet): those that do it exactly, and others only if none of them is left."""
+        if origin is None:
+            return list(workers)
+        admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
+        exact = [w for w in admitted if refusal(origin, w.identity, NO_MIXING) is None]
+        stay = [w for w in exact if not w.said_goodbye and not w.frozen]
+        return exact if stay else admitted
+
+    def withdrawn(self, origin: KvIdentity | None) -> bool:
+        """Whether the workers with these weights have all left in order: none will come back."""
+        return origin is not None and _pool(origin) in self._withdrawn
+
+    def joined(self, worker: Worker) -> None:
+        """A worker is there."""
+        self._withdrawn.discard(_pool(worker.identity))
+
+    def left(self, worker: Worker, others: Iterable[Worker]) -> None:
+        """A worker is forgotten; `others` are there still."""
+        pool = _pool(worker.identity)
+        if worker.said_goodbye and all(_pool(other.identity) != pool for other in others):
+            self._withdrawn.add(pool)
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
         """Prefill workers, by boot id, cannot send to a decode worker."""
@@ -58,3 +86,8 @@ class KvCompatibility:
     def count_handoff(self, prefill: KvIdentity, decode: KvIdentity) -> None:
         """KV that a prefill worker computed is in use."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
+
+
+def _pool(identity: KvIdentity) -> str:
+    """Equal for workers of the same weights."""
+    return identity.weights or identity.digest.hex()

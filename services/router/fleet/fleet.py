@@ -13,6 +13,9 @@
 A suspect gets no new work and keeps what it has. A frozen worker gets none either, and what it has
 is tried elsewhere, as after a death; its process lives, so it hears the cancels and does them once
 it moves. Only `Fleet` adds and forgets workers.
+
+When more than half of four or more workers are suspect at once, it is more likely the router that
+is cut off: until it hears enough of them, or ISOLATED_S later, none dies of silence.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +30,8 @@ from pdserve.services.router.fleet.prefix_index import PrefixIndex
 
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
+ISOLATED_S = 15.0  # then they are dead after all, as when a rack has lost its power
+MIN_ISOLATED = 4  # workers; of fewer, half may well be gone
 UNREPORTED_S = 1.0  # a command that no load names after this is taken as reported
 
 
@@ -53,6 +58,7 @@ class Worker:
     frozen: bool = False
     engine: StallDetector = field(default_factory=StallDetector)
     connected: bool = False  # the router's session to it is up
+    was_connected: bool = False  # it has been, so there is a worker behind the hello
     busy_until: float = 0.0  # it answered Busy; a new load clears it
     load: pb.Load = field(default_factory=pb.Load)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -118,6 +124,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.workers: dict[bytes, Worker] = {}
+        self.isolated_since: float | None = None  # the router hears too few of its workers
         self._leases = 0
 
     def get(self, boot: bytes) -> Worker | None:
@@ -185,16 +192,47 @@ class Fleet:
         del self.workers[worker.boot]
         return [worker]
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Time in which the router stood still itself is nobody's silence: what was said meanwhile
+        is read after this."""
+        for worker in self.workers.values():
+            worker.heard = min(now, worker.heard + seconds)
+            worker.suspect_since = min(now, worker.suspect_since + seconds)
+
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
-        dead = []
-        for worker in list(self.workers.values()):
-            if worker.state is not State.SUSPECT:
-                if now - worker.heard >= SILENCE_S:
-                    self._suspect(worker, now)
-            elif now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S:
-                dead += self.lost(worker)
-        return dead
+        for worker in self.workers.values():
+            if worker.state is not State.SUSPECT and now - worker.heard >= SILENCE_S:
+                self._suspect(worker, now)
+        self._look_at_itself(now)
+        since = self.isolated_since
+        if since is not None and now - since < ISOLATED_S:
+            return []
+        overdue = [
+            worker
+            for worker in self.workers.values()
+            if worker.state is State.SUSPECT
+            and now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S
+        ]
+        return [dead for worker in overdue for dead in self.lost(worker)]
+
+    def _look_at_itself(self, now: float) -> None:
+        """Notes since when more than half of its workers are suspect. When that is over, those
+        that still are get their time anew: what they say may be on its way, too."""
+        staying = [w for w in self.workers.values() if w.was_connected and not w.said_goodbye]
+        suspects = [w for w in staying if w.state is State.SUSPECT]
+        if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
+            if self.isolated_since is None:
+                self.isolated_since = now
+        elif self.isolated_since is not None:
+            self.isolated_since = None
+            for worker in suspects:
+                worker.suspect_since = now
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the router itself is probably cut off."""
+        return self.isolated_since is not None
 
     @staticmethod
     def _suspect(worker: Worker, now: float) -> None:

@@ -18,8 +18,9 @@ import grpc.aio
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.host.channel import open_channel
-from pdserve.services.host.outbox import Outbox
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.rpc.outbox import Outbox
 from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,12 @@ class ProbeResult(Enum):
 class WorkerSession:
     """The session with one worker; `run` ends only when the port refuses, or by cancellation."""
 
-    def __init__(self, worker: Worker, secret: str, boot: bytes, listener: SessionListener) -> None:
+    def __init__(
+        self, worker: Worker, access: Access, boot: bytes, listener: SessionListener
+    ) -> None:
         self._worker = worker
         self._address = worker.hello.address
-        self._secret = secret
+        self._access = access
         self._hello = wire.SessionHello(router_boot=boot)
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
@@ -86,8 +89,9 @@ class WorkerSession:
             began = loop.time()
             try:
                 await self._session()
-            except grpc.aio.AioRpcError as error:
-                log.warning("session with %s: %s", self._address, error.details())
+            except (grpc.aio.AioRpcError, OSError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.warning("session with %s: %s", self._address, reason)
             except Exception:
                 log.exception("the session with %s failed; it is opened anew", self._address)
             found = await probe(self._address)
@@ -108,9 +112,11 @@ class WorkerSession:
             self._listener.broken(self._worker)
 
     async def _session(self) -> None:
-        async with open_channel(self._address, self._secret) as channel:
+        decodes = self._worker.hello.role == DECODE
+        role = Role.DECODE if decodes else Role.PREFILL
+        async with self._access.open_channel(self._address, role) as channel:
             call: Any
-            if self._worker.hello.role == DECODE:
+            if decodes:
                 call = DecodeStub(channel).Session()
                 await call.write(wire.DecodeCommand(hello=self._hello))
             else:
@@ -140,8 +146,8 @@ class WorkerSession:
 class WorkerSessions:
     """All sessions by worker. Owns their tasks."""
 
-    def __init__(self, secret: str, router_boot: bytes, listener: SessionListener) -> None:
-        self._secret = secret
+    def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
+        self._access = access
         self._boot = router_boot
         self._listener = listener
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
@@ -149,7 +155,7 @@ class WorkerSessions:
     def open(self, worker: Worker) -> None:
         """Begin, and keep, a session with a worker; no effect if there is one."""
         if worker.boot not in self._sessions:
-            session = WorkerSession(worker, self._secret, self._boot, self._listener)
+            session = WorkerSession(worker, self._access, self._boot, self._listener)
             name = f"session {worker.hello.address}"
             self._sessions[worker.boot] = (session, asyncio.create_task(session.run(), name=name))
 

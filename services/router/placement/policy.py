@@ -37,6 +37,7 @@ HANDOFF_TOKENS = 32
 # A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
 CHUNK_TOKENS = 128
 NO_LAYOUT = KvSpec(0, ())
+SAME_WEIGHTS = Mixing(numerics=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Rules:
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
     max_prefill_failures: int = 2
-    mixing: Mixing = NO_MIXING
+    mixing: Mixing = NO_MIXING  # of a prefill and a decode worker
+    resuming: Mixing = SAME_WEIGHTS  # when no worker is left that goes on exactly
 
     @property
     def min_shared_tokens(self) -> int:

@@ -1,9 +1,15 @@
-"""Requests that wait for a worker, each for one reason, in order of arrival; pure."""
+"""Requests that wait for a worker, each for one reason; pure.
+
+Those of one tenant wait in order of arrival; tenants take turns.
+"""
 
 import heapq
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
+
+from pdserve.services.host.tenants.fairness import FairShare
 
 
 class WaitReason(Enum):
@@ -25,16 +31,23 @@ class WaitingRequest(Protocol):
     def model(self) -> str:
         """Whose workers it waits for."""
 
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is."""
+
 
 R = TypeVar("R", bound=WaitingRequest)
-_Line = tuple[WaitReason, str]  # why, and for which model
+_Line = tuple[WaitReason, str, bytes]  # why, for which model, and whose they are
 
 
 class WaitingQueue(Generic[R]):
-    """One line for each reason and model. A request is in at most one of them."""
+    """One line for each reason, model and tenant. A request is in at most one of them."""
 
-    def __init__(self) -> None:
-        self._lines: dict[_Line, list[tuple[int, R]]] = {}  # heaps; none is empty
+    def __init__(self, most: int = sys.maxsize) -> None:
+        """`most`: requests that may wait; `has_room` gives each tenant its share of them."""
+        self._share = FairShare(most)
+        # Heaps, none of them empty. The line whose turn is next comes first.
+        self._lines: dict[_Line, list[tuple[int, R]]] = {}
         self._since: dict[R, tuple[WaitReason, float]] = {}
 
     def __len__(self) -> int:
@@ -43,23 +56,29 @@ class WaitingQueue(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(self._since)
 
+    def has_room(self, tenant: bytes) -> bool:
+        """Whether a new request of the tenant may wait."""
+        return self._share.has_room(tenant)
+
     def num(self, reason: WaitReason) -> int:
         """How many wait for that reason."""
-        return sum(len(line) for (why, _), line in self._lines.items() if why is reason)
+        return sum(len(line) for (why, *_), line in self._lines.items() if why is reason)
 
     @property
     def models(self) -> list[str]:
         """Models whose turn somebody waits for."""
-        return [model for why, model in self._lines if why is WaitReason.TURN]
+        return list(dict.fromkeys(m for why, m, _ in self._lines if why is WaitReason.TURN))
 
     def head(self, model: str) -> R | None:
         """The request whose turn is next."""
-        line = self._lines.get((WaitReason.TURN, model))
-        return line[0][1] if line else None
+        for (why, of, _), line in self._lines.items():
+            if why is WaitReason.TURN and of == model:
+                return line[0][1]
+        return None
 
     def of(self, reason: WaitReason) -> list[R]:
         """All that wait for that reason, the oldest first."""
-        lines = [line for (why, _), line in self._lines.items() if why is reason]
+        lines = [line for (why, *_), line in self._lines.items() if why is reason]
         return [request for _, request in sorted(entry for line in lines for entry in line)]
 
     def since(self, request: R) -> float:
@@ -69,22 +88,24 @@ class WaitingQueue(Generic[R]):
     def add(self, request: R, reason: WaitReason, now: float) -> None:
         """Let it wait. It has the place of its arrival, however late it comes back."""
         self.remove(request)
-        line = self._lines.setdefault((reason, request.model), [])
+        line = self._lines.setdefault((reason, request.model, request.tenant), [])
         heapq.heappush(line, (request.ordinal, request))
         self._since[request] = reason, now
+        self._share.take(request.tenant)
 
     def remove(self, request: R) -> None:
-        """It no longer waits; without effect if it did not."""
+        """It no longer waits, and its tenant has had its turn; without effect if it did not."""
         found = self._since.pop(request, None)
         if found is None:
             return
-        key = found[0], request.model
-        line = self._lines[key]
+        self._share.give_back(request.tenant)
+        key = found[0], request.model, request.tenant
+        line = self._lines.pop(key)
         entry = (request.ordinal, request)
         if line[0] == entry:
             heapq.heappop(line)
         else:
             line.remove(entry)
             heapq.heapify(line)
-        if not line:
-            del self._lines[key]
+        if line:
+            self._lines[key] = line

@@ -6,7 +6,7 @@ from typing import Any
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import send_ids
+from pdserve.services.host.rpc.fragments import send_ids
 from pdserve.services.router.requests import events as on
 
 

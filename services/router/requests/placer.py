@@ -31,14 +31,14 @@ STRANDED_S = 30.0  # a worker with the same weights may be starting again
 class Placer:
     """The placement of all requests of one router."""
 
-    def __init__(self, fleet: Fleet, rules: Rules, rng: Random) -> None:
+    def __init__(self, fleet: Fleet, rules: Rules, rng: Random, max_queued: int) -> None:
         self._fleet = fleet
         self._rules = rules
         self._rng = rng
         self.draining = False
-        self.waiting: WaitingQueue[RoutedRequest] = WaitingQueue()
+        self.waiting: WaitingQueue[RoutedRequest] = WaitingQueue(max_queued)
         self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
-        self.compatibility = KvCompatibility(rules.mixing)
+        self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions
@@ -70,7 +70,8 @@ class Placer:
         if deadline is not None and now >= deadline:
             return False
         head = self.waiting.head(request.model)
-        first = head is None or head.ordinal >= request.ordinal
+        own = head is not None and head.tenant == request.tenant
+        first = head is None or (own and head.ordinal >= request.ordinal)
         return first and bool(self._candidates(request, now))
 
     def _candidates(self, request: RoutedRequest, now: float) -> list[Worker]:
@@ -78,15 +79,14 @@ class Placer:
             return []  # its gateway has taken it to another router
         return [
             w
-            for w in self._fleet.of(DECODE, request.model)
+            for w in self._able(request)
             if w.takes_work(now)
             and request.state.may_ask(w.boot)
-            and self._may_continue(request, w)
             and self.admitting[w.boot] < MAX_ADMITTING
         ]
 
-    def _may_continue(self, request: RoutedRequest, worker: Worker) -> bool:
-        return self.compatibility.may_continue(request.origin, worker.identity)
+    def _able(self, request: RoutedRequest) -> list[Worker]:
+        return self.compatibility.able(request.origin, self._fleet.of(DECODE, request.model))
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
@@ -150,7 +150,7 @@ class Placer:
 
     def _strand(self, request: RoutedRequest, workers: list[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with it: then it waits for another one."""
-        if not workers or any(self._may_continue(request, w) for w in workers):
+        if not workers or self._able(request):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
         log.warning("no worker has its weights any more", extra={"request": request.id})
@@ -158,15 +158,24 @@ class Placer:
 
     def worker_connected(self, worker: Worker, now: float) -> None:
         """A decode worker can be reached: place the requests that have waited for its like."""
+        self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
-            if request.model == worker.model and self._may_continue(request, worker):
+            if request.model == worker.model and worker in self._able(request):
                 self.waiting.remove(request)
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Requests that have waited long enough for a compatible worker."""
-        stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
-        return [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+        """Requests that have waited long enough for a compatible worker, or wait in vain."""
+        return [
+            request
+            for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER)
+            if now - self.waiting.since(request) >= STRANDED_S
+            or self.compatibility.withdrawn(request.origin)
+        ]
+
+    def worker_forgotten(self, worker: Worker) -> None:
+        """A decode worker will not be heard of again."""
+        self.compatibility.left(worker, self._fleet.of(DECODE, worker.model))
 
     def forget(self, request: RoutedRequest) -> None:
         """It has ended."""

@@ -15,7 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
@@ -63,6 +63,7 @@ class RoutedRequest:
         self.ordinal = ordinal  # of arrival, kept over retries
         self.id = start.request
         self.model = start.model
+        self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,
             deadline=now + start.remaining_ms / 1000 if start.remaining_ms else None,
@@ -384,6 +385,7 @@ class RoutedRequest:
             attempt=assignment.id,
             ticket=assignment.ticket,
             cache_salt=self.progress.start.cache_salt,
+            tenant=self.progress.start.tenant,
             remaining_ms=remaining_ms(self.state.deadline, now),
             kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
         )

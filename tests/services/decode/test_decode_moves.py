@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
-from worker_kit import SECRET, Pair, SessionClient, expected, prompt, start_worker
+from worker_kit import Pair, SessionClient, expected, prompt, start_worker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.protos import common_pb2 as pb
@@ -55,7 +56,7 @@ class Other:
 
 @asynccontextmanager
 async def another() -> AsyncIterator[Other]:
-    settings = DecodeSettings(cluster_secret=SECRET, kv_transport="tcp")
+    settings = DecodeSettings(cluster_secret=(SECRET,), kv_transport="tcp")
     role = DecodeRole(settings, EngineConfig())
     worker = await start_worker(settings, role)
     other = Other(worker, role)

@@ -12,17 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from cluster_secret import open_channel
 from eventually import LIMIT_S, eventually, wait_until
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from worker_kit import (
-    CARD,
-    SECRET,
-    Pair,
-    SessionClient,
-    expected,
-    prompt,
-)
+from worker_kit import CARD, Pair, SessionClient, expected, prompt
 
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2 as pb
@@ -31,7 +25,6 @@ from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 from pdserve.services.decode.attempt import ServedAttempt
 from pdserve.services.decode.runtime import REFUSED
-from pdserve.services.host.channel import open_channel
 
 STEP_S = 0.1  # of a slow model
 
@@ -331,7 +324,7 @@ def test_blobs_and_card(with_pair: Callable[..., None]) -> None:
         card = part.hello.card
         assert card.kv_identity.digest == b"test"
         assert decode_spec(card.kv_spec) == fake_spec()
-        async with open_channel(pair.decode_worker.address, SECRET) as channel:
+        async with open_channel(pair.decode_worker.address) as channel:
             blobs = BlobsStub(channel)
             call = blobs.GetBlob(pb.BlobRequest(digest=card.tokenizer_digest))
             chunks = [chunk.data async for chunk in call]

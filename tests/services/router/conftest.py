@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_secret import SECRET, open_channel
 from eventually import eventually
 from rings import assert_conform
-from router_workers import (
-    SECRET,
-    FakeDecode,
-    FakePrefill,
-    FakeWorker,
-    token,
-)
+from router_workers import FakeDecode, FakePrefill, FakeWorker, token
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.channel import open_channel
-from pdserve.services.host.fragments import send_ids
+from pdserve.services.host.rpc.fragments import send_ids
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -161,7 +155,7 @@ async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Make
     rings = tmp_path / "rings"
 
     async def make(**settings: Any) -> Cluster:
-        chosen = RouterSettings(cluster_secret=SECRET, trace_dir=str(rings), **settings)
+        chosen = RouterSettings(cluster_secret=(SECRET,), trace_dir=str(rings), **settings)
         router = RouterProcess(chosen)
         await router.start()
         made.append(Cluster(router, chosen))

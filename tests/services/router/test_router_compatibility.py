@@ -17,12 +17,14 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.request_progress import RequestProgress
+from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.main import make_rules
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.placement.waiting import WaitReason
 from pdserve.services.router.requests.placer import STRANDED_S
+from pdserve.services.router.settings import RouterSettings
 
 GROUP = LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1)
 SAME = KvIdentity(b"same", "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
@@ -49,12 +51,14 @@ class World:
 
     key = b"gateway"
 
-    def __init__(self, mixing: Mixing, prefill: str = "always") -> None:
+    def __init__(
+        self, mixing: Mixing, prefill: str = "always", resuming: Mixing | None = None
+    ) -> None:
         self.now = 100.0
         self.fleet = Fleet()
         self.events: list[RequestEvent] = []
         self.sent: list[tuple[Worker, Any]] = []
-        rules = Rules(prefill, 10, mixing=mixing)
+        rules = Rules(prefill, 10, mixing=mixing, resuming=resuming or mixing)
         self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(1), 5, 0.0)
 
     def put(self, event: RequestEvent) -> None:
@@ -107,6 +111,13 @@ class World:
     def die(self, worker: Worker) -> None:
         self.fleet.lost(worker)
         self.dispatcher.disconnected(worker, True, self.now)
+
+    def leave(self, worker: Worker) -> None:
+        """It says goodbye, and ends."""
+        worker.said_goodbye = True
+        self.fleet.lost(worker)
+        self.dispatcher.disconnected(worker, False, self.now)
+        self.pass_time(0.05)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -279,3 +290,72 @@ def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None
     # Nothing generated yet: it may begin anywhere.
     other.submit("s", epoch=1, placement=placed.placement)
     assert len(other.commands("admit")) == 2
+
+
+def test_another_numerics_id_goes_on_when_no_exact_worker_is_left() -> None:
+    """By default: exactly while it can be, inexactly rather than not at all."""
+    world = World(Mixing(), "never", Rules().resuming)
+    first = world.join(DECODE)
+    world.submit("r")
+    assert world.begin("r") is first
+    stranger = world.join(DECODE, **NUMERICS)
+    second = world.join(DECODE)
+    world.leave(first)
+    assert world.commands("admit")[-1][0] is second
+    world.begin("r")
+    world.leave(second)
+    assert world.commands("admit")[-1][0] is stranger
+    world.begin("r")
+    assert world.finish(stranger).inexact
+    assert world.dispatcher.placer.compatibility.inexact["resume"] == 1
+
+
+@pytest.mark.parametrize("exact_only", [False, True])
+def test_exact_only_ends_a_stream_instead(exact_only: bool) -> None:
+    rules = make_rules(RouterSettings(exact_only=exact_only))
+    world = World(rules.mixing, "never", rules.resuming)
+    first = world.join(DECODE)
+    world.submit("r")
+    world.begin("r")
+    stranger = world.join(DECODE, **NUMERICS)
+    world.leave(first)
+    if exact_only:
+        world.pass_time(STRANDED_S + 1)
+        assert len(world.commands("admit")) == 1
+        assert world.events[-1].failed.failure.code == pb.UNAVAILABLE
+    else:
+        assert world.commands("admit")[-1][0] is stranger
+
+
+def test_a_busy_exact_worker_is_waited_for() -> None:
+    world = World(Mixing(), "never", Rules().resuming)
+    first = world.join(DECODE)
+    world.submit("r")
+    world.begin("r")
+    second = world.join(DECODE)
+    world.join(DECODE, **NUMERICS)
+    second.busy_until = world.now + 0.2
+    world.die(first)
+    assert len(world.commands("admit")) == 1
+    world.pass_time(0.3)
+    assert world.commands("admit")[-1][0] is second
+
+
+def test_weights_that_were_withdrawn_are_not_waited_for() -> None:
+    """The pool left in order and other weights have its name: nobody will go on with it."""
+    world = World(Mixing(), "never", Rules().resuming)
+    first = world.join(DECODE)
+    world.submit("r")
+    world.begin("r")
+    world.join(DECODE, **WEIGHTS)
+    world.leave(first)
+    world.pass_time(0.05)
+    failed = world.events[-1].failed
+    assert failed.failure.code == pb.UNAVAILABLE
+    assert "weights that began this answer" in failed.failure.message
+    back = world.join(DECODE)
+    world.submit("s")
+    world.submit("t")
+    world.die(back)
+    world.pass_time(0.05)
+    assert world.events[-1].WhichOneof("event") != "failed", "it may start again"

@@ -10,6 +10,7 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.host.stall_detector import FROZEN_S
 from pdserve.services.router.fleet.fleet import (
+    ISOLATED_S,
     SILENCE_S,
     SUSPECT_S,
     UNREPORTED_S,
@@ -248,3 +249,93 @@ def test_prefix_index_is_bounded_and_reset() -> None:
     index.apply(pb.PrefixEvents(sequence=7, reset=True, added=[b"x"]))
     assert (len(index), index.gaps) == (1, 0)
     assert index.num_cached([b"x", b"y"]) == 1
+
+
+def several(num: int) -> tuple[Fleet, list[Worker]]:
+    fleet = Fleet()
+    workers = [fleet.join(hello(name), 0.0)[0] for name in range(1, num + 1)]
+    for worker in workers:
+        worker.was_connected = True
+    return fleet, workers
+
+
+def test_time_in_which_the_router_stood_still_is_nobodys_silence() -> None:
+    fleet, workers = several(4)
+    fleet.stream_ended(workers[0], workers[0].lease, 0.1)
+    fleet.excuse(30.0, 30.2)
+    assert fleet.tick(30.2) == []
+    assert [w.state for w in workers] == [State.SUSPECT, *[State.LIVE] * 3]
+    assert not fleet.isolated
+    assert fleet.tick(30.1 + SUSPECT_S) == workers[:1], "its time goes on where it stood"
+    for worker in workers[1:]:
+        fleet.heard(worker, 30.2)
+    assert fleet.tick(30.2 + SILENCE_S - 0.01) == []
+
+
+def test_a_router_that_hears_nobody_suspects_itself() -> None:
+    fleet, workers = several(4)
+    fleet.heard(workers[0], SILENCE_S)
+    assert fleet.tick(SILENCE_S) == []
+    assert fleet.isolated
+    assert fleet.tick(SILENCE_S + 3 * SUSPECT_S) == [], "nobody dies of silence"
+    assert fleet.lost(workers[1]) == [workers[1]], "a port that refuses says so by name"
+    now = SILENCE_S + 4 * SUSPECT_S
+    for worker in (workers[0], workers[2], workers[3]):
+        fleet.heard(worker, now)
+    assert fleet.tick(now) == []
+    assert not fleet.isolated
+    assert [w.state for w in fleet.workers.values()] == [State.LIVE] * 3
+
+
+def test_those_that_it_hears_last_get_their_time_anew() -> None:
+    fleet, workers = several(4)
+    fleet.tick(SILENCE_S)
+    now = SILENCE_S + 4 * SUSPECT_S
+    for worker in workers[:2]:
+        fleet.heard(worker, now)
+    assert fleet.tick(now) == []
+    assert not fleet.isolated
+    for worker in workers[:2]:
+        fleet.heard(worker, now + SUSPECT_S)
+    assert fleet.tick(now + SUSPECT_S / 2) == []
+    assert fleet.tick(now + SUSPECT_S) == workers[2:]
+
+
+def test_it_does_not_suspect_itself_for_ever() -> None:
+    fleet, workers = several(4)
+    fleet.tick(SILENCE_S)
+    assert fleet.isolated
+    assert fleet.tick(SILENCE_S + ISOLATED_S - 0.01) == []
+    assert fleet.tick(SILENCE_S + ISOLATED_S) == workers
+    fleet.tick(SILENCE_S + ISOLATED_S)
+    assert not fleet.isolated
+
+
+def test_half_of_the_workers_may_well_be_dead() -> None:
+    for num, heard in ((4, 2), (3, 0)):
+        fleet, workers = several(num)
+        for worker in workers[:heard]:
+            fleet.heard(worker, SILENCE_S)
+        fleet.tick(SILENCE_S)
+        assert not fleet.isolated
+        assert fleet.tick(SILENCE_S + SUSPECT_S) == workers[heard:]
+
+
+def test_hellos_without_a_worker_are_not_counted() -> None:
+    fleet, workers = several(4)
+    for number in range(10, 20):
+        fleet.join(hello(number), 0.0)
+    for worker in workers:
+        fleet.heard(worker, SILENCE_S)
+    fleet.tick(SILENCE_S)
+    assert not fleet.isolated
+
+
+def test_workers_that_said_goodbye_are_not_counted() -> None:
+    fleet, workers = several(5)
+    for worker in workers[:3]:
+        fleet.goodbye(worker)
+    for worker in workers[3:]:
+        fleet.heard(worker, SILENCE_S)
+    fleet.tick(SILENCE_S)
+    assert not fleet.isolated

@@ -23,7 +23,9 @@ from pdserve.services.router.settings import RouterSettings
 def report(event, figures):
     print(event, figures.get("address", ""), flush=True)
 
-settings = RouterSettings(cluster_secret="s", metrics_port=int(sys.argv[1]), bind=sys.argv[2])
+secret = ("s" * 32,)
+port, bind = int(sys.argv[1]), sys.argv[2]
+settings = RouterSettings(cluster_secret=secret, metrics_port=port, bind=bind)
 sys.exit(run(settings, report))
 """
 
@@ -71,7 +73,7 @@ def test_without_its_ticker_it_ends(
         raise KeyError("no such request")
 
     monkeypatch.setattr(Dispatcher, "tick", fail)
-    assert run(RouterSettings(cluster_secret="s", log_level="warning")) == 1
+    assert run(RouterSettings(cluster_secret=("s" * 32,), log_level="warning")) == 1
     assert "no such request" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 class Asked:
     ordinal: int
     model: str = "m"
+    tenant: bytes = b""
 
 
 def test_at_most_a_share_of_the_running_is_under_way() -> None:

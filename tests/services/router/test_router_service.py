@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cluster_secret import BEARER, SECRET, open_channel
 from eventually import LIMIT_S, eventually
 
 from pdserve.engine.kv.codec import encode_spec
@@ -20,11 +21,9 @@ from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.channel import bearer, open_channel
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
-SECRET = "cluster secret of the tests"
 PROMPT = list(range(20))
 
 
@@ -53,7 +52,7 @@ async def test_generate(make_cluster: Any, expected: Any) -> None:
 
 async def test_generate_names_the_model_when_there_are_two(make_cluster: Any) -> None:
     cluster = await make_cluster()
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         stub = RouterStub(channel)
         assert (await failure_of(stub.Generate(generate()))).code == pb.UNAVAILABLE
         await cluster.decode("one")
@@ -70,7 +69,7 @@ async def test_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 2
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         call = RouterStub(channel).Generate(generate())
         await anext(aiter(call))
         call.cancel()
@@ -90,7 +89,7 @@ async def test_client_that_does_not_read_is_cancelled(
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     async with grpc.aio.insecure_channel(cluster.router.address, options=narrow) as channel:
         asked = generate(max_tokens=10_000)
-        call = RouterStub(channel).Generate(asked, metadata=bearer(SECRET))
+        call = RouterStub(channel).Generate(asked, metadata=BEARER)
         await anext(aiter(call))
         attempt = decode.of("admit")[0].attempt
         for at in range(1, 10_000, 100):  # with scores, so that little of it fills a connection
@@ -147,7 +146,7 @@ async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
 
 async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> None:
     cluster = await make_cluster()
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         for hello in (
             WorkerHello(),
             WorkerHello(role=2, boot=b"short", address="a:1"),
@@ -169,7 +168,7 @@ async def test_blobs_are_proxied_verified_and_cached(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     digest = decode.card.tokenizer_digest
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         stub = BlobsStub(channel)
 
         async def read(name: str) -> bytes:
@@ -190,7 +189,7 @@ async def test_a_blob_with_another_digest_is_not_passed_on(make_cluster: Any) ->
     decode = await cluster.decode()
     wrong = "1" * 64
     cluster.router.core.fleet.get(decode.boot).hello.card.template_digest = wrong
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=wrong))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
@@ -202,7 +201,7 @@ async def test_fleet_view(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         view = await RouterStub(channel).GetFleet(rpc.GetFleetRequest())
     assert {w.hello.boot for w in view.workers} == {decode.boot, prefill.boot}
     assert {w.state for w in view.workers} == {"live"}
@@ -219,7 +218,7 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
     gateway = await cluster.gateway()
     await gateway.start("moves", PROMPT)
     await gateway.until(lambda: len(gateway.ids("moves")) == 3)
-    async with open_channel(cluster.router.address, SECRET) as channel:
+    async with open_channel(cluster.router.address) as channel:
         stub = RouterStub(channel)
         stays = stub.Generate(generate())
         replies = [await anext(aiter(stays))]
@@ -270,7 +269,7 @@ def test_starts_without_torch() -> None:
 async def test_a_prompt_that_breaks_the_bounds_is_refused_whole(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    from pdserve.services.host.fragments import IdsCollector
+    from pdserve.services.host.rpc.fragments import IdsCollector
     from pdserve.services.router import service
 
     monkeypatch.setattr(service, "IdsCollector", lambda: IdsCollector(max_ids=50_000))

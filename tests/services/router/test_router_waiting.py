@@ -10,6 +10,7 @@ from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 class Asker:
     ordinal: int
     model: str
+    tenant: bytes = b""
 
 
 def test_each_line_is_in_order_of_arrival_whoever_leaves_or_comes_back() -> None:
@@ -47,3 +48,28 @@ def test_each_line_is_in_order_of_arrival_whoever_leaves_or_comes_back() -> None
                 assert queue.head(model) is min(line, key=lambda w: w.ordinal, default=None)
             assert sorted(queue.models) == sorted({w.model for w in turn})
     assert min(left, back, changed) > 500
+
+
+def test_tenants_take_turns() -> None:
+    """A tenant keeps its turn until one of its requests has gone, and order within a tenant is that
+    of arrival."""
+    for seed in range(20):
+        rng = Random(seed)
+        queue: WaitingQueue[Asker] = WaitingQueue()
+        sizes = {b"flood": 200, b"one": 5, b"two": 3}
+        askers = [Asker(0, "a", tenant) for tenant, n in sizes.items() for _ in range(n)]
+        rng.shuffle(askers)
+        for ordinal, asker in enumerate(askers):
+            asker.ordinal = ordinal
+            queue.add(asker, WaitReason.TURN, 0.0)
+        order: list[Asker] = []
+        while (head := queue.head("a")) is not None:
+            assert queue.head("a") is head
+            queue.remove(head)
+            order.append(head)
+        for tenant in sizes:
+            own = [asker.ordinal for asker in order if asker.tenant == tenant]
+            assert own == sorted(own)
+        assert {asker.tenant for asker in order[:3]} == set(sizes)
+        assert [a.tenant for a in order[:9]].count(b"flood") == 3
+        assert {asker.tenant for asker in order[13:]} == {b"flood"}

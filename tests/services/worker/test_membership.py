@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cluster_secret import ACCESS
 from eventually import LIMIT_S, eventually
 
 from pdserve.protos import fleet_pb2 as pb
@@ -48,9 +49,10 @@ class Router(FleetServicer):
         self.echoes = True
 
     async def start(self, port: int = 0) -> str:
-        self.host = GrpcHost(f"127.0.0.1:{port}", "secret")
+        self.host = GrpcHost(ACCESS)
         add_FleetServicer_to_server(self, self.host.server)
-        self.address = f"127.0.0.1:{await self.host.start()}"
+        self.address = f"127.0.0.1:{self.host.listen(f'127.0.0.1:{port}')}"
+        await self.host.start()
         return self.address
 
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.JoinReply]:
@@ -77,7 +79,7 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
             addresses.append(await routers[-1].start())
         hello = pb.WorkerHello(role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9")
         steps = iter(range(1_000_000))
-        members.append(Membership(hello, addresses, "secret", liveness=lambda: (next(steps), True)))
+        members.append(Membership(hello, addresses, ACCESS, liveness=lambda: (next(steps), True)))
         return routers, members[-1]
 
     yield build

@@ -11,17 +11,19 @@ from typing import Any
 
 import grpc
 import pytest
+from cluster_secret import BEARER, SECRET
 from eventually import wait_until
-from worker_kit import CARD, SECRET, build_with, engine_maker
+from worker_kit import CARD, build_with, engine_maker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.transport.base import TransportRefused
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
+from pdserve.services.cli.roles import guarded
 from pdserve.services.decode.main import run as run_decode
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.channel import advertised, bearer
+from pdserve.services.host.rpc.channel import advertised
 from pdserve.services.prefill.main import run as run_prefill
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.membership import Membership
@@ -35,7 +37,7 @@ STUBS: dict[Any, Any] = {
 
 
 def settings(cls: Any, folder: Path, **change: Any) -> Any:
-    fields = {"cluster_secret": SECRET, "shm_dir": str(folder), "log_level": "warning"}
+    fields = {"cluster_secret": (SECRET,), "shm_dir": str(folder), "log_level": "warning"}
     return cls(**(fields | change))
 
 
@@ -52,7 +54,7 @@ def test_a_process_reports_and_ends_in_order(
         with grpc.insecure_channel(address) as channel:
             made, command = STUBS[cls]
             hello = wire.SessionHello(router_boot=b"r" * 16)
-            call = made(channel).Session(iter([command(hello=hello)]), metadata=bearer(SECRET))
+            call = made(channel).Session(iter([command(hello=hello)]), metadata=BEARER)
             list(call)
 
     def report(event: str, figures: dict[str, Any]) -> None:
@@ -82,6 +84,21 @@ def test_what_loading_raises_comes_through(monkeypatch: pytest.MonkeyPatch, tmp_
     build_with(monkeypatch, fail)
     with pytest.raises(CheckpointError, match="no such model"):
         run_decode(settings(DecodeSettings, tmp_path), EngineConfig())
+
+
+def test_a_panic_while_loading_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    def fail() -> Any:
+        raise PanicException("index out of bounds")
+
+    build_with(monkeypatch, fail)
+    assert guarded(lambda: run_decode(settings(DecodeSettings, tmp_path), EngineConfig())) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["pdserve: loading ended with PanicException: index out of bounds"]
 
 
 def test_loading_is_reported_in_whole_percents(

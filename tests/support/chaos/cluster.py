@@ -19,15 +19,14 @@ from typing import Any
 
 import grpc
 import psutil
+from cluster_secret import BEARER, SECRET
 from eventually import wait_until
 from fault_proxy import FaultProxy
-from fleet import SECRET
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import fleet_pb2, router_pb2, router_pb2_grpc
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.channel import bearer
 from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
 from pdserve.services.local.cores import Share
 from pdserve.services.local.up import ENTRIES
@@ -161,7 +160,7 @@ class Cluster:
         address = address or f"127.0.0.1:{lasting_port()}"
         made = RouterSettings(
             bind=address,
-            cluster_secret=SECRET,
+            cluster_secret=(SECRET,),
             remote_prefill_threshold=self.shape.threshold,
             trace_dir=str(self.rings),
             drain_s=1.0,
@@ -178,7 +177,7 @@ class Cluster:
         made = GatewaySettings(
             port=0,
             routers=(proxy.address if proxy else self.router,),
-            cluster_secret=SECRET,
+            cluster_secret=(SECRET,),
             drain_s=1.0,
         )
         gateway = self._start("gateway", (made,))
@@ -191,7 +190,7 @@ class Cluster:
         mine = self.proxies.get(f"router-{role}")
         common = {
             "routers": (self.router,),
-            "cluster_secret": SECRET,
+            "cluster_secret": (SECRET,),
             "threads": 1,
             "kv_transport": "tcp",
             "trace_dir": str(self.rings),
@@ -288,7 +287,7 @@ class Cluster:
             stub = router_pb2_grpc.RouterStub(channel)
             return stub.GetFleet(
                 router_pb2.GetFleetRequest(),
-                metadata=bearer(SECRET),
+                metadata=BEARER,
                 wait_for_ready=True,
                 timeout=5,
             )

@@ -1,0 +1,62 @@
+"""A decode worker that only talks: it answers each request at once with one token."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.worker.membership import Membership
+
+TOKEN = 7
+
+
+class Talker(DecodeServicer):
+    """Joins every router that the names stand for, between `start` and `close`."""
+
+    def __init__(self, routers: Sequence[str], access: Access, card: pb.ModelCard) -> None:
+        self.host = GrpcHost(access)
+        self._routers, self._access, self._card = routers, access, card
+        add_DecodeServicer_to_server(self, self.host.server)
+
+    async def start(self) -> None:
+        address = f"127.0.0.1:{self.host.listen('127.0.0.1:0')}"
+        await self.host.start()
+        hello = fleet_pb2.WorkerHello(
+            role=fleet_pb2.DECODE,
+            boot=os.urandom(16),
+            address=address,
+            card=self._card,
+            transports=["tcp"],
+            wire_version=1,
+        )
+        self._membership = Membership(hello, self._routers, self._access)
+        self._membership.start()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._membership.close)
+        await self.host.stop(0)
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.DecodeMessage]:
+        outbox: Outbox[wire.DecodeEvent] = Outbox()
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            async for batch in outbox:
+                yield wire.DecodeMessage(events=batch)
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: Any, outbox: "Outbox[wire.DecodeEvent]") -> None:
+        async for command in commands:
+            if command.HasField("admit"):
+                attempt = command.admit.attempt
+                tokens = pb.Tokens(attempt=attempt, ids=[TOKEN], finish=pb.LENGTH)
+                outbox.put(wire.DecodeEvent(admitted=wire.Admitted(attempt=attempt)))
+                outbox.put(wire.DecodeEvent(tokens=tokens))
+                outbox.put(wire.DecodeEvent(finished=pb.Finished(attempt=attempt)))
