@@ -6,38 +6,25 @@ workers serve, or that has another name, is loaded once.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.generation import GenerationDefaults
-from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
+from pdserve.gateway.text.errors import UnsupportedTokenizer
+from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,
     UNAVAILABLE,
     ModelCard,
 )
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.errors import ServiceError, quoted
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
 
 MAX_LOADED = 32
-
-
-@dataclass(frozen=True, slots=True)
-class TextComponents:
-    """What is built from a model's text files."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    defaults: GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +32,18 @@ class ServedModel:
     """A model that clients can name."""
 
     card: ModelCard
-    text: TextComponents
-
-
-class TextExecutor:
-    """Runs tokenizing and templating on threads, so that the event loop never waits for them."""
-
-    def __init__(self, executor: Executor, limit_s: float) -> None:
-        self._executor = executor
-        self._limit_s = limit_s
-
-    async def run(self, work: Callable[[], T], limit_s: float | None = None) -> T:
-        """Raises ServiceError INVALID_ARGUMENT for TextError, UNAVAILABLE past the limit.
-
-        A thread cannot be interrupted: past its limit the work goes on, although nobody waits for
-        it, and occupies one thread until it ends.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(limit_s or self._limit_s):
-                return await loop.run_in_executor(self._executor, work)
-        except TimeoutError as error:
-            raise ServiceError(
-                UNAVAILABLE, "the prompt could not be prepared in time", retry_after_s=1.0
-            ) from error
-        except TextError as error:
-            raise ServiceError(INVALID_ARGUMENT, str(error), param=error.param) from error
-        except UnsupportedTokenizer as error:
-            raise ServiceError(UNAVAILABLE, f"the model cannot be served: {error}") from error
+    text: LoadedText
 
 
 class Catalog:
     """Finds a model by the name a client wrote."""
 
-    def __init__(
-        self, upstream: Upstream, executor: TextExecutor, load_limit_s: float = 60.0
-    ) -> None:
+    def __init__(self, upstream: Upstream, text_pool: TextPool) -> None:
         self._upstream = upstream
-        self._executor = executor
-        self._load_limit_s = load_limit_s
+        self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
-        self._loads: dict[Key, asyncio.Task[TextComponents]] = {}
+        self._loads: dict[Key, asyncio.Task[LoadedText]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}  # by model, as logged
 
     async def cards(self) -> Sequence[ModelCard]:
@@ -105,7 +63,9 @@ class Catalog:
                 return card
         if not cards:
             raise _no_model_yet()
-        raise ServiceError(MODEL_NOT_FOUND, f"the model {name!r} does not exist", param="model")
+        raise ServiceError(
+            MODEL_NOT_FOUND, f"the model {quoted(name)} does not exist", param="model"
+        )
 
     async def get(self, name: str) -> ServedModel:
         """The model of that name; "" names the only one.
@@ -139,7 +99,7 @@ class Catalog:
         Waits until one is, at most `wait_s`. Models for which there is no room are loaded by their
         first request, and count as loaded.
         """
-        loads: dict[str, asyncio.Task[TextComponents]] = {}
+        loads: dict[str, asyncio.Task[LoadedText]] = {}
         for card in cards:
             load = self._loads.get(_key(card))
             if load is not None and load.done() and not _is_final(load):
@@ -157,15 +117,17 @@ class Catalog:
             if card.name not in loads or (loads[card.name].done() and _is_final(loads[card.name]))
         ]
 
-    async def _text(self, card: ModelCard) -> TextComponents:
-        """A load that has failed is tried again."""
+    async def _text(self, card: ModelCard) -> LoadedText:
+        """A load that has failed is tried again, and so is one whose processes have died."""
         load = self._load(card)
-        if load.done() and (load.cancelled() or load.exception() is not None):
-            del self._loads[_key(card)]
+        if load.done() and (
+            load.cancelled() or load.exception() is not None or not load.result().processes.alive
+        ):
+            self._drop(_key(card))
             load = self._load(card)
         return await asyncio.shield(load)  # others may wait for it too
 
-    def _load(self, card: ModelCard) -> "asyncio.Task[TextComponents]":
+    def _load(self, card: ModelCard) -> "asyncio.Task[LoadedText]":
         """The one load of these files; the first call starts it. The last in the dict is the one
         that was used last; one that runs is never dropped."""
         key = _key(card)
@@ -173,13 +135,19 @@ class Catalog:
         if load is None:
             done = [other for other, its in self._loads.items() if its.done()]
             for other in done[: max(0, len(self._loads) + 1 - MAX_LOADED)]:
-                del self._loads[other]
+                self._drop(other)
             load = asyncio.create_task(self._fetch_and_build(card, key), name="load")
             load.add_done_callback(lambda load: self._log_failure(card.name, load))
         self._loads[key] = load
         return load
 
-    def _log_failure(self, name: str, load: "asyncio.Task[TextComponents]") -> None:
+    def _drop(self, key: Key) -> None:
+        """Forgets a load and ends the processes that it may have."""
+        closing = asyncio.create_task(_close(self._loads.pop(key)))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _log_failure(self, name: str, load: "asyncio.Task[LoadedText]") -> None:
         """A failure is logged once, however often the load is tried again."""
         error = None if load.cancelled() else load.exception()
         failure = "" if error is None else str(error)
@@ -189,20 +157,40 @@ class Catalog:
         while len(self._failures) > MAX_LOADED:
             del self._failures[next(iter(self._failures))]
 
-    async def _fetch_and_build(self, card: ModelCard, key: Key) -> TextComponents:
-        tokenizer, template, generation = [
-            await self._upstream.blob(digest) if digest else b"" for digest in key
-        ]
-        return await self._executor.run(
-            lambda: _build(card, tokenizer, template, generation), self._load_limit_s
+    async def _fetch_and_build(self, card: ModelCard, key: Key) -> LoadedText:
+        files = {
+            name: await self._upstream.blob(digest) if digest else b""
+            for name, digest in zip(("tokenizer", "template", "generation"), key, strict=True)
+        }
+        text_card = TextCard(
+            vocab_size=card.vocab_size,
+            eos_ids=tuple(card.eos_ids),
+            bos_id=card.bos_id if card.has_bos else None,
+            adds_bos=card.adds_bos,
         )
+        try:
+            return await self._text_pool.load(text_card, files)
+        except UnsupportedTokenizer as error:
+            raise ServiceError(UNAVAILABLE, f"the model cannot be served: {error}") from error
+
+    async def close(self) -> None:
+        """Ends the text processes."""
+        closing = [_close(load) for load in self._loads.values()]
+        await asyncio.gather(*closing, *self._closing, self._text_pool.close())
+
+
+async def _close(load: "asyncio.Task[LoadedText]") -> None:
+    load.cancel()
+    await asyncio.wait([load])
+    if not load.cancelled() and load.exception() is None:
+        await load.result().processes.close()
 
 
 def _key(card: ModelCard) -> Key:
     return card.tokenizer_digest, card.template_digest, card.generation_config_digest
 
 
-def _is_final(load: "asyncio.Task[TextComponents]") -> bool:
+def _is_final(load: "asyncio.Task[LoadedText]") -> bool:
     """Whether another try would end like this one: no network was in the way."""
     if load.cancelled():
         return False
@@ -212,23 +200,3 @@ def _is_final(load: "asyncio.Task[TextComponents]") -> bool:
 
 def _no_model_yet() -> ServiceError:
     return ServiceError(UNAVAILABLE, "no model is served yet", retry_after_s=1.0)
-
-
-def _build(card: ModelCard, tokenizer: bytes, template: bytes, generation: bytes) -> TextComponents:
-    """Raises UnsupportedTokenizer for every failure; a panic of Rust is a BaseException."""
-    text_card = TextCard(
-        vocab_size=card.vocab_size,
-        eos_ids=tuple(card.eos_ids),
-        bos_id=card.bos_id if card.has_bos else None,
-        adds_bos=card.adds_bos,
-    )
-    try:
-        built = Tokenizer(tokenizer, text_card)
-        chat = ChatTemplate(template.decode(), built) if template else None
-        return TextComponents(built, chat, GenerationDefaults.from_json(generation or b"{}"))
-    except UnsupportedTokenizer:
-        raise
-    except UnicodeDecodeError as error:
-        raise UnsupportedTokenizer("its chat template is not UTF-8") from error
-    except BaseException as error:
-        raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
 from pdserve.gateway.text.stop import StopMatcher
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import (
     ABORTED,
     INTERNAL,
@@ -73,15 +73,15 @@ def text_of(content: Sequence[ContentPart]) -> str:
 
 
 def scored(
-    tokenizer: Tokenizer, token: int, score: TokenLogprob | None, offset: int
+    vocabulary: Vocabulary, token: int, score: TokenLogprob | None, offset: int
 ) -> ScoredToken:
     """A token as the APIs describe it; `score` is None for a prompt's first token."""
     if score is None:
-        return ScoredToken(_entry(tokenizer, token, None), (), offset)
+        return ScoredToken(_entry(vocabulary, token, None), (), offset)
     return ScoredToken(
-        _entry(tokenizer, token, score.logprob),
+        _entry(vocabulary, token, score.logprob),
         tuple(
-            _entry(tokenizer, top, logprob)
+            _entry(vocabulary, top, logprob)
             for top, logprob in zip(score.top_ids, score.top_logprobs, strict=True)
         ),
         offset,
@@ -89,22 +89,22 @@ def scored(
 
 
 def score_prompt(
-    tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenLogprob]
+    vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> tuple[ScoredToken, ...]:
     """The tokens of an echoed prompt; `scores` are of ids[1:]. Offsets follow their texts."""
     result = []
     offset = 0
-    text = tokenizer.incremental(skip_special_tokens=False)
+    text = vocabulary.incremental(skip_special_tokens=False)
     for token, score in zip(ids, [None, *scores], strict=True):
-        result.append(scored(tokenizer, token, score, offset))
+        result.append(scored(vocabulary, token, score, offset))
         offset += len(text.push([token]))
     return tuple(result)
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> LogprobEntry:
+def _entry(vocabulary: Vocabulary, token: int, logprob: float | None) -> LogprobEntry:
     if logprob is not None and not math.isfinite(logprob):
         logprob = LEAST_LOGPROB
-    return LogprobEntry(tokenizer.token_text(token), tokenizer.token_bytes(token), logprob)
+    return LogprobEntry(vocabulary.token_text(token), vocabulary.token_bytes(token), logprob)
 
 
 class Choice:
@@ -117,7 +117,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         sampling: RequestedSampling,
         *,
         continues: bool,
@@ -127,10 +127,10 @@ class Choice:
         self.num_tokens = 0
         self.total_logprob = 0.0
         self.closed = False
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._scored = sampling.logprobs is not None
         self._text = ChoiceText(
-            tokenizer.incremental(
+            vocabulary.incremental(
                 skip_special_tokens=sampling.skip_special_tokens, continues=continues
             ),
             StopMatcher(
@@ -151,7 +151,7 @@ class Choice:
         for token, score, offset in zip(tokens.ids, tokens.logprobs, update.offsets, strict=False):
             self.total_logprob += score.logprob
             if self._scored:
-                scores.append(scored(self._tokenizer, token, score, offset))
+                scores.append(scored(self._vocabulary, token, score, offset))
         self.num_tokens += len(update.offsets)
         self.closed = update.finish is not None
         content = (TextPart(update.text),) if update.text else ()

@@ -54,6 +54,7 @@ class PreparedCompletion:
     echo: bool = False
     echo_only: bool = False  # the one generated token is not part of the answer
     cache_salt: bytes = b""
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class _PromptRun:
         self._choices = [
             Choice(
                 index * width + c,
-                completion.model.text.tokenizer,
+                completion.model.text.vocabulary,
                 completion.sampling,
                 continues=completion.continues,
                 offset=len(self._prompt.text) if completion.echo else 0,
@@ -223,6 +224,7 @@ class _PromptRun:
             request=self._request,
             model=completion.model.card.name,
             cache_salt=completion.cache_salt,
+            tenant=completion.tenant,
             prompt_ids=self._prompt.ids,
             params=self._prompt.params,
             remaining_ms=max(1, int((completion.timeout_s - elapsed) * 1000)),
@@ -257,7 +259,7 @@ class _PromptRun:
         scores: tuple[ScoredToken, ...] = ()
         if self._completion.sampling.logprobs is not None:
             scores = score_prompt(
-                self._completion.model.text.tokenizer, self._prompt.ids, self._prompt_scores
+                self._completion.model.text.vocabulary, self._prompt.ids, self._prompt_scores
             )
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")

@@ -8,24 +8,26 @@ from types import TracebackType
 
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.fairness import FairShare
 
 
 class AdmittedRequest:
     """One request within the limits: it waits for its first token, then is answered."""
 
-    def __init__(self, limits: "AdmissionLimits") -> None:
+    def __init__(self, limits: "AdmissionLimits", tenant: bytes) -> None:
         self._limits = limits
+        self._tenant = tenant
         self._waiting = True
 
     def __enter__(self) -> "AdmittedRequest":
-        self._limits.entered()
+        self._limits.entered(self._tenant)
         return self
 
     def first_token(self) -> None:
         """It is no longer without a token; may be called again."""
         if self._waiting:
             self._waiting = False
-            self._limits.answered()
+            self._limits.answered(self._tenant)
 
     def __exit__(
         self,
@@ -34,53 +36,59 @@ class AdmittedRequest:
         trace: TracebackType | None,
     ) -> None:
         self.first_token()
-        self._limits.left()
+        self._limits.left(self._tenant)
 
 
 class AdmissionLimits:
     """Counts requests: `max_requests` bounds the open ones, `max_unanswered` those of them
-    without a token."""
+    without a token. Tenants have a share of both (fairness.py)."""
 
     def __init__(self, max_requests: int, max_unanswered: int) -> None:
-        self._max_requests = max_requests
-        self._max_unanswered = max_unanswered
+        self._open = FairShare(max_requests)
+        self._waiting = FairShare(max_unanswered)
         self._closed = False
-        self.open = 0
-        self.waiting = 0
         self.idle = asyncio.Event()  # no request is open
         self.idle.set()
+
+    @property
+    def open(self) -> int:
+        return self._open.total
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting.total
 
     def close(self) -> None:
         """Admit no more; `idle` is set when the last request has ended."""
         self._closed = True
 
-    def admit(self) -> AdmittedRequest:
+    def admit(self, tenant: bytes = b"") -> AdmittedRequest:
         """One more request; enter its block at once.
 
         Raises ServiceError OVERLOADED at a limit, UNAVAILABLE when closed.
         """
         if self._closed:
             raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
-        if self.open >= self._max_requests:
+        if not self._open.has_room(tenant):
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
-        if self.waiting >= self._max_unanswered:
+        if not self._waiting.has_room(tenant):
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
-        return AdmittedRequest(self)
+        return AdmittedRequest(self, tenant)
 
     # called by AdmittedRequest only
 
-    def entered(self) -> None:
+    def entered(self, tenant: bytes) -> None:
         """A request is open, without a token."""
         self.idle.clear()
-        self.open += 1
-        self.waiting += 1
+        self._open.take(tenant)
+        self._waiting.take(tenant)
 
-    def answered(self) -> None:
+    def answered(self, tenant: bytes) -> None:
         """An open request has its first token, or ends without one."""
-        self.waiting -= 1
+        self._waiting.give_back(tenant)
 
-    def left(self) -> None:
+    def left(self, tenant: bytes) -> None:
         """A request is no longer open."""
-        self.open -= 1
+        self._open.give_back(tenant)
         if not self.open:
             self.idle.set()

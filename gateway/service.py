@@ -4,25 +4,31 @@ REST and gRPC both enter here. Invariant: however the `prepare` block ends, the 
 counts in the limits and its line is in the log.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.gateway.catalog import Catalog, ServedModel, TextExecutor
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.rate_limits import RateLimits
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
-from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
+from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.turns import FairTurns
 
 # Longer texts are refused unread: real text has about 4 characters a token, the longest runs
 # of spaces in vocabularies of today some 64.
 CHARS_PER_TOKEN = 64
+DECODING_THREADS = 2  # that turn ids into text, of all models
 MAX_TOTAL_CHOICES = 512
 
 
@@ -55,48 +61,53 @@ class Service:
     def __init__(
         self,
         upstream: Upstream,
-        executor: TextExecutor,
+        text_pool: TextPool,
         limits: AdmissionLimits,
+        rates: RateLimits,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         timeout_s: float,
         queue_timeout_s: float,
     ) -> None:
         self.upstream = upstream
-        self.catalog = Catalog(upstream, executor)
+        self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
         self.limits = limits
+        self.rates = rates
         self.metrics = metrics
-        self._executor = executor
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
+        self._decoding = FairTurns(DECODING_THREADS)
 
     @asynccontextmanager
     async def prepare(
         self,
         asked: ChatCompletionRequest | TextCompletionRequest,
-        request_id: str,
-        client_id: str = "",
+        caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
-        """The completion to run inside the block. Raises ServiceError.
-
-        `request_id` names it everywhere, `client_id` is what its client calls it.
-        """
-        meter = Meter(self.metrics, request_id, client_id, self._clock)
+        """The completion to run inside the block. Raises ServiceError."""
+        meter = Meter(self.metrics, caller, self._clock)
+        owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
         error: BaseException | None = None
         try:
-            with self.limits.admit() as admitted:
-                model = await self.catalog.get(asked.model)
-                check(asked.sampling, model.card)
-                if isinstance(asked, ChatCompletionRequest):
-                    prompts = [await self._chat_prompt(asked, model)]
-                else:
-                    prompts = await self._prompts(asked, model)
-                meter.begin(model.card.name, sum(len(prompt.ids) for prompt in prompts))
+            with self.limits.admit(owner) as admitted:
+                try:
+                    await self.rates.count_request(owner)
+                    model = await self.catalog.get(asked.model)
+                    check(asked.sampling, model.card)
+                    if isinstance(asked, ChatCompletionRequest):
+                        prompts = [await self._chat_prompt(asked, model, owner)]
+                    else:
+                        prompts = await self._prompts(asked, model, owner)
+                    num_tokens = sum(len(prompt.ids) for prompt in prompts)
+                    await self.rates.count_tokens(owner, num_tokens)
+                finally:
+                    caller.headers.update(await self.rates.headers(owner))
+                meter.begin(model.card.name, num_tokens)
                 yield PreparedCompletion(
-                    id=request_id,
+                    id=caller.request_id,
                     model=model,
                     prompts=prompts,
                     sampling=asked.sampling,
@@ -107,58 +118,93 @@ class Service:
                     continues=text is not None,
                     echo=text is not None and text.echo,
                     echo_only=text is not None and text.echo_only,
-                    cache_salt=asked.cache_salt,
+                    cache_salt=caller.tenant.cache_salt(asked.cache_salt),
+                    tenant=caller.tenant.id,
                 )
         except BaseException as caught:
             error = caught
             raise
         finally:
             meter.close(error)
+            self.rates.tokens_spent(owner, meter.num_generated)
 
     async def chat_ids(
-        self, model: ServedModel, messages: Sequence[Mapping[str, Any]], *, answer: bool = True
+        self,
+        model: ServedModel,
+        messages: Sequence[Mapping[str, Any]],
+        owner: bytes,
+        *,
+        answer: bool = True,
     ) -> list[int]:
         """The token ids of a conversation; `answer` opens the assistant's turn."""
-        template = model.text.template
-        if template is None:
+        if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
         chars = sum(len(str(message.get("content") or "")) for message in messages)
-        _check_chars(chars, model, "messages")
-        tokenizer = model.text.tokenizer
-        return await self._executor.run(
-            lambda: tokenizer.encode_rendered(
-                template.render(messages, add_generation_prompt=answer)
-            )
-        )
+        most = _most_chars(chars, model, "messages")
+        await self.rates.check_text(owner)
+        with _client_errors():
+            return await model.text.processes.chat_ids(owner, messages, answer=answer, most=most)
 
     async def text_ids(
-        self, model: ServedModel, text: str, param: str, *, add_special_tokens: bool = True
+        self,
+        model: ServedModel,
+        text: str,
+        param: str,
+        owner: bytes,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """The token ids of a text, special tokens in it parsed."""
-        _check_chars(len(text), model, param)
-        tokenizer = model.text.tokenizer
-        return await self._executor.run(
-            lambda: tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, parse_special=True
+        most = _most_chars(len(text), model, param)
+        await self.rates.check_text(owner)
+        with _client_errors():
+            return await model.text.processes.text_ids(
+                owner, text, add_special_tokens=add_special_tokens, most=most
             )
-        )
 
-    async def decode(self, model: ServedModel, ids: Sequence[int], *, skip_special: bool) -> str:
-        """The text of token ids."""
-        tokenizer = model.text.tokenizer
+    async def count(self, caller: Caller) -> None:
+        """One more request that runs no model. Raises ServiceError."""
+        try:
+            await self.rates.count_request(caller.tenant.id)
+        finally:
+            caller.headers.update(await self.rates.headers(caller.tenant.id))
 
-        def work() -> str:
-            tokenizer.check_ids(ids)
-            return tokenizer.decode(ids, skip_special_tokens=skip_special)
+    async def decode(
+        self,
+        model: ServedModel,
+        ids: Sequence[int],
+        param: str,
+        owner: bytes,
+        *,
+        skip_special: bool,
+    ) -> str:
+        """The text of token ids, at most as many as the model's context has; owners take turns."""
+        if len(ids) > model.card.context_len:
+            raise _too_long(len(ids), model, param)
+        vocabulary = model.text.vocabulary
+        try:
+            vocabulary.check_ids(ids)
+        except TextError as error:
+            raise refuse(param, str(error)) from error
+        async with self._decoding.turn(owner):
+            return await asyncio.to_thread(vocabulary.decode, ids, skip_special_tokens=skip_special)
 
-        return await self._executor.run(work)
+    async def token_texts(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
+        """The text of each id by itself; owners take turns."""
+        text_of = model.text.vocabulary.token_text
+        async with self._decoding.turn(owner):
+            return await asyncio.to_thread(lambda: [text_of(token) for token in ids])
 
-    async def _chat_prompt(self, asked: ChatCompletionRequest, model: ServedModel) -> Prompt:
-        ids = await self.chat_ids(model, asked.messages)
+    async def _chat_prompt(
+        self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
+    ) -> Prompt:
+        ids = await self.chat_ids(model, asked.messages, owner)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
 
-    async def _prompts(self, asked: TextCompletionRequest, model: ServedModel) -> list[Prompt]:
+    async def _prompts(
+        self, asked: TextCompletionRequest, model: ServedModel, owner: bytes
+    ) -> list[Prompt]:
         choices = len(asked.prompts) * (asked.sampling.best_of or asked.sampling.n)
         if choices > MAX_TOTAL_CHOICES:
             raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
@@ -167,12 +213,12 @@ class Service:
             if isinstance(prompt, str):
                 text = prompt
                 ids: Sequence[int] = await self.text_ids(
-                    model, prompt, "prompt", add_special_tokens=asked.add_special_tokens
+                    model, prompt, "prompt", owner, add_special_tokens=asked.add_special_tokens
                 )
             else:
                 ids = prompt
                 _check_len(len(ids), model, "prompt")
-                text = await self._echo_text(asked, model, ids)
+                text = await self._echo_text(asked, model, ids, owner)
             sampling = asked.sampling
             if len(ids) < 2:  # a prompt's first token has no log-probability
                 sampling = replace(sampling, prompt_logprobs=None)
@@ -181,29 +227,47 @@ class Service:
         return prompts
 
     async def _echo_text(
-        self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int]
+        self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int], owner: bytes
     ) -> str:
+        if asked.echo:
+            return await self.decode(model, ids, "prompt", owner, skip_special=False)
         try:
-            model.text.tokenizer.check_ids(ids)
+            model.text.vocabulary.check_ids(ids)
         except TextError as error:
             raise refuse("prompt", str(error)) from error
-        return await self.decode(model, ids, skip_special=False) if asked.echo else ""
+        return ""
 
 
 def _check_len(count: int, model: ServedModel, param: str) -> None:
     if count >= model.card.context_len:
-        raise ServiceError(
-            CONTEXT_LENGTH_EXCEEDED,
-            f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
-            param=param,
-        )
+        raise _too_long(count, model, param)
 
 
-def _check_chars(count: int, model: ServedModel, param: str) -> None:
-    if count > model.card.context_len * CHARS_PER_TOKEN:
+def _too_long(count: int, model: ServedModel, param: str) -> ServiceError:
+    return ServiceError(
+        CONTEXT_LENGTH_EXCEEDED,
+        f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
+        param=param,
+    )
+
+
+def _most_chars(count: int, model: ServedModel, param: str) -> int:
+    """The most characters that a prompt of the model can have; `count` are there."""
+    most = int(model.card.context_len) * CHARS_PER_TOKEN
+    if count > most:
         raise ServiceError(
             CONTEXT_LENGTH_EXCEEDED,
             f"the model's context is {model.card.context_len} tokens; "
             f"a prompt of {count} characters cannot fit",
             param=param,
         )
+    return most
+
+
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """What is wrong with a client's text, as the APIs say it."""
+    try:
+        yield
+    except TextError as error:
+        raise ServiceError(INVALID_ARGUMENT, str(error), param=error.param) from error

@@ -2,22 +2,25 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import HostSettings, option
+from pdserve.services.host.options import PublicSettings, option
 
 
 @dataclass(frozen=True)
-class GatewaySettings(HostSettings):
+class GatewaySettings(PublicSettings):
     """Where the gateway listens, whom it asks, and what it lets clients do."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
     port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
     grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
-    routers: tuple[str, ...] = option((), "host:port of routers; the first that answers is used")
-    api_keys: tuple[str, ...] = option(
-        (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
+    routers: tuple[str, ...] = option(
+        (), "host:port of routers; names are resolved anew, and requests spread over all"
     )
-    api_key_file: str = option("", "file with further API keys, one a line")
-    metrics_key: bool = option(False, "/metrics needs an API key too, if there are any")
+    open_metrics: bool = option(False, "/metrics needs no API key, even if there are any")
+    allow_origins: tuple[str, ...] = option(
+        (),
+        "origins whose web pages may call, e.g. https://chat.example; *: any",
+        flag="allow-origin",
+    )
     request_timeout_s: float = option(
         600.0, "seconds a request may take in all", min=0.001, max=86400
     )
@@ -28,14 +31,37 @@ class GatewaySettings(HostSettings):
     max_unanswered: int = option(
         1024, "requests without a first token; more are answered 429", min=1
     )
+    requests_per_minute: int = option(0, "requests of one API key in a minute; 0: any", min=0)
+    tokens_per_minute: int = option(
+        0, "tokens of prompts and answers of one API key in a minute; 0: any", min=0
+    )
+    text_seconds_per_minute: float = option(
+        0.0, "seconds of tokenizing and templates of one API key in a minute; 0: any", min=0
+    )
+    rate_storage: str = option(
+        "memory://",
+        "where these are counted; redis://host:port if several gateways share them",
+        secret=True,
+    )
     max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
+    max_bodies_bytes: int = option(
+        128 << 20, "bytes of all bodies until they are answered; more are answered 429", min=1024
+    )
     body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
     max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)
     stall_timeout_s: float = option(
         30.0, "seconds a client may stop reading before its request is cancelled", min=0.001
     )
-    text_threads: int = option(2, "threads that tokenize and fill templates", min=1, max=64)
+    text_processes: int = option(
+        2, "processes of each model that tokenize and fill templates", min=1, max=64
+    )
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    text_memory_mb: int = option(
+        256, "MiB that preparing one prompt may take, beside the model's tokenizer", min=16
+    )
+    text_load_memory_mb: int = option(
+        1024, "MiB that a model's tokenizer and template may take", min=64
+    )
     lame_duck_s: float = option(
         0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0
     )

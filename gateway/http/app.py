@@ -3,24 +3,30 @@
 Invariant: nothing here knows an API. An error has the shape of the dialect whose path it hit.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.http.guard import Guard
-from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.http.guard import REQUEST_ID, Guard
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tenants.turns import FairTurns
 
 log = logging.getLogger("pdserve.gateway.http")
+
+SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
 
 
 def create_app(
@@ -28,9 +34,12 @@ def create_app(
     service: Service,
     readiness: Readiness,
     keys: ApiKeys,
-    open_metrics: bool = True,
+    open_metrics: bool = False,
+    local: bool = False,
+    allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The ASGI application; `open_metrics` lets /metrics in without a key."""
+    """The ASGI application; `open_metrics` lets /metrics in without a key. `local` and
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers."""
     # No generated docs: with keys set, a route that is not listed here does not exist.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
@@ -40,7 +49,15 @@ def create_app(
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
-    return Guard(app, keys, open_paths, dialects)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    return Guard(app, keys, open_paths, dialects, local, allowed_origins)
 
 
 def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
@@ -55,15 +72,25 @@ def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> Non
             raise ServiceError(UNAVAILABLE, await readiness.why_not(), retry_after_s=1.0)
         return JSONResponse({"status": "ready", "models": models})
 
+    scraping = FairTurns(1)
+
     @app.get("/metrics")
-    async def metrics() -> Response:
-        try:
-            service.metrics.fleet.update(await service.upstream.fleet())
-        except ServiceError as error:
-            log.warning("metrics without a fresh view of the fleet: %s", error.message)
-        service.metrics.open.labels("waiting").set(service.limits.waiting)
-        service.metrics.open.labels("open").set(service.limits.open)
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        caller: Caller = request.state.caller
+        async with scraping.turn(caller.tenant.id):
+            page = await _metrics_page(service)
+            await asyncio.sleep(SCRAPE_PAUSE_S)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _metrics_page(service: Service) -> bytes:
+    try:
+        service.metrics.fleet.update(await service.upstream.fleet())
+    except ServiceError as error:
+        log.warning("metrics without a fresh view of the fleet: %s", error.message)
+    service.metrics.open.labels("waiting").set(service.limits.waiting)
+    service.metrics.open.labels("open").set(service.limits.open)
+    return generate_latest(service.metrics.registry)
 
 
 def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:

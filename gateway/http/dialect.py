@@ -23,6 +23,7 @@ class HttpLimits:
     """Bounds on what a client may send, and on how slowly it may send and read."""
 
     max_body_bytes: int
+    max_bodies_bytes: int
     body_timeout_s: float
     max_buffer_bytes: int
     stall_s: float

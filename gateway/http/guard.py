@@ -1,24 +1,34 @@
-"""The ASGI layer before every route: request ids in and out, and API keys.
+"""The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
 
-Invariant: with keys set, a request without one reaches no route but the open ones.
+One request enters in each pass of the event loop, and keys take turns: what a flood has sent at
+once would else all be computed before anything of another key goes on.
+
+Invariants: with keys set, a request without one reaches no route but the open ones; a server of
+this machine alone that has none answers no page of another origin.
 """
 
+import asyncio
 import re
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.keys import ApiKeys
+from pdserve.gateway.http.origin import foreign
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.host.tenants.turns import FairTurns
 
 REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Guard:
-    """Wraps the application; `open_paths` need no key."""
+    """Wraps the application; `open_paths` need no key. `local`: only this machine reaches it, so
+    that without keys `allowed_origins` and this machine's are the only ones."""
 
     def __init__(
         self,
@@ -26,37 +36,59 @@ class Guard:
         keys: ApiKeys,
         open_paths: Collection[str],
         dialects: Sequence[Dialect],
+        local: bool,
+        allowed_origins: Collection[str],
     ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = frozenset(open_paths)
         self._dialects = dialects
+        self._local = local
+        self._allowed_origins = frozenset(allowed_origins)
+        self._entering = FairTurns(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
+        more: dict[str, str] = {}
         own_id = uuid.uuid4().hex
         client_id = headers.get(REQUEST_ID, "")
         if not _GOOD_ID.fullmatch(client_id):
             client_id = ""
-        scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = client_id or own_id
+                outgoing = MutableHeaders(scope=message)
+                outgoing[REQUEST_ID] = client_id or own_id
+                outgoing.update(more)
             await send(message)
 
-        if scope["path"] not in self._open_paths and not self._keys.admits(
-            headers.get("authorization", "")
-        ):
-            error = HttpError(
-                401,
-                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
-                "unauthenticated",
-                headers={"www-authenticate": "Bearer"},
-            )
+        tenant = self._keys.tenant(headers.get("authorization", ""))
+        async with self._entering.turn((tenant or EVERYBODY).id):
+            await asyncio.sleep(0)  # what has entered before goes on
+        if error := self._refusal(scope, headers, tenant):
             denial = error_response(dialect_of(self._dialects, scope["path"]), error)
             await denial(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        tenant = tenant or EVERYBODY
+        with ExitStack() as at_end:
+            caller = Caller(own_id, client_id, tenant, more, at_end)
+            scope.setdefault("state", {}).update(caller=caller)
+            await self._app(scope, receive, send_with_id)
+
+    def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> HttpError | None:
+        """Why the request reaches no route; None if it does."""
+        if scope["method"] == "OPTIONS" and self._allowed_origins:
+            return None  # what a browser asks before a call, without the key; no route has it
+        if self._local and not self._keys.required:
+            why = foreign(headers, self._allowed_origins)
+            return HttpError(403, why, "forbidden") if why else None
+        if tenant is not None or scope["path"] in self._open_paths:
+            return None
+        return HttpError(
+            401,
+            "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+            "unauthenticated",
+            headers={"www-authenticate": "Bearer"},
+        )

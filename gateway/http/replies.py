@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, error_response
-from pdserve.services.host.backpressure import Backpressure, SlowReaderError, deliver, stalled
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver, stalled
 
 log = logging.getLogger("pdserve.gateway.http")
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
@@ -18,12 +19,9 @@ log = logging.getLogger("pdserve.gateway.request")
 class Meter:
     """Measures one request with the clock that it is given (seconds); its ids go to the log."""
 
-    def __init__(
-        self, metrics: GatewayMetrics, request: str, client_id: str, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, metrics: GatewayMetrics, caller: Caller, clock: Callable[[], float]) -> None:
         self._metrics = metrics
-        self._request = request
-        self._client_id = client_id
+        self._caller = caller
         self._clock = clock
         self.arrived = clock()
         self._model = ""
@@ -31,6 +29,7 @@ class Meter:
         self._first: float | None = None
         self._last: dict[int, float] = {}
         self._counted = 0
+        self.num_generated = 0  # tokens, of any choice
         self._cached = 0
         self._finishes: list[str] = []
         self._phases = Phases()
@@ -46,6 +45,7 @@ class Meter:
 
     def tokens(self, choice: int, count: int) -> None:
         """Count new tokens of one choice."""
+        self.num_generated += count
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -80,13 +80,15 @@ class Meter:
             self._metrics.failures.labels(code).inc()
             outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
         total = f"total={now - self.arrived:.3f}s"
-        if self._client_id:
-            total += f" client_id={self._client_id}"
+        if self._caller.client_id:
+            total += f" client_id={self._caller.client_id}"
+        if self._caller.tenant.name:
+            total += f" key={self._caller.tenant.name}"
         if error is not None and not self._decode:
             line = f"never placed: finish={outcome} {total}"
         else:
             line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
-        log.info("%s", line, extra={"request": self._request})
+        log.info("%s", line, extra={"request": self._caller.request_id})
 
     def _token_counts(self) -> str:
         """The model, and how many tokens came in and went out."""

@@ -3,8 +3,10 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import ChatBody
@@ -15,22 +17,22 @@ from pdserve.gateway.service import ChatCompletionRequest, Service
 class ChatReply:
     """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(self, service: Service, body: ChatBody, request_id: str, client_id: str) -> None:
+    def __init__(self, service: Service, body: ChatBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
-        self._client_id = client_id
         self._request = ChatCompletionRequest(
             body.model,
             [message.as_template() for message in body.messages],
             body.sampling(),
             (body.cache_salt or "").encode(),
         )
-        self._id = f"chatcmpl-{request_id}"
+        self._id = f"chatcmpl-{caller.request_id}"
+        self._caller = replace(caller, request_id=self._id)
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+        async with self._service.prepare(self._request, self._caller) as completion:
             answers, usage = await self._service.completions.collect(completion)
             choices = [
                 {
@@ -50,7 +52,7 @@ class ChatReply:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
-        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+        async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

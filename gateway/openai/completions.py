@@ -3,8 +3,10 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import ContentPart, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import CompletionBody
@@ -15,13 +17,10 @@ from pdserve.gateway.service import Service, TextCompletionRequest
 class CompletionReply:
     """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
 
-    def __init__(
-        self, service: Service, body: CompletionBody, request_id: str, client_id: str
-    ) -> None:
+    def __init__(self, service: Service, body: CompletionBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
         self._body = body
-        self._client_id = client_id
         self._request = TextCompletionRequest(
             body.model,
             body.prompt,
@@ -31,11 +30,12 @@ class CompletionReply:
             add_special_tokens=body.add_special_tokens is not False,
             cache_salt=(body.cache_salt or "").encode(),
         )
-        self._id = f"cmpl-{request_id}"
+        self._id = f"cmpl-{caller.request_id}"
+        self._caller = replace(caller, request_id=self._id)
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+        async with self._service.prepare(self._request, self._caller) as completion:
             answers, usage = await self._service.completions.collect(completion)
             choices = [
                 self._choice(answer.index, answer.content, answer.tokens, answer.finish)
@@ -45,7 +45,7 @@ class CompletionReply:
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self._service.prepare(self._request, self._id, self._client_id) as completion:
+        async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head(completion.model.card.name)
             if self._body.include_usage:
                 head["usage"] = None

@@ -8,7 +8,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.body import read_json
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.chat import ChatReply
@@ -34,9 +35,10 @@ class OpenAiDialect:
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
 
-    def __init__(self, service: Service, limits: HttpLimits) -> None:
+    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service
         self._limits = limits
+        self._bodies = bodies
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
         return error_object(error)
@@ -50,22 +52,22 @@ class OpenAiDialect:
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
             body = await self._read(request, ChatBody)
-            return self._answer(ChatReply(service, body, *_ids(request)), body.stream)
+            return self._answer(ChatReply(service, body, _caller(request)), body.stream)
 
         @app.post("/v1/completions")
         async def completions(request: Request) -> Response:
             body = await self._read(request, CompletionBody)
-            return self._answer(CompletionReply(service, body, *_ids(request)), body.stream)
+            return self._answer(CompletionReply(service, body, _caller(request)), body.stream)
 
         @app.post("/tokenize")
         async def tokenize_route(request: Request) -> Response:
             body = await self._read(request, TokenizeBody)
-            return Reply(tokenize(service, body), self, self._limits)
+            return Reply(tokenize(service, body, _caller(request)), self, self._limits)
 
         @app.post("/detokenize")
         async def detokenize_route(request: Request) -> Response:
             body = await self._read(request, DetokenizeBody)
-            return Reply(detokenize(service, body), self, self._limits)
+            return Reply(detokenize(service, body, _caller(request)), self, self._limits)
 
         @app.get("/v1/models")
         async def models() -> Response:
@@ -78,8 +80,7 @@ class OpenAiDialect:
             return JSONResponse(model_object(await service.catalog.card(name)))
 
     async def _read(self, request: Request, kind: type[B]) -> B:
-        limits = self._limits
-        return parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
+        return parse(kind, await self._bodies.read(request))
 
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
@@ -87,9 +88,9 @@ class OpenAiDialect:
         return Reply(reply.whole(), self, self._limits)
 
 
-def _ids(request: Request) -> tuple[str, str]:
-    """The id that names the answer, and the one that the client gave the request, if any."""
-    return request.state.request_id, request.state.client_id
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller  # set by the Guard
+    return caller
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -83,7 +83,7 @@ def _prompt(value: Any) -> Any:
 class Body(BaseModel):
     """Strict types: no "5" for 5, no true for 1, no NaN."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -237,7 +237,7 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
         parsed = kind.model_validate(body)
     except ValidationError as error:
         raise _first_error(error) from None
-    unknown = sorted(set(parsed.model_extra or {}) - _HARMLESS - _UNSUPPORTED.keys())
+    unknown = sorted(set(body) - kind.model_fields.keys() - _HARMLESS - _UNSUPPORTED.keys())
     if unknown:
         names = ", ".join(repr(name[:40]) for name in unknown[:MAX_LOGGED_NAMES])
         log.debug("ignored %d unknown fields: %s", len(unknown), names)

@@ -1,20 +1,22 @@
-"""The gateway's one session to a router, on which all its requests travel.
+"""The gateway's requests, spread over all routers that its names resolve to.
 
-Invariant: every open request gets exactly one terminal event. When a router is lost, its requests
-are issued again to the next one, each with the ids that it has, its placement and a higher epoch.
-Without any router, a request that a worker had waits until its deadline; others fail after GRACE_S.
+Invariant: every open request gets exactly one terminal event. When a router is lost, drains or
+takes nothing new, its requests are issued again to others, each with the ids that it has, its
+placement and a higher epoch. Without any router, a request that a worker had waits until its
+deadline; others fail after GRACE_S.
 """
 
 import asyncio
 import logging
-import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 
+from pdserve.gateway.router_client.choice import choose, conversation
 from pdserve.gateway.router_client.model_files import ModelFiles
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
+from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
@@ -22,34 +24,28 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
     Start,
 )
-from pdserve.protos.router_pb2 import (
-    Cancel,
-    FleetView,
-    GatewayHello,
-    GatewayMessage,
-    RequestEvent,
-)
-from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.channel import open_channel, resolve
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import send_ids
+from pdserve.protos.router_pb2 import Cancel, FleetView, GatewayMessage, RequestEvent
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.rpc.channel import resolve
+from pdserve.services.host.rpc.fragments import send_ids
 
-log = logging.getLogger("pdserve.gateway.router_client.client")
+log = logging.getLogger(__name__)
 
-CONNECT_S = 2.0  # to open a connection before the next router is tried
 GRACE_S = 10.0  # a request that never ran fails after this without a router
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
-STABLE_S = 1.0  # a session that lasted longer worked
-MAX_BACKOFF_S = 0.5  # so that a router is found again well before decode gives its requests up
+RESOLVE_S = 1.0  # between two looks at what the names stand for
 
 
 class _Inbox:
-    """Events of one request, in order, from the session's reader to its one consumer."""
+    """Events of one request, in order, from the sessions' readers to its one consumer."""
 
-    def __init__(self, request: ResumableRequest, now: float) -> None:
+    def __init__(self, request: ResumableRequest, key: bytes, now: float) -> None:
         self.request = request
+        self.key = key  # of its conversation
         self.opened = now
-        self.num_refusals = 0  # by routers that take no new request
+        self.session: RouterConnection | None = None  # that has it
+        self.refused_by: set[RouterConnection] = set()  # they take no new request
         self._events: deque[RequestEvent] = deque()
         self._arrived = asyncio.Event()
 
@@ -66,55 +62,57 @@ class _Inbox:
 
 
 class RouterClient:
-    """Talks to the first router of a list that answers; see gateway/router_client/upstream.py."""
+    """Talks to every router of a list of names; see gateway/router_client/upstream.py."""
 
-    def __init__(self, routers: Sequence[str], secret: str, boot: bytes) -> None:
+    def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
         self._routers = tuple(routers)
-        self._num_routers = len(self._routers)  # addresses that the names stood for
-        self._secret = secret
+        self._access = access
         self._boot = boot
+        self._sessions: dict[str, RouterConnection] = {}  # by address
         self._inboxes: dict[str, _Inbox] = {}
-        self._outgoing: deque[GatewayMessage] = deque()
-        self._to_send = asyncio.Event()
-        self._channel: grpc.aio.Channel | None = None  # of the live session
         self._down_since = 0.0  # when the last session that worked was lost
-        self._task: asyncio.Task[None] | None = None
         self._model_files = ModelFiles()
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> "asyncio.Task[None]":
-        """Begin to look for a router. The task ends only by a failure, or by `close`."""
-        self._task = asyncio.create_task(self._keep_session(), name="router session")
+        """Begin to look for routers. The task ends only by a failure, or by `close`."""
+        self._task = asyncio.create_task(self._keep_sessions(), name="routers")
         return self._task
 
     async def close(self) -> None:
-        """End the session; open requests fail."""
+        """End the sessions; open requests fail."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+        self._sessions.clear()
         for inbox in self._inboxes.values():
             inbox.put(inbox.request.fail(UNAVAILABLE, "the server is shutting down", 1000))
 
     @property
-    def connected(self) -> bool:
-        return self._channel is not None
+    def num_connected(self) -> int:
+        """How many routers it has a session to."""
+        return len(self._live())
+
+    def _live(self) -> list[RouterConnection]:
+        return [session for session in self._sessions.values() if session.channel is not None]
 
     # --- requests
 
     async def open(self, start: Start) -> AsyncGenerator[RequestEvent, None]:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
-            raise ServiceError(INVALID_ARGUMENT, f"request id {start.request!r} is in use")
+            raise ServiceError(INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use")
         request = ResumableRequest(start, loop.time())
-        inbox = _Inbox(request, loop.time())
+        inbox = _Inbox(request, conversation(start), loop.time())
         self._inboxes[start.request] = inbox
         timer = None
         if request.deadline is not None:
             timer = loop.call_at(request.deadline + LATE_S, self._expire, inbox)
         try:
-            if self._channel is not None:
-                self._issue(inbox)
+            self._assign(inbox)
             while True:
                 event = await inbox.get()
                 yield event
@@ -125,21 +123,42 @@ class RouterClient:
                 timer.cancel()
             del self._inboxes[start.request]
             if not request.ended:
-                self._send(GatewayMessage(cancel=Cancel(request=start.request)))
+                self._send(inbox, GatewayMessage(cancel=Cancel(request=start.request)))
+            self._take_from(inbox)
 
     def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
         inbox = self._inboxes.get(request)
         if inbox is not None and not inbox.request.ended:
             inbox.request.abort(choices)
-            self._send(GatewayMessage(cancel=Cancel(request=request, choices=choices)))
+            self._send(inbox, GatewayMessage(cancel=Cancel(request=request, choices=choices)))
 
     def _expire(self, inbox: _Inbox) -> None:
         if not inbox.request.ended:
-            self._send(GatewayMessage(cancel=Cancel(request=inbox.request.id)))
+            self._send(inbox, GatewayMessage(cancel=Cancel(request=inbox.request.id)))
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
-    def _issue(self, inbox: _Inbox) -> None:
+    def _assign(self, inbox: _Inbox) -> bool:
+        """Issue a request to a router that has not refused it. False if there is none: it waits."""
+        self._take_from(inbox)
         now = asyncio.get_running_loop().time()
+        able = [session for session in self._live() if session not in inbox.refused_by]
+        session = choose(able, inbox.key, now)
+        if session is None:
+            return False
+        inbox.session = session
+        session.num_open += 1
+        session.count_sent(now)
+        self._issue(inbox, now)
+        return True
+
+    @staticmethod
+    def _take_from(inbox: _Inbox) -> None:
+        """No router has the request any more."""
+        if inbox.session is not None:
+            inbox.session.num_open -= 1
+            inbox.session = None
+
+    def _issue(self, inbox: _Inbox, now: float) -> None:
         request = inbox.request
         start = request.issue(now)
         if start is None:
@@ -155,118 +174,91 @@ class RouterClient:
             del start.prompt_ids[:]
             start.prompt_ids.extend(rest)
         for part in parts:
-            self._send(GatewayMessage(ids_part=part))
-        self._send(GatewayMessage(start=start))
+            self._send(inbox, GatewayMessage(ids_part=part))
+        self._send(inbox, GatewayMessage(start=start))
 
-    def _send(self, message: GatewayMessage) -> None:
-        """Queue for the session. Without a session nothing is lost: the next one issues every
-        open request again, and a router ends the requests of a session that it lost."""
-        if self._channel is not None:
-            self._outgoing.append(message)
-            self._to_send.set()
+    @staticmethod
+    def _send(inbox: _Inbox, message: GatewayMessage) -> None:
+        """Queue for the router that has the request. Without one nothing is lost: the next is told
+        all again, and a router ends the requests of a session that it lost."""
+        if inbox.session is not None:
+            inbox.session.send(message)
 
-    # --- the session
+    # --- what the sessions say
 
-    async def _keep_session(self) -> None:
-        backoff = 0.05
-        loop = asyncio.get_running_loop()
-        async for address in self._addresses():
-            try:
-                async with open_channel(address, self._secret) as channel:
-                    await _connect(channel)
-                    await self._run_session(channel, address)
-            except (grpc.aio.AioRpcError, ConnectionError, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                log.warning("router %s: %s", address, reason or type(error).__name__)
-            finally:
-                self._channel = None
-                self._outgoing.clear()
-            now = loop.time()
-            if self._down_since == math.inf:
-                backoff, self._down_since = 0.05, now
-            for inbox in list(self._inboxes.values()):
-                waits = inbox.request.placed and inbox.request.deadline is not None
-                if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
-                    inbox.put(inbox.request.fail(UNAVAILABLE, "no router can be reached", 1000))
-            backoff = min(MAX_BACKOFF_S, backoff * 2)
-            await asyncio.sleep(backoff)
-
-    async def _addresses(self) -> AsyncIterator[str]:
-        """The routers' addresses, over and over; each round looks their names up again."""
-        while True:
-            found: list[str] = []
-            for name in self._routers:
-                found += await asyncio.to_thread(resolve, name) or [name]
-            self._num_routers = len(found)
-            for address in found:
-                yield address
-
-    async def _run_session(self, channel: grpc.aio.Channel, address: str) -> None:
-        call = RouterStub(channel).Session()
-        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot)))
-        log.info("connected to router %s", address)
-        self._channel = channel
+    def up(self, session: RouterConnection) -> None:
         for inbox in list(self._inboxes.values()):
-            self._issue(inbox)
-        writer = asyncio.create_task(self._write(call))
-        since = asyncio.get_running_loop().time()
-        try:
-            async for message in call:
-                self._down_since = math.inf  # it works: it is not only a port that is open
-                accepted = [self._dispatch(event) for event in message.events]
-                if not all(accepted):
-                    raise ConnectionError("it takes no new request")
-            raise ConnectionError("the session ended")
-        finally:
-            if asyncio.get_running_loop().time() - since > STABLE_S:
-                self._down_since = math.inf
-            writer.cancel()
-            call.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            inbox.refused_by.discard(session)
+            if inbox.session is None:
+                self._assign(inbox)
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
-        while True:
-            await self._to_send.wait()
-            self._to_send.clear()
-            while self._outgoing:
-                await call.write(self._outgoing.popleft())
-
-    def _dispatch(self, event: RequestEvent) -> bool:
-        """Give an event to its request. False if this router takes no new requests.
-
-        That is a router that drains, or one that no worker has joined. The session is then ended
-        as if it had been lost, and all its requests go to the next router.
-        """
+    def event(self, session: RouterConnection, event: RequestEvent) -> None:
         kind = event.WhichOneof("event")
         inbox = None if kind is None else self._inboxes.get(getattr(event, kind).request)
-        if inbox is None:
-            return True
+        if inbox is None or inbox.session is not session:
+            return
         failed = event.failed
         if kind == "failed" and failed.failure.code == UNAVAILABLE and not failed.attempt:
-            inbox.num_refusals += 1
-            if inbox.num_refusals < self._num_routers:
-                return False
+            # A router that drains, or one that no worker has joined.
+            inbox.refused_by.add(session)
+            if self._assign(inbox):
+                return
         inbox.put(inbox.request.take(event))
-        return True
+
+    def down(self, session: RouterConnection) -> None:
+        now = asyncio.get_running_loop().time()
+        if session.has_worked:
+            session.has_worked = False
+            self._down_since = now
+        for inbox in list(self._inboxes.values()):
+            if inbox.session is session:
+                self._take_from(inbox)
+                inbox.refused_by.clear()
+                self._assign(inbox)
+        if not self._live():
+            self._fail_those_that_waited(now)
+
+    def _fail_those_that_waited(self, now: float) -> None:
+        for inbox in list(self._inboxes.values()):
+            waits = inbox.request.placed and inbox.request.deadline is not None
+            if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
+                inbox.put(inbox.request.fail(UNAVAILABLE, "no router can be reached", 1000))
+
+    # --- the sessions
+
+    async def _keep_sessions(self) -> None:
+        """Opens a session to each new address, and closes those to which no name leads any more
+        once they are lost."""
+        unknown: set[str] = set()
+        while True:
+            resolved = {name: await asyncio.to_thread(resolve, name) for name in self._routers}
+            nowhere = {name for name, addresses in resolved.items() if not addresses}
+            for name in sorted(nowhere - unknown):
+                log.warning("router %s has no address; trying again", name)
+            unknown = nowhere
+            found = {address for addresses in resolved.values() for address in addresses}
+            for address in sorted(found - self._sessions.keys()):
+                self._sessions[address] = RouterConnection(address, self._access, self._boot, self)
+            for session in list(self._sessions.values()):
+                if session.failure.done():
+                    session.failure.result()
+                if session.address not in found and session.channel is None:
+                    del self._sessions[session.address]
+                    await session.close()
+            await asyncio.sleep(RESOLVE_S)
 
     # --- models and fleet
 
+    def _channels(self) -> list[grpc.aio.Channel]:
+        """Of live sessions, the oldest first: a router that has just come may know no worker."""
+        sessions = sorted(self._live(), key=lambda session: session.up_since)
+        return [session.channel for session in sessions if session.channel is not None]
+
     async def models(self) -> Sequence[ModelCard]:
-        return await self._model_files.models(self._channel)
+        return await self._model_files.models(self._channels())
 
     async def blob(self, digest: str) -> bytes:
-        return await self._model_files.blob(self._channel, digest)
+        return await self._model_files.blob(self._channels(), digest)
 
     async def fleet(self) -> FleetView:
-        return await self._model_files.fleet(self._channel)
-
-
-async def _connect(channel: grpc.aio.Channel) -> None:
-    """Wait for a connection. Raises ConnectionError when it is refused, TimeoutError."""
-    async with asyncio.timeout(CONNECT_S):
-        state = channel.get_state(try_to_connect=True)
-        while state is not grpc.ChannelConnectivity.READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise ConnectionError("cannot connect")
-            await channel.wait_for_state_change(state)
-            state = channel.get_state(try_to_connect=True)
+        return await self._model_files.fleet(self._channels())

@@ -16,7 +16,7 @@ from pdserve.protos.common_pb2 import (
     Start,
 )
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
 
 
 class ResumableRequest:

@@ -4,15 +4,14 @@ Read from the tokenizer's decoder once, so that decoding needs no call per token
 tokenizers library and no second look at tokens that were decoded before.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import tokenizers
-
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 
+MAX_REWRITE = 64  # characters that a decoder may write for what it replaces
+MAX_TOKEN_CHARS = 4096  # of one token, as tokenizer.json writes it and as it is spelled
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -30,19 +29,17 @@ class Pieces:
     strip_within_first: only the first token's, however many.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises UnsupportedTokenizer for a decoder that does not spell bytes token by token."""
-        self._token = tokenizer.id_to_token
+    def __init__(self, token: Callable[[int], str | None], decoder: Mapping[str, Any]) -> None:
+        """`token` gives a token as tokenizer.json writes it; `decoder` is the state of its decoder.
+        Raises UnsupportedTokenizer for one that does not spell bytes token by token."""
+        self._token = token
         self._cache: dict[int, bytes] = {}
         self._byte_level: dict[str, int] | None = None
         self._byte_fallback = False
         self._rewrites: list[Callable[[str], str]] = []
         self.strip = 0
         self.strip_within_first = False
-        if tokenizer.decoder is None:
-            raise UnsupportedTokenizer("tokenizer.json has no decoder")
-        state = json.loads(tokenizer.decoder.__getstate__())
-        for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+        for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
             self._add(step)
 
     def _add(self, step: Mapping[str, Any]) -> None:
@@ -55,6 +52,8 @@ class Pieces:
                 pass
             case "Replace" if "String" in step["pattern"]:
                 old, new = step["pattern"]["String"], step["content"]
+                if len(new) > MAX_REWRITE:
+                    raise UnsupportedTokenizer("tokenizer.json has a decoder that writes too much")
                 self._rewrites.append(lambda piece: piece.replace(old, new))
             case "Strip" if step["content"] == " " and not step["stop"]:
                 self.strip = step["start"]
@@ -77,7 +76,7 @@ class Pieces:
 
     def _spell(self, piece: str) -> bytes:
         for rewrite in self._rewrites:
-            piece = rewrite(piece)
+            piece = rewrite(piece)[:MAX_TOKEN_CHARS]  # only a hostile decoder writes so much
         if self._byte_fallback and (match := _BYTE.fullmatch(piece)):
             return bytes.fromhex(match[1])
         if self._byte_level is not None:

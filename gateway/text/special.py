@@ -5,13 +5,16 @@ Only texts written by a chat template are parsed for special tokens. What client
 occurs in none of the texts, so whatever `split` still finds was written by the template.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import tokenizers
 
-from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+
+MAX_SPECIAL_CHARS = 1024  # of one special token; those of today have at most some 40
 
 # Rare Han characters (CJK Extension B): letters to every test and filter of a template, unchanged
 # by normalization, case and repr(), so that a marked text takes the path of the plain one.
@@ -22,7 +25,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer; those of a single character are never parsed."""
 
     def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
-        """`added`: the tokenizer's added tokens by id; those that are not special are left out."""
+        """`added`: the tokenizer's added tokens by id; those that are not special are left out.
+        Raises UnsupportedTokenizer for one above MAX_SPECIAL_CHARS."""
         self.ids = frozenset(i for i, token in added.items() if token.special)
         self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
         self._lstrip = {i for i in self.ids if added[i].lstrip}
@@ -31,9 +35,14 @@ class SpecialTokens:
         for text in self.texts:
             lengths.setdefault(text[0], set()).add(len(text))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
-        self._prefixes = {text[:n] for text in self.texts for n in range(1, len(text))}
-        self._suffixes = {text[n:] for text in self.texts for n in range(1, len(text))}
+        self._sorted = sorted(self.texts)
+        self._sorted_reversed = sorted(text[::-1] for text in self.texts)
         self._longest = max(map(len, self.texts), default=0)
+        if self._longest > MAX_SPECIAL_CHARS:
+            raise UnsupportedTokenizer(
+                f"tokenizer.json: a special token of {self._longest} characters, "
+                f"at most {MAX_SPECIAL_CHARS}"
+            )
         self._joined = "\0".join(self.texts)
 
     def split(self, text: str) -> list[str | int]:
@@ -73,9 +82,9 @@ class SpecialTokens:
         end = len(text.rstrip())
         core = text[begin:end]
         for n in range(1, min(self._longest, len(core)) + 1):
-            if core[:n] in self._suffixes:
+            if _has_longer(self._sorted_reversed, core[n - 1 :: -1]):
                 cuts.add(begin if n == 1 else begin + 1)
-            if core[-n:] in self._prefixes:
+            if _has_longer(self._sorted, core[-n:]):
                 cuts.add(end)
         if core and len(core) < self._longest and core in self._joined:
             cuts.add(end)
@@ -91,6 +100,12 @@ class SpecialTokens:
         if isinstance(value, list | tuple):
             return [self.guard_all(item, mark) for item in value]
         return value
+
+
+def _has_longer(texts: Sequence[str], start: str) -> bool:
+    """Whether one of the sorted texts goes on after this start."""
+    at = bisect_right(texts, start)
+    return at < len(texts) and texts[at].startswith(start)
 
 
 def unused_mark(*texts: str) -> str:

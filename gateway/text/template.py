@@ -2,17 +2,25 @@
 
 The template is the model's, the messages are a client's: what a client wrote reaches the template
 guarded (special.py), so that no message can end its turn or begin another's.
+
+jinja2's sandbox keeps a template from Python. It does not bound what a template computes: whoever
+renders one of a stranger does it in a process with limits (gateway/text_processes).
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import normalized
-from pdserve.gateway.text.sandbox import BUDGET, BoundedEnvironment, Budget, RenderLimits
 from pdserve.gateway.text.special import unused_mark
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 
@@ -22,15 +30,13 @@ MAX_SOURCE_CHARS = 1 << 18
 class ChatTemplate:
     """A jinja2 template with the environment that Hugging Face transformers gives it.
 
-    Render on a worker thread: a large conversation takes milliseconds, a hostile template up to
-    the limits. Threads may share it.
+    Threads may share it.
     """
 
     def __init__(
         self,
         source: str,
         tokenizer: Tokenizer,
-        limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`source` may be empty: then only `render` fails. `now` is for `strftime_now`.
@@ -39,7 +45,6 @@ class ChatTemplate:
         """
         self._source = source
         self._special = tokenizer.special
-        self._limits = limits or RenderLimits()
         self._template = _compiled(source, now) if source else None
         card = tokenizer.card
         tokens = {
@@ -59,7 +64,7 @@ class ChatTemplate:
         """The prompt for some messages.
 
         `variables` are further names for the template (e.g. enable_thinking). Raises TextError:
-        for bad messages, with what the template itself raises, and when it goes over its limits.
+        for bad messages, and with what the template itself raises.
         """
         if self._template is None:
             raise TextError("this model has no chat template; use completions", "messages")
@@ -73,10 +78,9 @@ class ChatTemplate:
             **self._special.guard_all(plain, mark),
             **self._tokens,
             "add_generation_prompt": add_generation_prompt,
-            BUDGET: Budget(self._limits),
         }
         try:
-            marked = "".join(self._template.generate(values))
+            marked = self._template.render(values)
         except jinja2.TemplateError as error:
             raise TextError(str(error.message or error), "messages") from None
         except (TextError, MemoryError):
@@ -93,15 +97,56 @@ def _compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
         raise UnsupportedTokenizer(
             f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
         )
-    environment = BoundedEnvironment()
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        optimized=False,  # constants are computed when they are rendered, not here
+        finalize=_unchanged,
+    )
+    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     try:
-        return environment.compile_bounded(source)
+        return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
     except (RecursionError, SyntaxError) as error:  # too deep for jinja, or for Python's compiler
         raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
+
+
+@jinja2.pass_context
+def _unchanged(context: Context, value: Any) -> Any:
+    """Since it takes the context, jinja2 does not compute an output when it compiles."""
+    return value
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it says nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # HTML is not escaped, unlike jinja's own filter: models were trained on plain JSON.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: object) -> NoReturn:

@@ -4,35 +4,18 @@ Text that a client wrote never becomes a special token: only `parse_special` and
 rendered prompt that its template wrote do. Immutable once built, so threads may share it.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenizers
 
-from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.pieces import Pieces
 from pdserve.gateway.text.special import SpecialTokens
+from pdserve.gateway.text.vocabulary import TextCard, Vocabulary
 
 _FIRST = b'"prepend_scheme":"first"'
-
-
-@dataclass(frozen=True, slots=True)
-class TextCard:
-    """What must be known of a model beside its tokenizer.json.
-
-    A gateway takes it from the proto ModelCard, `pdserve.LLM` from CardData.
-
-    vocab_size: rows of the model's embedding; may exceed what the tokenizer knows.
-    eos_ids: any of them ends a text; the first is the template's `eos_token`.
-    bos_id: the template's `bos_token`; None when the model has none.
-    adds_bos: a prompt that no template made begins with bos_id.
-    """
-
-    vocab_size: int
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    adds_bos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +34,7 @@ class Rendered:
         return self.marked.replace(self.mark, "")
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """A tokenizer.json with the ids that matter to a server.
 
     Special tokens are split off here, and the library encodes what lies between as plain text.
@@ -63,11 +46,14 @@ class Tokenizer:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises bare Exception
             raise UnsupportedTokenizer(f"tokenizer.json: {error}") from None
-        self.card = card
         self._first.no_truncation()
         self._first.no_padding()
-        self._pieces = Pieces(self._first)
+        if self._first.decoder is None:
+            raise UnsupportedTokenizer("tokenizer.json has no decoder")
         self.special = SpecialTokens(self._first.get_added_tokens_decoder())
+        self.decoder = json.loads(self._first.decoder.__getstate__())
+        pieces = Pieces(self._first.id_to_token, self.decoder)
+        super().__init__(card, pieces, self.special.ids)
         self._prefix, self._suffix = self._frame()
         self._first.encode_special_tokens = True  # special tokens' text is text
         self._rest = _continuing(self._first)
@@ -127,37 +113,9 @@ class Tokenizer:
                 return left + self._plain(text[start + 1 :], self._rest)
         return ids  # the special one is the id of what the model cannot write
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; as `incremental` gives it, all at once. Raises as `check_ids` does."""
-        self.check_ids(ids)
-        detokenizer = self.incremental(skip_special_tokens=skip_special_tokens)
-        return detokenizer.push(ids) + detokenizer.flush()
-
-    def incremental(
-        self, *, skip_special_tokens: bool = True, continues: bool = False
-    ) -> IncrementalDetokenizer:
-        """A detokenizer for one choice; `continues` keeps a leading space, after a prompt."""
-        skip = self.special.ids if skip_special_tokens else frozenset()
-        return IncrementalDetokenizer(self._pieces, skip, continues)
-
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises TextError for an id outside [0, vocab_size)."""
-        size = self.card.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < size), None)
-        if wrong is not None:
-            raise TextError(f"token id {wrong} is outside the vocabulary of {size} tokens")
-
     def token_name(self, token: int | None) -> str | None:
         """A token as tokenizer.json writes it; None if there is none."""
         return None if token is None else self._first.id_to_token(token)
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token, which need not be whole characters."""
-        return self._pieces.bytes_of(token)
-
-    def token_text(self, token: int) -> str:
-        """The text of one token by itself; U+FFFD stands for parts of characters."""
-        return self._pieces.bytes_of(token).decode("utf-8", "replace")
 
 
 def _continuing(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -1,58 +1,44 @@
 """Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from cluster_secret import ACCESS
 from fake_router import FakeRouter, Play
+from scripted_service import scripted_service
 from starlette.types import ASGIApp
 
-from pdserve.gateway.catalog import TextExecutor
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rate_limits import RateLimits
 from pdserve.gateway.service import Service
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.host.backpressure import Backpressure
+from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.tenants.keys import ApiKeys
 
 BOUNDS = HttpLimits(
-    max_body_bytes=1 << 16, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=0.3
+    max_body_bytes=1 << 16,
+    max_bodies_bytes=1 << 18,
+    body_timeout_s=0.5,
+    max_buffer_bytes=1 << 16,
+    stall_s=0.3,
 )
 BACKPRESSURE = Backpressure()
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 
 
 @pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
-@pytest.fixture
-def make_service(executor: ThreadPoolExecutor) -> Callable[..., Service]:
-    def make(router: FakeRouter, limits: AdmissionLimits | None = None) -> Service:
-        clock = asyncio.get_running_loop().time
-        return Service(
-            router,
-            TextExecutor(executor, 5.0),
-            limits or AdmissionLimits(64, 32),
-            GatewayMetrics(),
-            clock,
-            timeout_s=600.0,
-            queue_timeout_s=60.0,
-        )
-
-    return make
+def make_service() -> Callable[..., Service]:
+    return scripted_service
 
 
 @pytest.fixture
@@ -63,11 +49,19 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         limits: AdmissionLimits | None = None,
         bounds: HttpLimits = BOUNDS,
         open_metrics: bool = True,
+        text_pool: Any = None,
+        rates: RateLimits | None = None,
+        **guard: Any,
     ) -> ASGIApp:
-        service = make_service(router, limits)
-        dialects = [OpenAiDialect(service, bounds)]
+        service = make_service(router, limits, text_pool, rates)
+        dialects = [OpenAiDialect(service, bounds, BodyReader(bounds))]
         return create_app(
-            dialects, service, Readiness(router, service.catalog), ApiKeys(keys), open_metrics
+            dialects,
+            service,
+            Readiness(router, service.catalog),
+            ApiKeys(keys),
+            open_metrics,
+            **guard,
         )
 
     return make
@@ -101,10 +95,11 @@ async def make_channel(
     async def make(
         router: FakeRouter, keys: tuple[str, ...] = (), backpressure: Backpressure = BACKPRESSURE
     ) -> grpc.aio.Channel:
-        host = GrpcHost("127.0.0.1:0", "cluster", TEXT_METHODS, (SERVICE,))
+        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
         text = TextServicer(make_service(router), ApiKeys(keys), backpressure)
         add_TextServicer_to_server(text, host.server)
-        port = await host.start()
+        port = host.listen("127.0.0.1:0")
+        await host.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=NARROW)
         opened.append((channel, host))
         return channel

@@ -6,18 +6,19 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from cluster_secret import ACCESS
 from eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
+from pdserve.services.host.auth.secret import SecretAccess
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.fragments import IdsCollector
+from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
-SECRET = "s3cret"
 BLOB = b"x" * 500_000
 Event = router_pb2.RequestEvent
 
@@ -30,6 +31,8 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
         self.hang_up_after: int | None = None  # tokens of the next session
         self.silent = False
+        self.hangs = False  # when it is asked for models, the fleet or a blob
+        self.num_hanging = 0
         self.refuses = False  # new requests
         self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
@@ -85,13 +88,21 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
             )  # fmt: skip
         yield Event(finished=pb.Finished(request=start.request, epoch=start.epoch))
 
+    async def _hang(self):
+        if self.hangs:
+            self.num_hanging += 1
+            await asyncio.Event().wait()
+
     async def ListModels(self, request, context):
+        await self._hang()
         return router_pb2.ListModelsResponse(models=[pb.ModelCard(name="tiny")])
 
     async def GetFleet(self, request, context):
+        await self._hang()
         return router_pb2.FleetView(prefill_local=7)
 
     async def GetBlob(self, request, context):
+        await self._hang()
         self.blob_calls += 1
         data = b"other" if self.wrong_blob else BLOB
         for at in range(0, len(data), 190 << 10):
@@ -106,10 +117,11 @@ class Served:
         self.port = 0
 
     async def start(self) -> str:
-        self.host = GrpcHost(f"127.0.0.1:{self.port}", SECRET)
+        self.host = GrpcHost(ACCESS)
         router_pb2_grpc.add_RouterServicer_to_server(self.router, self.host.server)
         common_pb2_grpc.add_BlobsServicer_to_server(self.router, self.host.server)
-        self.port = await self.host.start()
+        self.port = self.host.listen(f"127.0.0.1:{self.port}")
+        await self.host.start()
         return f"127.0.0.1:{self.port}"
 
     async def stop(self) -> None:
@@ -134,7 +146,7 @@ async def another(anyio_backend) -> AsyncIterator[Served]:
 
 @pytest.fixture
 async def client(served: Served) -> AsyncIterator[RouterClient]:
-    client = RouterClient([f"127.0.0.1:{served.port}"], SECRET, b"g" * 16)
+    client = RouterClient([f"127.0.0.1:{served.port}"], ACCESS, b"g" * 16)
     await client.start()
     yield client
     await client.close()
@@ -155,7 +167,7 @@ async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Even
 
 
 async def connected(client: RouterClient) -> None:
-    await eventually(lambda: client.connected)
+    await eventually(lambda: client.num_connected)
 
 
 async def test_a_request_from_start_to_end(client, served):
@@ -190,20 +202,80 @@ async def test_a_lost_session_is_continued(client, served, after):
     assert (second.queue_remaining_ms == 0) == bool(after)
 
 
-async def test_the_next_router_takes_over(served):
-    other = Served(Router())
-    await other.start()
-    served.router.hang_up_after = 2
-    addresses = [f"127.0.0.1:{served.port}", f"127.0.0.1:{other.port}"]
-    client = RouterClient(addresses, SECRET, b"g" * 16)
+async def test_another_router_takes_over(served, another):
+    """Whichever has the request hangs up; it goes on at once, not necessarily elsewhere."""
+    client = RouterClient(
+        [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"], ACCESS, b"g" * 16
+    )
+    await client.start()
+    await eventually(lambda: served.router.hellos and another.router.hellos)
+    for one in (served, another):
+        one.router.silent = True
+    waiting = asyncio.create_task(ids_of(client, start()))
+    await eventually(lambda: served.router.starts or another.router.starts)
+    first, second = (served, another) if served.router.starts else (another, served)
+    second.router.silent = False
+    await first.stop()
+    ids, _ = await asyncio.wait_for(waiting, LIMIT_S)
+    await client.close()
+    await first.start()
+    assert ids == list(range(100, 106))
+    assert [len(s.router.starts) for s in (first, second)] == [1, 1]
+
+
+async def test_requests_are_spread(served, another):
+    client = RouterClient(
+        [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"], ACCESS, b"g" * 16
+    )
+    await client.start()
+    await eventually(lambda: client.num_connected == 2)
+    for number in range(40):
+        await ids_of(client, start(f"r{number}"))
+    await client.close()
+    counts = [len(s.router.starts) for s in (served, another)]
+    assert sum(counts) == 40
+    assert max(counts) <= 1.2 * 20
+
+
+async def test_a_router_that_comes_later_gets_requests(served, another, monkeypatch):
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
+    addresses = [f"127.0.0.1:{served.port}"]
+    monkeypatch.setattr(client_module, "resolve", lambda name: list(addresses))
+    client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
+    await client.start()
+    await ids_of(client, start("first"))
+    addresses.append(f"127.0.0.1:{another.port}")
+    await eventually(lambda: client.num_connected == 2)
+    for number in range(10):
+        await ids_of(client, start(f"r{number}"))
+    await client.close()
+    assert len(another.router.starts) >= 4  # the other one takes at most 1.1 * 11 / 2, rounded up
+
+
+async def test_a_name_that_leads_nowhere_yet(served, another, monkeypatch, caplog):
+    """Once it does, each router has one session: more would be more than its share."""
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
+    name = f"localhost:{served.port}"  # gRPC itself would find an address for it
+    addresses: list[str] = []
+    asked: list[str] = []
+
+    def resolve(name: str) -> list[str]:
+        asked.append(name)
+        return list(addresses)
+
+    monkeypatch.setattr(client_module, "resolve", resolve)
+    client = RouterClient([name], ACCESS, b"g" * 16)
     await client.start()
     try:
-        ids, _ = await ids_of(client, start())
+        await eventually(lambda: len(asked) > 3)
+        assert client.num_connected == 0
+        assert caplog.text.count(f"router {name} has no address; trying again") == 1
+        addresses += [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
+        await eventually(lambda: client.num_connected == 2)
+        await ids_of(client, start("first"))
     finally:
         await client.close()
-        await other.stop()
-    assert ids == list(range(100, 106))
-    assert [len(s.router.starts) for s in (served, other)] == [1, 1]
+    assert [len(s.router.hellos) for s in (served, another)] == [1, 1]
 
 
 async def test_a_router_restarts_on_its_port(client, served):
@@ -220,7 +292,8 @@ async def test_a_router_restarts_on_its_port(client, served):
 
 async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
     other = Served(Router())
-    addresses = [f"127.0.0.1:{served.port}", await other.start()]
+    replicas = {f"127.0.0.1:{served.port}": served, await other.start(): other}
+    addresses = list(replicas)
     asked: list[str] = []
 
     def resolve(name: str) -> list[str]:
@@ -228,20 +301,23 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
         return addresses
 
     monkeypatch.setattr(client_module, "resolve", resolve)
-    client = RouterClient(["routers:1"], SECRET, b"g" * 16)
+    client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
     await client.start()
     try:
-        served.router.silent = True
+        served.router.silent = other.router.silent = True
         waiting = asyncio.create_task(ids_of(client, start()))
-        await eventually(lambda: served.router.starts)
-        addresses.remove(f"127.0.0.1:{served.port}")  # as its pod is gone
-        await served.stop()
+        await eventually(lambda: served.router.starts or other.router.starts)
+        (gone,) = [address for address, one in replicas.items() if one.router.starts]
+        addresses.remove(gone)  # as its pod is
+        (left,) = [replicas[address] for address in addresses]
+        left.router.silent = False
+        await replicas[gone].stop()
         ids, _ = await asyncio.wait_for(waiting, LIMIT_S)
     finally:
         await client.close()
         await other.stop()
     assert ids == list(range(100, 106))
-    assert len(other.router.starts) == 1
+    assert len(left.router.starts) == 1
     assert set(asked) == {"routers:1"}
 
 
@@ -305,7 +381,7 @@ async def test_a_router_past_the_deadline(client, served, monkeypatch):
 
 async def test_no_router(monkeypatch, anyio_backend):
     monkeypatch.setattr(client_module, "GRACE_S", 0.1)
-    client = RouterClient(["127.0.0.1:1"], SECRET, b"g" * 16)
+    client = RouterClient(["127.0.0.1:1"], ACCESS, b"g" * 16)
     await client.start()
     try:
         _, last = await ids_of(client, start())
@@ -321,7 +397,7 @@ async def test_no_router(monkeypatch, anyio_backend):
 
 async def test_a_wrong_secret_gets_nothing(served, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.1)
-    client = RouterClient([f"127.0.0.1:{served.port}"], "wrong", b"g" * 16)
+    client = RouterClient([f"127.0.0.1:{served.port}"], SecretAccess(("wrong" * 8,)), b"g" * 16)
     await client.start()
     try:
         _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
@@ -355,6 +431,50 @@ async def test_models_fleet_and_blobs(client, served):
     assert [card.name for card in await client.models()] == ["tiny"]  # remembered
 
 
+async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, monkeypatch):
+    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 0.2)
+    monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
+    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
+    for hanging in (served, another):
+        client = RouterClient(addresses, ACCESS, b"g" * 16)
+        await client.start()
+        await eventually(lambda client=client: client.num_connected == 2)
+        hanging.router.hangs = True
+        assert [card.name for card in await client.models()] == ["tiny"]
+        served.router.hangs = another.router.hangs = True
+        assert [card.name for card in await client.models()] == ["tiny"], "remembered"
+        served.router.hangs = another.router.hangs = False
+        await client.close()
+
+
+@pytest.mark.parametrize("asked", ["models", "fleet", "blob"])
+async def test_what_is_asked_of_a_router_that_is_lost_meanwhile_fails(client, served, asked):
+    """gRPC cancels the task that waits; whoever asked has not given up, though."""
+    await connected(client)
+    served.router.hangs = True
+    calls = {"models": client.models, "fleet": client.fleet, "blob": lambda: client.blob("00" * 32)}
+    waiting = asyncio.create_task(calls[asked]())
+    await eventually(lambda: served.router.num_hanging)
+    served.router.hang_up_after = 0  # the session ends, and with it the connection
+    ids, _ = await ids_of(client, start())
+    assert ids == list(range(100, 106))
+    await asyncio.wait([waiting], timeout=LIMIT_S)
+    assert not waiting.cancelled()
+    error = waiting.exception()
+    assert isinstance(error, ServiceError)
+    assert error.code == pb.UNAVAILABLE
+
+
+async def test_whoever_asks_a_router_can_give_up(client, served):
+    await connected(client)
+    served.router.hangs = True
+    waiting = asyncio.create_task(client.fleet())
+    await eventually(lambda: served.router.num_hanging)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_an_id_in_use_is_refused(client, served):
     served.router.silent = True
     waiting = asyncio.create_task(ids_of(client, start()))
@@ -367,8 +487,9 @@ async def test_an_id_in_use_is_refused(client, served):
 async def test_a_router_that_takes_nothing_new_is_left_for_the_next(served, another):
     served.router.refuses = another.router.refuses = True
     routers = [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
-    client = RouterClient(routers, SECRET, b"g" * 16)
+    client = RouterClient(routers, ACCESS, b"g" * 16)
     await client.start()
+    await eventually(lambda: served.router.hellos and another.router.hellos)
     try:
         _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
         assert last.failed.failure.code == pb.UNAVAILABLE  # both have said so

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.host.backpressure import Backpressure
+from pdserve.services.host.rpc.backpressure import Backpressure
 
 pytestmark = pytest.mark.anyio
 HI = [ChatMessage(role="user", content="hi")]
@@ -93,6 +93,35 @@ async def test_keys(make_channel):
     assert [c async for c in text.Chat(ChatRequest(messages=HI), metadata=good)]
     health = health_pb2_grpc.HealthStub(channel)
     assert await health.Check(health_pb2.HealthCheckRequest())
+
+
+async def test_each_key_has_a_prefix_cache_of_its_own(make_channel):
+    """Which a client's own salt narrows."""
+    router = FakeRouter(saying("hello"))
+    text = TextStub(await make_channel(router, ("one", "two")))
+    for key in ("one", "two"):
+        metadata = (("authorization", f"Bearer {key}"),)
+        for salt in (b"", b"mine"):
+            options = TextOptions(cache_salt=salt)
+            for asked in (
+                text.Chat(ChatRequest(messages=HI, options=options), metadata=metadata),
+                text.Complete(CompleteRequest(prompt="x", options=options), metadata=metadata),
+            ):
+                assert [chunk async for chunk in asked]
+    salts = [start.cache_salt for start in router.starts]
+    assert len(salts) == 8
+    assert len(set(salts)) == 4
+    assert not {b"", b"mine"} & set(salts)
+    assert salts[0::2] == salts[1::2], "both methods have the same"
+
+
+async def test_a_salt_is_bounded(make_channel):
+    router = FakeRouter(saying("hello"))
+    text = TextStub(await make_channel(router))
+    options = TextOptions(cache_salt=b"x" * 257)
+    with pytest.raises(grpc.aio.AioRpcError, match="at most 256 bytes"):
+        await text.Chat(ChatRequest(messages=HI, options=options)).read()
+    assert router.starts == []
 
 
 async def test_leaving_cancels(make_channel):

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator
 import httpx
 import psutil
 import pytest
+from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, placed, saying
 from router_process import RouterServicer, serve_router
 
-from pdserve.gateway.main import run
+from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
-SECRET = "cluster"
 HI = [{"role": "user", "content": "hi"}]
 PROGRAM = """
 import json, sys
@@ -64,16 +64,14 @@ async def launch(**settings: object) -> Gateway:
 
 @pytest.fixture
 async def servicer(anyio_backend) -> AsyncIterator[tuple[RouterServicer, str]]:
-    servicer, host, address = await serve_router(
-        FakeRouter(saying("hello world", cached=2)), SECRET
-    )
+    servicer, host, address = await serve_router(FakeRouter(saying("hello world", cached=2)))
     yield servicer, address
     await host.stop(0)
 
 
 @pytest.fixture
 async def gateway(servicer) -> AsyncIterator[Gateway]:
-    gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=SECRET)
+    gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,))
     name, figures = await gateway.event()
     assert name == "listening"
     gateway.url = figures["url"]
@@ -87,7 +85,7 @@ async def test_from_start_to_stop(gateway):
     used = psutil.Process(gateway.process.pid).cpu_times()
     assert used.user + used.system < 5  # seconds of a core; about 0.6 on an idle machine
     assert (await gateway.event())[0] == "ready"
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         assert (await http.get("/ready")).json()["models"] == ["tiny"]
         headers = {"x-request-id": "mine"}
         reply = await http.post("/v1/chat/completions", json={"messages": HI}, headers=headers)
@@ -104,6 +102,27 @@ async def test_from_start_to_stop(gateway):
     assert "Traceback" not in gateway.log
 
 
+async def test_limits_of_a_key_are_those_of_the_options(servicer):
+    limited = {"requests_per_minute": 2, "tokens_per_minute": 1000}
+    gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), **limited)
+    gateway.url = (await gateway.event())[1]["url"]
+    await gateway.event()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
+        replies = [await http.post("/v1/chat/completions", json={"messages": HI}) for _ in "abc"]
+    assert [reply.status_code for reply in replies] == [200, 200, 429]
+    assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
+    assert replies[0].headers["x-ratelimit-limit-tokens"] == "1000"
+    assert await gateway.stop() == 0
+
+
+def test_limits_of_a_text_are_those_of_the_options():
+    settings = GatewaySettings(text_memory_mb=32, text_load_memory_mb=100, text_timeout_s=1.0)
+    limits = make_text_limits(settings)
+    assert (limits.prompt_bytes, limits.load_bytes) == (32 << 20, 100 << 20)
+    assert (limits.prompt_s, limits.render_s, limits.late_s) == (1.0, 1.0, 2.0)
+    assert make_text_limits(GatewaySettings()).render_s == 1.5
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -117,7 +136,7 @@ def test_without_one_of_its_tasks_it_ends(broken, monkeypatch, capsys):
 
     monkeypatch.setattr(broken, fail)
     settings = GatewaySettings(
-        port=0, routers=("127.0.0.1:1",), cluster_secret=SECRET, log_level="warning"
+        port=0, routers=("127.0.0.1:1",), cluster_secret=(SECRET,), log_level="warning"
     )
     assert run(settings) == 1
     assert "nobody foresaw this" in capsys.readouterr().err
@@ -151,7 +170,7 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
 
 async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
     gateway = await launch(
-        port=0, routers=[servicer[1]], cluster_secret=SECRET, lame_duck_s=3.0, drain_s=10.0
+        port=0, routers=[servicer[1]], cluster_secret=(SECRET,), lame_duck_s=3.0, drain_s=10.0
     )
     _, figures = await gateway.event()
     assert (await gateway.event())[0] == "ready"
@@ -174,7 +193,7 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
         await asyncio.Event().wait()
 
     servicer[0].router.play = play
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
         await eventually(lambda: servicer[0].router.starts)
         asked.cancel()
@@ -186,9 +205,9 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
 
 
 async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
-    gateway = await launch(port=0, routers=["127.0.0.1:1"], cluster_secret=SECRET)
+    gateway = await launch(port=0, routers=["127.0.0.1:1"], cluster_secret=(SECRET,))
     _, figures = await gateway.event()
-    async with httpx.AsyncClient(base_url=figures["url"]) as http:
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/ready")).status_code == 503
         reply = await http.post("/v1/chat/completions", json={"messages": HI})
@@ -198,9 +217,9 @@ async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
 
 
 async def test_ipv6(servicer):
-    gateway = await launch(port=0, host="::1", routers=[servicer[1]], cluster_secret=SECRET)
+    gateway = await launch(port=0, host="::1", routers=[servicer[1]], cluster_secret=(SECRET,))
     _, figures = await gateway.event()
-    async with httpx.AsyncClient(base_url=figures["url"]) as http:
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
         assert (await http.get("/health")).status_code == 200
     assert await gateway.stop() == 0
 
@@ -210,6 +229,6 @@ async def test_a_busy_port_is_named(anyio_backend):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        gateway = await launch(port=port, routers=["127.0.0.1:1"], cluster_secret=SECRET)
+        gateway = await launch(port=port, routers=["127.0.0.1:1"], cluster_secret=(SECRET,))
         assert await gateway.ended() == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in gateway.log

@@ -3,18 +3,15 @@
 import asyncio
 import json
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, saying, served
+from in_process_text import InProcessPool
 
-from pdserve.gateway.catalog import Catalog, TextExecutor
-from pdserve.gateway.keys import ApiKeys, read_key_file
+from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.merge import merge
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
 
@@ -22,17 +19,14 @@ pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, monkeypatch):
-    encode = Tokenizer.encode_rendered
+async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http):
     slow, go_on = threading.Event(), threading.Event()
 
-    def slowly(self, *args, **options):
+    def slowly():
         slow.set()
         assert go_on.wait(LIMIT_S / 2), "the loop was held up"
-        return encode(self, *args, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode_rendered", slowly)
-    client = make_http(saying("hello"))
+    client = make_http(saying("hello"), text_pool=InProcessPool(slowly))
     asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": HI}))
     await eventually(slow.is_set)
     for _ in range(5):
@@ -42,21 +36,12 @@ async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, monkeypatch
     assert (await asked).status_code == 200
 
 
-async def test_preparing_is_bounded_in_time(anyio_backend):
-    with ThreadPoolExecutor(1) as executor:
-        pool = TextExecutor(executor, 0.05)
-        with pytest.raises(ServiceError) as caught:
-            await pool.run(lambda: time.sleep(0.2))
-    assert caught.value.code == pb.UNAVAILABLE
-
-
 async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
     card, blobs = served("one")
     other = served("two")[0]
     router = FakeRouter(saying("x"), [card, other], blobs)
-    with ThreadPoolExecutor(1) as executor:
-        catalog = Catalog(router, TextExecutor(executor, 5))
-        one, two, again = await asyncio.gather(*map(catalog.get, ("one", "two", "one")))
+    catalog = Catalog(router, InProcessPool())
+    one, two, again = await asyncio.gather(*map(catalog.get, ("one", "two", "one")))
     assert one.text is two.text is again.text
     assert (one.card.name, two.card.name) == ("one", "two")
 
@@ -93,7 +78,10 @@ async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, broken, cha
         assert (await client.get("/ready")).status_code == 200
     assert caplog.text.count("model 'tiny': its tokenizer could not be loaded") == 1
     asked = {"json": {"messages": HI}}
-    assert (await client.post("/v1/chat/completions", **asked)).status_code == 503
+    for stream in (False, True):
+        answer = await client.post("/v1/chat/completions", json={**asked["json"], "stream": stream})
+        assert answer.status_code == 503
+        assert set(answer.json()) == {"error"}
     blobs[digest] = good
     assert (await client.post("/v1/chat/completions", **asked)).status_code == 200
 
@@ -110,15 +98,14 @@ async def test_models_are_ready_once_they_are_loaded(anyio_backend):
         return blobs.get(digest, b"{}")
 
     router.blob = blob
-    with ThreadPoolExecutor(1) as executor:
-        catalog = Catalog(router, TextExecutor(executor, 5))
-        assert await catalog.ready([stalled, card], 0.0) == []
-        assert (await catalog.get("one")).card.name == "one"
-        assert await catalog.ready([stalled, card], 0.0) == ["one"]
-        assert await catalog.ready([stalled, card], LIMIT_S) == ["one"]  # at once
-        arrives.set()
-        assert (await catalog.get("two")).card.name == "two"
-        assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
+    catalog = Catalog(router, InProcessPool())
+    assert await catalog.ready([stalled, card], 0.0) == []
+    assert (await catalog.get("one")).card.name == "one"
+    assert await catalog.ready([stalled, card], 0.0) == ["one"]
+    assert await catalog.ready([stalled, card], LIMIT_S) == ["one"]  # at once
+    arrives.set()
+    assert (await catalog.get("two")).card.name == "two"
+    assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
 
 
 async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplog):
@@ -133,12 +120,11 @@ async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplo
         return blobs[digest]
 
     router.blob = blob
-    with ThreadPoolExecutor(1) as executor:
-        catalog = Catalog(router, TextExecutor(executor, 5))
-        assert await catalog.ready([card], LIMIT_S) == []
-        with pytest.raises(ServiceError, match="no router"):
-            await catalog.get("one")
-        assert await catalog.ready([card], LIMIT_S) == ["one"]
+    catalog = Catalog(router, InProcessPool())
+    assert await catalog.ready([card], LIMIT_S) == []
+    with pytest.raises(ServiceError, match="no router"):
+        await catalog.get("one")
+    assert await catalog.ready([card], LIMIT_S) == ["one"]
     assert caplog.text.count("could not be loaded: no router can be reached") == 1
 
 
@@ -147,14 +133,13 @@ async def test_of_more_models_than_are_kept_the_last_wait_for_a_request(anyio_ba
     card, blobs = served("one")
     other, others = served("two", generation={"temperature": 0.5})
     router = FakeRouter(saying("x"), [card, other], blobs)
-    with ThreadPoolExecutor(1) as executor:
-        catalog = Catalog(router, TextExecutor(executor, 5))
-        assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
-        router.blobs = others
-        assert (await catalog.get("two")).card.name == "two"
-        router.blobs = {}  # nothing is loaded for a model that has no room
-        assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
-        assert (await catalog.get("two")).card.name == "two"
+    catalog = Catalog(router, InProcessPool())
+    assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
+    router.blobs = others
+    assert (await catalog.get("two")).card.name == "two"
+    router.blobs = {}  # nothing is loaded for a model that has no room
+    assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
+    assert (await catalog.get("two")).card.name == "two"
 
 
 async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
@@ -194,21 +179,6 @@ async def test_merge_closes_all_when_one_fails(anyio_backend):
     with pytest.raises(ValueError, match="no"):
         [item async for item in merge([endless("a"), endless("b"), failing()])]
     assert sorted(closed) == ["a", "b"]
-
-
-def test_key_files(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\n one \n\ntwo\n")
-    keys = ApiKeys(read_key_file(str(path)))
-    assert [keys.admits(f"Bearer {key}") for key in ("one", "two", "# ours", "")] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    path.write_text("# none\n")
-    with pytest.raises(ValueError, match="no API key"):
-        read_key_file(str(path))
-    with pytest.raises(ValueError, match="empty"):
-        ApiKeys([""])
-    assert ApiKeys(()).admits("")
 
 
 async def test_a_default_request_passes_the_default_limits(make_http):

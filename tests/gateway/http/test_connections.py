@@ -11,11 +11,16 @@ from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 
 from pdserve.gateway.http import protocol
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.main import HttpServer, listen
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.protos import common_pb2 as pb
 
+HEAD = (
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    "content-type: application/json; charset=utf-8\r\n"
+)
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # of socket buffers: fills in no time
 HI = [{"role": "user", "content": "hi"}]
@@ -29,8 +34,8 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
     writers: list[asyncio.StreamWriter] = []
 
     async def make(router: FakeRouter, **options: object) -> Connection:
-        bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
-        openai = OpenAiDialect(make_service(router), bounds)
+        bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
+        openai = OpenAiDialect(make_service(router), bounds, BodyReader(bounds))
         server = HttpServer(make_app(router, **options), openai)
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of the accepted too
@@ -58,7 +63,7 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
 
 def post(body: dict[str, object]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"{HEAD}content-length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -82,7 +87,7 @@ async def test_a_client_that_leaves(connect, stream, play):
     """It is the leaving that ends its request: no cap and no clock of the gateway would, here."""
     router = FakeRouter(play)
     never = 100 * LIMIT_S
-    bounds = HttpLimits(1 << 16, never, max_buffer_bytes=1 << 40, stall_s=never)
+    bounds = HttpLimits(1 << 16, 1 << 20, never, max_buffer_bytes=1 << 40, stall_s=never)
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": stream}))
     await eventually(lambda: router.starts)
@@ -106,7 +111,7 @@ async def test_a_client_that_leaves_with_several_prompts(connect):
 
 async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
     router = FakeRouter(endless)
-    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 17, stall_s=60)
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 17, stall_s=60)
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": True}))
     await reader.readline()
@@ -127,7 +132,7 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
         await asyncio.Event().wait()
 
     router = FakeRouter(play)
-    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"messages": HI, "stream": True}))
     await reader.readline()
@@ -137,7 +142,7 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
 
 async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
     router = FakeRouter(saying("hello world " * 40))
-    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
     asked = {"messages": HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
     writer.write(post(asked))
@@ -156,7 +161,7 @@ async def test_a_large_last_event_that_nobody_reads_costs_the_connection(connect
         yield tokens(start, router.encode("hello world " * 40_000), 0, finish=pb.LENGTH)
         yield finished(start)
 
-    bounds = HttpLimits(1 << 16, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
     reader, writer = await connect(FakeRouter(play), bounds=bounds)
     writer.write(post({"messages": HI, "stream": True}))
     await reader.readline()
@@ -244,7 +249,7 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
 @pytest.mark.parametrize("filler", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
 async def test_a_chunked_body_has_no_endless_lines(connect, filler):
     _, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode()
     writer.write(head + filler)
 
     async def fill() -> None:

@@ -10,18 +10,21 @@ from fake_router import FakeRouter, saying
 from fastapi import Request
 
 from pdserve.gateway.http.app import create_app
-from pdserve.gateway.http.body import read_json
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.replies import EventStream, Reply
-from pdserve.gateway.keys import ApiKeys
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
-LIMITS = HttpLimits(max_body_bytes=64, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=1)
+JSON = {"content-type": "application/json"}
+LIMITS = HttpLimits(
+    max_body_bytes=64, max_bodies_bytes=640, body_timeout_s=0.5, max_buffer_bytes=1 << 16, stall_s=1
+)
 
 
 class Lines:
@@ -32,7 +35,7 @@ class Lines:
     def add_routes(self, app: Any) -> None:
         @app.post("/lines")
         async def lines(request: Request) -> Any:
-            body = await read_json(request, LIMITS.max_body_bytes, LIMITS.body_timeout_s)
+            body = await BodyReader(LIMITS).read(request)
             return EventStream(self._count(body["count"], body["fails"]), self, LIMITS)
 
         @app.post("/lines/whole")
@@ -60,7 +63,7 @@ class Lines:
 async def client(make_service: Callable[..., Service], anyio_backend: str) -> Any:
     router = FakeRouter(saying("x"))
     service = make_service(router)
-    dialects = [Lines(), OpenAiDialect(service, LIMITS)]
+    dialects = [Lines(), OpenAiDialect(service, LIMITS, BodyReader(LIMITS))]
     app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys(["k"]))
     headers = {"authorization": "Bearer k"}
     async with httpx.AsyncClient(
@@ -86,8 +89,8 @@ async def test_errors_have_the_shape_of_the_dialect_of_their_path(
     assert (later.status_code, later.headers["retry-after"]) == (429, "2")
     assert later.json() == {"wrong": "overloaded", "because": "later"}
     for reply, status, code in (
-        (await client.post("/lines", content=b"x" * 100), 413, ""),
-        (await client.post("/lines", content=b"["), 400, "invalid_argument"),
+        (await client.post("/lines", content=b"x" * 100, headers=JSON), 413, ""),
+        (await client.post("/lines", content=b"[", headers=JSON), 400, "invalid_argument"),
         (await client.get("/lines"), 405, "method_not_allowed"),
         (await client.get("/lines/nothing"), 404, "unknown_url"),
         (await client.post("/lines", headers={"authorization": ""}), 401, "unauthenticated"),

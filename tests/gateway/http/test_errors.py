@@ -4,12 +4,16 @@ import asyncio
 import json
 
 import pytest
+from eventually import eventually
 from fake_router import FakeRouter, saying, served
 
+from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.limits import AdmissionLimits
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
+WIDE = HttpLimits(1 << 16, 1 << 18, 60, max_buffer_bytes=1 << 16, stall_s=60)
+JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 
@@ -171,25 +175,27 @@ async def test_plain_bodies(make_http, body, param):
         b'{"a":' * 1000 + b"1" + b"}" * 1000,
     ],
 )
-@pytest.mark.parametrize("content_type", ["application/json", "text/plain", ""])
-async def test_malformed_json(make_http, data, content_type):
-    reply = await make_http(saying("x")).post(
-        CHAT, content=data, headers={"content-type": content_type}
-    )
-    check(reply, 400)
+async def test_malformed_json(make_http, data):
+    check(await make_http(saying("x")).post(CHAT, content=data, headers=JSON), 400)
 
 
 async def test_a_number_too_large_for_a_float(make_http):
     data = json.dumps({"messages": HI, "temperature": 0}).replace(" 0", " 1e999")
-    check(await make_http(saying("x")).post(CHAT, content=data), 400, "temperature")
+    reply = await make_http(saying("x")).post(CHAT, content=data, headers=JSON)
+    check(reply, 400, "temperature")
 
 
-async def test_content_type_is_not_needed(make_http):
+async def test_a_body_says_that_it_is_json(make_http):
+    """A page of any origin may have its browser send the other types."""
     data = json.dumps({"messages": HI}).encode()
-    for content_type in ("", "text/plain", "application/json; charset=latin-1"):
-        headers = {"content-type": content_type}
-        reply = await make_http(saying("x")).post(CHAT, content=data, headers=headers)
+    client = make_http(saying("x"))
+    for good in ("application/json; charset=latin-1", "Application/JSON", "application/x+json"):
+        reply = await client.post(CHAT, content=data, headers={"content-type": good})
         assert reply.status_code == 200
+    form = "application/x-www-form-urlencoded"
+    for bad in ("text/plain", form, "multipart/form-data; boundary=x", "text/json", ""):
+        check(await client.post(CHAT, content=data, headers={"content-type": bad}), 415)
+    check(await client.post(CHAT, content=data), 415)
 
 
 async def test_unknown_model(make_http):
@@ -277,13 +283,92 @@ async def test_unknown_routes_and_methods(make_http):
 
 async def test_body_too_large(make_http):
     client = make_http(saying("x"))
-    check(await client.post(CHAT, content=b"x" * 70_000), 413)
+    check(await client.post(CHAT, content=b"x" * 70_000, headers=JSON), 413)
 
     async def chunks():
         for _ in range(10):
             yield b"x" * 10_000
 
-    check(await client.post(CHAT, content=chunks()), 413)
+    check(await client.post(CHAT, content=chunks(), headers=JSON), 413)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs", {"a": 1}),
+        ("guided_json", {"type": "object"}),
+        ("guided_regex", "(a+)+b"),
+        ("guided_grammar", "root ::= root"),
+        ("structured_outputs", {"regex": "(a+)+b"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ],
+)
+async def test_what_is_not_supported_is_refused(make_http, field, value):
+    client = make_http(saying("x"))
+    check(await client.post(CHAT, json={"messages": HI, field: value}), 400, field)
+    check(await client.post(PLAIN, json={"prompt": "a", field: value}), 400, field)
+
+
+async def test_a_body_counts_until_it_is_answered(make_http):
+    """128 KiB in all, and two bodies of 60 KB whose answers do not come yet."""
+    go_on = asyncio.Event()
+
+    async def waits(router, start):
+        await go_on.wait()
+        async for event in saying("x")(router, start):
+            yield event
+
+    router = FakeRouter(waits)
+    narrow = HttpLimits(1 << 16, 1 << 17, 60, max_buffer_bytes=1 << 16, stall_s=60)
+    client = make_http(router, bounds=narrow)
+    body = {"prompt": list(range(100)) * 2, "max_tokens": 1, "user": "x" * 60_000}
+    held = [asyncio.create_task(client.post(PLAIN, json=body)) for _ in range(2)]
+    await eventually(lambda: len(router.starts) == 2)
+    assert (await client.post(PLAIN, json=body)).status_code == 429
+    go_on.set()
+    assert [reply.status_code for reply in await asyncio.gather(*held)] == [200, 200]
+    assert (await client.post(PLAIN, json=body)).status_code == 200
+
+
+async def test_a_name_of_a_field_is_cut(make_http):
+    client = make_http(saying("x"))
+    body = {"prompt": "a", "logit_bias": {"A" * 50_000: "x"}}
+    reply = await client.post(PLAIN, json=body)
+    assert reply.status_code == 400
+    assert len(reply.content) < 5000
+
+
+async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
+    """256 KiB in all: a flood of unfinished bodies leaves another key its half of them."""
+    client = make_http(saying("x"), keys=("flood", "other"), bounds=WIDE)
+    go_on, begun = asyncio.Event(), 0
+
+    async def unfinished():
+        nonlocal begun
+        yield b'{"messages": "' + b"x" * 60_000
+        begun += 1
+        await go_on.wait()
+        yield b'"}'
+
+    def post(key, content):
+        headers = {**JSON, "authorization": f"Bearer {key}"}
+        return asyncio.create_task(client.post(CHAT, content=content, headers=headers))
+
+    flood = [post("flood", unfinished()) for _ in range(4)]
+    await eventually(lambda: begun == 4)
+    refused = await post("flood", unfinished())
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    small = await post("flood", json.dumps({"messages": HI}).encode())
+    assert small.status_code == 200, "there is room for 22 KB"
+    for _ in range(3):
+        large = {"messages": [{"role": "user", "content": "hi " * 15_000}]}
+        reply = await post("other", json.dumps(large).encode())
+        assert reply.status_code != 429
+    go_on.set()
+    for reply in await asyncio.gather(*flood):
+        check(reply, 400, "messages")
+    check(await post("flood", b'{"messages": "' + b"x" * 60_000 + b'"}'), 400, "messages")
 
 
 async def test_body_too_slow(make_app):
@@ -297,7 +382,8 @@ async def test_body_too_slow(make_app):
 
     scope = {
         "type": "http", "method": "POST", "path": CHAT, "raw_path": b"", "query_string": b"",
-        "headers": [], "http_version": "1.1", "scheme": "http", "server": ("x", 1),
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+        "scheme": "http", "server": ("x", 1),
     }  # fmt: skip
     await make_app(FakeRouter(saying("x")))(scope, receive, send)
     assert sent[0]["status"] == 408

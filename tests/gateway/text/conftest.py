@@ -9,7 +9,8 @@ from tiny_spm import spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ from hard_strings import HARD_STRINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard
 
 cuts = st.lists(st.integers(0, 400), max_size=8)
 # The model's vocabulary has no token for some bytes: control characters, and planes 4 to 11.

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.template import ChatTemplate
-from pdserve.gateway.text.tokenizer import TextCard, Tokenizer
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
 SPECIALS = (

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import tracemalloc
 
 import pytest
 import tokenizers
@@ -10,9 +11,37 @@ from hard_strings import HARD_STRINGS
 from tiny_spm import spm_tokenizer
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.tokenizer import Rendered, TextCard, Tokenizer
+from pdserve.gateway.text.special import MAX_SPECIAL_CHARS
+from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard
 
 CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_memory_is_linear_in_the_length_of_special_tokens(smollm_json: bytes) -> None:
+    """64 special tokens of the greatest length; every prefix of each was once kept."""
+    settings = json.loads(smollm_json)
+    first = len(settings["model"]["vocab"])
+    for number in range(64):
+        content = f"<{number:0{MAX_SPECIAL_CHARS - 2}}>"
+        token = {**settings["added_tokens"][0], "id": first + number, "content": content}
+        settings["added_tokens"].append(token)
+    data, card = json.dumps(settings).encode(), TextCard(first + 64)
+    Tokenizer(smollm_json, card)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tokenizer = Tokenizer(data, card)
+        ids = tokenizer.encode(content, add_special_tokens=False, parse_special=True)
+        kept = tracemalloc.get_traced_memory()[0] - before
+        plain = tracemalloc.get_traced_memory()[0]
+        second = Tokenizer(smollm_json, card)
+        without = tracemalloc.get_traced_memory()[0] - plain
+    finally:
+        tracemalloc.stop()
+    assert ids == [first + 63]
+    assert second.special.ids != tokenizer.special.ids
+    assert kept - without < 16 * 64 * MAX_SPECIAL_CHARS
 
 
 def test_parsed_ids_equal_the_library(smollm_json: bytes, smollm: Tokenizer) -> None:

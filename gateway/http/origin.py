@@ -1,0 +1,43 @@
+"""Keeps web pages of strangers away from a server that asks for no key.
+
+A browser sends requests for any page it shows. On a server that only this machine reaches, and that
+asks for no key, such a request must not look like one of its user: the names under which a browser
+knows the server (Host) and the page (Origin) must be this machine's.
+"""
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address always means this machine."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
+    """Why a request to a loopback server is not of this machine; empty if it is."""
+    if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
+        return "this server answers as localhost only; set an API key to open it"
+    origin = headers.get("origin")
+    if origin is None or "*" in allowed_origins or origin in allowed_origins:
+        return ""
+    if is_loopback(_host_of(origin)):
+        return ""
+    return "pages of other origins may not call this server; see --allow-origin"
+
+
+def _host_of(url: str) -> str:
+    """Empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,95 @@
+"""The HTTP server of the gateway: uvicorn, its listener and its certificate."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Generator
+
+import uvicorn
+
+from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.protocol import BoundedProtocol
+from pdserve.services.host.files import LOOK_AGAIN_S, stamp
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75  # longer than the minute after which common proxies drop an idle connection
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling, which is the process's own.
+
+    `dialect` gives shape to the errors of what is no request. With the paths of a certificate and
+    its key, both PEM, it serves TLS.
+    """
+
+    def __init__(self, app: object, dialect: Dialect, certificate: str = "", key: str = "") -> None:
+        self._files = certificate, key
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=functools.partial(BoundedProtocol, dialect=dialect),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",  # its start and end are in our own lines
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=certificate or None,
+                ssl_keyfile=key or None,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def watch_certificate(self) -> None:
+        """Takes a new certificate when its file or its key's changes, for connections from then
+        on; runs until it is cancelled."""
+        certificate, key = self._files
+        if not certificate:
+            await asyncio.Event().wait()  # nothing changes
+        seen, failed = (stamp(certificate), stamp(key)), None
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            now = stamp(certificate), stamp(key)
+            if now in (seen, failed):
+                continue
+            try:
+                # A certificate may come before its key: a pair that does not fit would spoil ours.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+                assert self.config.ssl is not None
+                self.config.ssl.load_cert_chain(certificate, key)
+            except (OSError, ssl.SSLError) as error:
+                failed = now
+                log.error("the certificate of HTTP stays as it was: %s", error)
+            else:
+                seen = now
+                log.info("HTTP has a new certificate")
+
+
+def host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"cannot listen on {host_port(host, port)}: {error.strerror}"
+        ) from error
+    listener.set_inheritable(False)
+    return listener

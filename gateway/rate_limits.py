@@ -1,0 +1,147 @@
+"""How much each API key may ask for in a minute: requests, tokens, seconds of preparing its texts.
+
+Minutes are fixed windows. What is only known afterwards (tokens of an answer, seconds) is counted
+when it is, so one request may go beyond a limit, and the next one is refused. Counts are kept in
+this process, or in a Redis that several gateways share.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MEMORY = "memory://"
+MILLI = 1000  # seconds are counted in thousandths
+STORAGE_S = 0.5  # for an answer of the storage
+SILENT_S = 10.0  # between two warnings that it does not answer
+
+
+class RateSettings(NamedTuple):
+    """Per key and minute; 0: no limit. `storage`: memory:// or redis://host:port."""
+
+    requests: int = 0
+    tokens: int = 0
+    text_s: float = 0.0
+    storage: str = MEMORY
+
+
+class RateLimits:
+    """Counts what keys use; `owner` is a Tenant's id (services/host/tenants)."""
+
+    def __init__(self, settings: RateSettings) -> None:
+        """Raises ValueError for a storage that is not known."""
+        amounts = {
+            "requests": settings.requests,
+            "tokens": settings.tokens,
+            "text": round(settings.text_s * MILLI),
+        }
+        self._items: dict[str, Any] = {}
+        self._counting: set[asyncio.Task[bool]] = set()  # the loop keeps weak references only
+        self._warn_at = 0.0
+        if not any(amounts.values()):
+            return
+        # Few gateways have limits, and these imports take a while.
+        from limits import RateLimitItemPerMinute
+        from limits.aio.strategies import FixedWindowRateLimiter
+        from limits.errors import ConfigurationError
+        from limits.storage import storage_from_string
+
+        try:
+            storage: Any = storage_from_string(f"async+{settings.storage}")
+        except ConfigurationError as error:
+            # Without the rest of the address, which may have a password.
+            scheme = settings.storage.partition("://")[0]
+            why = str(error).replace(settings.storage, scheme)
+            raise ValueError(f"--rate-storage {scheme}: {why}") from None
+        self._limiter = FixedWindowRateLimiter(storage)
+        self._items = {
+            what: RateLimitItemPerMinute(amount, namespace=f"pdserve-{what}")
+            for what, amount in amounts.items()
+            if amount
+        }
+
+    async def close(self) -> None:
+        """Returns when everything is counted."""
+        await asyncio.gather(*self._counting, return_exceptions=True)
+
+    async def count_request(self, owner: bytes) -> None:
+        """One more request. Raises ServiceError OVERLOADED if there were too many."""
+        await self._count("requests", owner, 1)
+
+    async def count_tokens(self, owner: bytes, num: int) -> None:
+        """The tokens of a prompt. Raises ServiceError OVERLOADED if there were too many."""
+        await self._count("tokens", owner, num)
+
+    def tokens_spent(self, owner: bytes, num: int) -> None:
+        """The tokens of an answer that was given."""
+        self._add("tokens", owner, num)
+
+    async def check_text(self, owner: bytes) -> None:
+        """Raises ServiceError OVERLOADED if preparing texts took too long in this minute."""
+        if (item := self._items.get("text")) is not None:
+            remaining, reset_s = await self._window(item, owner)
+            if not remaining:
+                raise _refused("seconds of preparing texts", reset_s)
+
+    def text_spent(self, owner: bytes, seconds: float) -> None:
+        """What preparing a text took."""
+        self._add("text", owner, math.ceil(seconds * MILLI))
+
+    async def headers(self, owner: bytes) -> dict[str, str]:
+        """OpenAI's headers: what is left of this minute, as far as it is limited."""
+        found = {}
+        for what in ("requests", "tokens"):
+            if (item := self._items.get(what)) is not None:
+                remaining, reset_s = await self._window(item, owner)
+                found[f"x-ratelimit-limit-{what}"] = str(item.amount)
+                found[f"x-ratelimit-remaining-{what}"] = str(remaining)
+                found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
+        return found
+
+    async def _count(self, what: str, owner: bytes, num: int) -> None:
+        item = self._items.get(what)
+        if item is None or await self._ask(self._limiter.hit(item, owner.hex(), cost=num), True):
+            return
+        _, reset_s = await self._window(item, owner)
+        raise _refused(what, reset_s)
+
+    def _add(self, what: str, owner: bytes, num: int) -> None:
+        if num and (item := self._items.get(what)) is not None:
+            asked = self._ask(self._limiter.hit(item, owner.hex(), cost=num), True)
+            task = asyncio.create_task(asked)
+            self._counting.add(task)
+            task.add_done_callback(self._counting.discard)
+
+    async def _window(self, item: Any, owner: bytes) -> tuple[int, float]:
+        """What is left, and in how many seconds all of it is back."""
+        nothing = (time.time(), item.amount)
+        reset_at, remaining = await self._ask(
+            self._limiter.get_window_stats(item, owner.hex()), nothing
+        )
+        return max(0, remaining), max(0.0, reset_at - time.time())
+
+    async def _ask(self, asked: Coroutine[Any, Any, T], otherwise: T) -> T:
+        """A storage that cannot be reached, or is late, limits nobody."""
+        try:
+            async with asyncio.timeout(STORAGE_S):
+                return await asked
+        except Exception as error:  # each storage has exceptions of its own
+            if time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + SILENT_S
+                why = str(error) or f"no answer within {STORAGE_S:g} s"
+                log.warning("rate limits are not counted: %s", why)
+            return otherwise
+
+
+def _refused(what: str, reset_s: float) -> ServiceError:
+    return ServiceError(
+        OVERLOADED, f"the limit of {what} per minute is reached", retry_after_s=max(1.0, reset_s)
+    )

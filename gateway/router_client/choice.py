@@ -1,0 +1,70 @@
+"""Which router takes a request. Pure; time is an argument.
+
+Requests that begin alike go to the same router, which then computes their prefix once, as long as
+it has no more than its share of the load.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from pdserve.protos.common_pb2 import Start
+
+KEY_IDS = 64  # of a prompt's beginning
+SHARE = 1.1  # of the mean that a router's load may be
+HALF_LIFE_S = 10.0  # after it, a request that was sent counts half
+
+
+class Candidate(Protocol):
+    """A router that a request may go to."""
+
+    address: str
+
+    def load(self, now: float) -> float:
+        """Requests that are open there, and those sent lately."""
+        ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Recent:
+    """How many were sent lately; each counts half after HALF_LIFE_S."""
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._at = 0.0
+
+    def add(self, now: float) -> None:
+        self._count, self._at = self.count(now) + 1, now
+
+    def count(self, now: float) -> float:
+        return self._count * math.exp2((self._at - now) / HALF_LIFE_S)
+
+
+def conversation(start: Start) -> bytes:
+    """Equal for requests of one client to one model whose prompts begin alike."""
+    key = hashlib.blake2b(digest_size=16)
+    for part in (start.model.encode(), start.cache_salt):
+        key.update(len(part).to_bytes(4) + part)
+    key.update(b"".join(i.to_bytes(4) for i in start.prompt_ids[:KEY_IDS]))
+    return key.digest()
+
+
+def choose(candidates: Sequence[C], key: bytes, now: float) -> C | None:
+    """Rendezvous hashing with bounded loads: the conversation's own router, or the least loaded one
+    while that has its share already. The next in the conversation's order instead would leave all
+    that is below the share to one router."""
+    if not candidates:
+        return None
+    own = max(candidates, key=lambda c: _weight(key, c.address))
+    loads = [candidate.load(now) for candidate in candidates]
+    most = max(1, math.ceil(SHARE * (sum(loads) + 1) / len(loads)))
+    if own.load(now) + 1 <= most:
+        return own
+    return min(candidates, key=lambda c: c.load(now))
+
+
+def _weight(key: bytes, address: str) -> bytes:
+    return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()

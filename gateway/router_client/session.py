@@ -1,0 +1,133 @@
+"""The gateway's session with one router, opened anew when it breaks, until it is closed."""
+
+import asyncio
+import logging
+from collections import deque
+from typing import Protocol
+
+import grpc
+
+from pdserve.gateway.router_client.choice import Recent
+from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.auth.roles import Role
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 2.0  # to open a connection
+STABLE_S = 1.0  # a session that lasted longer worked
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 0.5  # so that a router is found again well before decode gives its requests up
+
+
+class RouterListener(Protocol):
+    """Whoever has requests on the session; every call is on the loop and returns at once."""
+
+    def up(self, session: "RouterConnection") -> None:
+        """Messages can be sent."""
+
+    def event(self, session: "RouterConnection", event: RequestEvent) -> None:
+        """Something about a request."""
+
+    def down(self, session: "RouterConnection") -> None:
+        """It ended, or could not be opened: what it carried may be lost."""
+
+
+class RouterConnection:
+    """One router at host:port."""
+
+    def __init__(self, address: str, access: Access, boot: bytes, listener: RouterListener) -> None:
+        """`boot` is the gateway's own."""
+        self.address = address
+        self.channel: grpc.aio.Channel | None = None  # while messages can be sent
+        self.up_since = 0.0
+        self.has_worked = False  # in the session that ended last, or this one
+        self.num_open = 0  # requests; the listener's to keep
+        self._recent = Recent()
+        self._access = access
+        self._boot = boot
+        self._listener = listener
+        self._outgoing: deque[GatewayMessage] = deque()
+        self._to_send = asyncio.Event()
+        self._task = asyncio.create_task(self._keep(), name=f"router {address}")
+
+    @property
+    def failure(self) -> "asyncio.Task[None]":
+        """Ends only by a failure, or by `close`."""
+        return self._task
+
+    async def close(self) -> None:
+        """End it; the listener is told nothing more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def load(self, now: float) -> float:
+        """Requests that are open there, and those sent lately."""
+        return self.num_open + self._recent.count(now)
+
+    def count_sent(self, now: float) -> None:
+        """A request was sent."""
+        self._recent.add(now)
+
+    def send(self, message: GatewayMessage) -> None:
+        """Queue a message; dropped while the session is down."""
+        if self.channel is not None:
+            self._outgoing.append(message)
+            self._to_send.set()
+
+    async def _keep(self) -> None:
+        backoff = FIRST_BACKOFF_S
+        while True:
+            try:
+                async with self._access.open_channel(self.address, Role.ROUTER) as channel:
+                    await _connect(channel)
+                    await self._run(channel)
+            except (grpc.aio.AioRpcError, OSError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.warning("router %s: %s", self.address, reason or type(error).__name__)
+            backoff = FIRST_BACKOFF_S if self.has_worked else min(MAX_BACKOFF_S, backoff * 2)
+            self._listener.down(self)
+            await asyncio.sleep(backoff)
+
+    async def _run(self, channel: grpc.aio.Channel) -> None:
+        loop = asyncio.get_running_loop()
+        self.has_worked = False
+        call = RouterStub(channel).Session()
+        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot)))
+        log.info("connected to router %s", self.address)
+        self.channel = channel
+        self.up_since = loop.time()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            self._listener.up(self)
+            async for message in call:
+                self.has_worked = True  # it is not only a port that is open
+                for event in message.events:
+                    self._listener.event(self, event)
+            raise ConnectionError("the session ended")
+        finally:
+            self.channel = None
+            self._outgoing.clear()
+            self.has_worked |= loop.time() - self.up_since > STABLE_S
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
+        while True:
+            await self._to_send.wait()
+            self._to_send.clear()
+            while self._outgoing:
+                await call.write(self._outgoing.popleft())
+
+
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Wait for a connection. Raises ConnectionError when it is refused, TimeoutError."""
+    async with asyncio.timeout(CONNECT_S):
+        state = channel.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                raise ConnectionError("cannot connect")
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)

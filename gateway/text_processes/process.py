@@ -1,0 +1,215 @@
+"""A text process: it loads one model's tokenizer and template, and forks workers that use them.
+
+A model's files come from strangers, and one operation of theirs can take all memory or never end
+(a regular expression, a comparison of nested lists). So they are used here only, under limits that
+the kernel holds: a worker that passes one of time is killed by its timer's signal. Workers share
+the memory of what was loaded. Messages come one at a time, so a process has one thread.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import wait
+
+from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import TextCard, store
+from pdserve.gateway.text_processes.protocol import (
+    FORK,
+    LATE_SIGNAL,
+    PROMPT_SIGNAL,
+    RENDER_SIGNAL,
+    SIZE_BYTES,
+    TextLimits,
+    TextMessage,
+    head_of,
+    pack,
+    size_of,
+)
+from pdserve.services.host.errors import MAX_MESSAGE, cut
+from pdserve.services.host.process import die_with, show_as
+
+MAX_FILES = 256  # that a text process may have open: a few, and one for each worker
+
+
+class TextModel:
+    """What a worker has: everything that a model's files say about text."""
+
+    def __init__(self, card: TextCard, files: dict[str, bytes]) -> None:
+        """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
+        self.tokenizer = Tokenizer(files["tokenizer"], card)
+        self.template: ChatTemplate | None = None
+        if files["template"]:
+            try:
+                source = files["template"].decode()
+            except UnicodeDecodeError:
+                raise UnsupportedTokenizer("its chat template is not UTF-8") from None
+            self.template = ChatTemplate(source, self.tokenizer)
+        self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
+
+    def described(self) -> TextMessage:
+        """What the gateway keeps."""
+        tokens = map(self.tokenizer.token_name, range(self.tokenizer.card.vocab_size))
+        head = {
+            "decoder": self.tokenizer.decoder,
+            "special_ids": sorted(self.tokenizer.special.ids),
+            "has_template": self.template is not None,
+            "defaults": asdict(self.defaults),
+        }
+        return TextMessage(head, store(list(tokens)))
+
+
+def main() -> None:
+    """The process, until the gateway closes the socket or dies. Arguments: the socket's descriptor,
+    and TextLimits as JSON."""
+    show_as("text")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    limits = TextLimits(**json.loads(sys.argv[2]))
+    asked = _receive(control)
+    if asked is None:
+        return
+    try:
+        _bound_memory(limits.load_bytes)
+        _set_timer(LATE_SIGNAL, limits.load_s)
+        files = dict(zip(asked.head["files"], asked.parts, strict=True))
+        model = TextModel(TextCard(**asked.head["card"]), files)
+        answer = model.described()
+        _set_timer(LATE_SIGNAL, 0)
+    except UnsupportedTokenizer as error:
+        answer = TextMessage({"error": cut(str(error), MAX_MESSAGE)})
+    except MemoryError:
+        answer = TextMessage({"error": "its files need too much memory"})
+    except BaseException as error:
+        answer = TextMessage({"error": cut(f"{type(error).__name__}: {error}", MAX_MESSAGE)})
+    control.sendall(pack(answer))
+    if "error" not in answer.head:
+        gc.collect()
+        gc.freeze()  # a collection in a worker would copy the pages that all share
+        _serve_forks(control, lambda sock: work(sock, model, limits))
+
+
+def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
+    """Forks a worker for each socket that comes, and says how each ends."""
+    here = os.getpid()
+    running: dict[int, int] = {}  # pidfd: pid
+    while True:
+        for ready in wait([control, *running]):
+            if ready is not control:
+                assert isinstance(ready, int)
+                pid = running.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.close(ready)
+                control.sendall(pack(TextMessage({"ended": pid, "code": code})))
+                continue
+            what, fds, _, _ = socket.recv_fds(control, len(FORK), 1)
+            if not what:
+                return
+            with socket.socket(fileno=fds[0]) as sock:
+                pid = os.fork()
+                if not pid:
+                    control.close()
+                    for fd in running:
+                        os.close(fd)
+                    die_with(here)
+                    work(sock)
+                    os._exit(0)
+            running[os.pidfd_open(pid)] = pid
+            control.sendall(pack(TextMessage({"forked": pid})))
+
+
+def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
+    """Answers until the gateway closes the socket, or this worker cannot go on."""
+    _bound_memory(limits.prompt_bytes)
+    while (asked := _receive(sock)) is not None:
+        _set_timer(LATE_SIGNAL, limits.late_s)
+        try:
+            ids = _ids(asked, model, limits)
+            if len(ids) > asked.head["most"]:  # only a hostile template writes so much
+                raise TextError(f"the prompt has {len(ids)} tokens")
+            answer = TextMessage({}, [array("I", ids).tobytes()])
+        except TextError as error:
+            answer = TextMessage({"error": cut(str(error), MAX_MESSAGE), "param": error.param})
+        except MemoryError:
+            text = "the prompt needs too much memory to be prepared"
+            answer = TextMessage({"error": text, "last": True})
+        except BaseException as error:  # a panic of a Rust library, too
+            text = f"the prompt cannot be prepared: {type(error).__name__}"
+            answer = TextMessage({"error": text, "last": True})
+        for timer in (RENDER_SIGNAL, PROMPT_SIGNAL, LATE_SIGNAL):
+            _set_timer(timer, 0)
+        sock.sendall(pack(answer))
+        if "last" in answer.head:
+            return
+
+
+def _ids(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
+    """Raises TextError."""
+    head = asked.head
+    if head["op"] == "text":
+        _set_timer(PROMPT_SIGNAL, limits.prompt_s)
+        return model.tokenizer.encode(
+            asked.parts[0].decode("utf-8", "surrogatepass"),
+            add_special_tokens=head["add_special_tokens"],
+            parse_special=True,
+        )
+    assert model.template is not None  # the gateway knows
+    _set_timer(RENDER_SIGNAL, limits.render_s)
+    rendered = model.template.render(head["messages"], add_generation_prompt=head["answer"])
+    _set_timer(RENDER_SIGNAL, 0)
+    _set_timer(PROMPT_SIGNAL, limits.prompt_s)
+    return model.tokenizer.encode_rendered(rendered)
+
+
+def _receive(sock: socket.socket) -> TextMessage | None:
+    """The next message; None at the end."""
+    with suppress(EOFError, ConnectionError):
+        head = head_of(_take(sock, size_of(_take(sock, SIZE_BYTES))))
+        return TextMessage(head, [_take(sock, size) for size in head["sizes"]])
+    return None
+
+
+def _take(sock: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return bytes(data)
+
+
+_TIMERS = {
+    RENDER_SIGNAL: signal.ITIMER_PROF,
+    PROMPT_SIGNAL: signal.ITIMER_VIRTUAL,
+    LATE_SIGNAL: signal.ITIMER_REAL,
+}
+
+
+def _set_timer(number: signal.Signals, seconds: float) -> None:
+    """The kernel sends this signal after so many seconds; 0: never."""
+    signal.setitimer(_TIMERS[number], seconds)
+
+
+def _bound_memory(more: int) -> None:
+    """From now on this process may take so many bytes of address space."""
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""HTTP over TLS: the certificate is taken anew when its file changes, once its key fits."""
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import eventually
+
+from pdserve.gateway.http import server
+from pdserve.services.host.auth.certificates import Identity, issue, make_authority
+from pdserve.services.host.auth.roles import Role
+
+pytestmark = pytest.mark.anyio
+
+
+async def shown(port: int) -> bytes:
+    """The certificate that a client sees, as DER; empty if there is no handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    except (ssl.SSLError, ConnectionError):
+        return b""
+    found: Any = writer.get_extra_info("ssl_object")
+    writer.close()
+    return bytes(found.getpeercert(binary_form=True))
+
+
+def der(identity: Identity) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(identity.certificate.decode())
+
+
+async def test_a_new_certificate_is_taken_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    anyio_backend: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.01)
+    authority = make_authority()
+    old, new = (issue(authority, Role.GATEWAY) for _ in range(2))
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    certificate.write_bytes(old.certificate)
+    key.write_bytes(old.key)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Nobody asks anything."""
+
+    http = server.HttpServer(app, None, str(certificate), str(key))  # type: ignore[arg-type]
+    listener = server.listen("127.0.0.1", 0)
+    serving = asyncio.create_task(http.serve([listener]))
+    watching = asyncio.create_task(http.watch_certificate())
+    port = listener.getsockname()[1]
+    await eventually(lambda: http.started)
+    assert await shown(port) == der(old)
+    certificate.write_bytes(new.certificate)
+    await eventually(lambda: "stays as it was" in caplog.text)
+    assert await shown(port) == der(old), "its key has not come yet"
+    key.write_bytes(new.key)
+
+    async def is_new() -> bool:
+        return await shown(port) == der(new)
+
+    await eventually(is_new)
+    watching.cancel()
+    http.should_exit = True
+    await serving

@@ -1,0 +1,67 @@
+"""What one key sends at once is not all computed before anything of another key."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_router import saying
+
+from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.guard import Guard
+from pdserve.services.host.tenants.keys import ApiKeys
+
+pytestmark = pytest.mark.anyio
+
+
+class Application:
+    """Notes who enters; each request takes a while, as a coroutine that computes."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+        self.together: dict[int, int] = {}  # by pass of the loop
+        self.passes = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.entered.append(scope["headers"][0][1].decode())
+        self.together[self.passes] = self.together.get(self.passes, 0) + 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def count(self) -> None:
+        while True:
+            self.passes += 1
+            await asyncio.sleep(0)
+
+
+def call(guard: Guard, key: str) -> "asyncio.Task[None]":
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/v1/models",
+        "headers": [(b"authorization", f"Bearer {key}".encode())],
+    }  # fmt: skip
+    return asyncio.create_task(guard(scope, send, send))  # type: ignore[arg-type]
+
+
+async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
+    app, dialects = Application(), list[Dialect]()
+    guard = Guard(app, ApiKeys(("flood", "other")), (), dialects, False, ())
+    counting = asyncio.create_task(app.count())
+    tasks = [call(guard, "flood") for _ in range(50)] + [call(guard, "other") for _ in range(2)]
+    await asyncio.gather(*tasks)
+    counting.cancel()
+    assert len(app.entered) == 52
+    at = [number for number, who in enumerate(app.entered) if who.endswith("other")]
+    assert max(at) <= 5
+    assert set(app.together.values()) == {1}
+
+
+async def test_scrapes_are_paused_between(make_http: Callable[..., Any]) -> None:
+    client: httpx.AsyncClient = make_http(saying("x"))
+    began = asyncio.get_running_loop().time()
+    pages = await asyncio.gather(*(client.get("/metrics") for _ in range(4)))
+    assert [page.status_code for page in pages] == [200] * 4
+    assert asyncio.get_running_loop().time() - began >= 4 * 0.1

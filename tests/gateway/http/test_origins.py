@@ -1,0 +1,70 @@
+"""A server without keys that only this machine reaches answers no page of a stranger."""
+
+import pytest
+from fake_router import saying
+
+pytestmark = pytest.mark.anyio
+ASKED = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("localhost:8000", None, 200),
+        ("127.0.0.1", None, 200),
+        ("[::1]:8000", None, 200),
+        ("127.8.9.1:1", "http://localhost:3000", 200),
+        ("app.localhost", "http://127.0.0.1:8000", 200),
+        ("evil.example", None, 403),  # its name resolves to 127.0.0.1
+        ("evil.example:8000", "http://evil.example:8000", 403),
+        ("localhost.evil.example", None, 403),
+        ("10.0.0.1", None, 403),
+        ("", None, 403),
+        ("[", None, 403),
+        ("localhost", "http://[", 403),
+        ("localhost", "https://evil.example", 403),
+        ("localhost", "https://localhost.evil.example", 403),
+        ("localhost", "null", 403),
+        ("localhost", "https://chat.example", 403),
+    ],
+)
+async def test_who_may_call(make_http, host, origin, status):
+    client = make_http(saying("x"), local=True)
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    reply = await client.post(CHAT, json=ASKED, headers=headers)
+    assert reply.status_code == status
+    assert (await client.get("/health", headers=headers)).status_code == status
+    if status == 403:
+        assert reply.json()["error"]["code"] == "forbidden"
+
+
+async def test_an_origin_is_let_in_on_purpose(make_http):
+    page = "https://chat.example"
+    client = make_http(saying("x"), local=True, allowed_origins=[page])
+    for origin, status in ((page, 200), ("https://other.example", 403)):
+        headers = {"host": "localhost", "origin": origin}
+        reply = await client.post(CHAT, json=ASKED, headers=headers)
+        assert reply.status_code == status
+        assert reply.headers.get("access-control-allow-origin") == (page if status == 200 else None)
+    ask = {"host": "localhost", "origin": page, "access-control-request-method": "POST"}
+    asked = await client.options(CHAT, headers=ask)
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, page)
+
+
+async def test_cors_is_closed_by_default(make_http):
+    client = make_http(saying("x"))
+    reply = await client.post(CHAT, json=ASKED, headers={"origin": "https://a.example"})
+    assert reply.status_code == 200, "whoever opens it to the network has keys, or trusts it"
+    assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_with_keys_a_page_shows_one(make_http):
+    page = "https://chat.example"
+    client = make_http(saying("x"), keys=("k",), local=True, allowed_origins=[page])
+    ask = {"host": "any.example", "origin": page, "access-control-request-method": "POST"}
+    assert (await client.options(CHAT, headers=ask)).status_code == 200
+    headers = {"host": "any.example", "origin": page}
+    assert (await client.post(CHAT, json=ASKED, headers=headers)).status_code == 401
+    headers["authorization"] = "Bearer k"
+    assert (await client.post(CHAT, json=ASKED, headers=headers)).status_code == 200

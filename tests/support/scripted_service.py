@@ -1,0 +1,31 @@
+"""The gateway's Service over a router that answers from a script."""
+
+import asyncio
+from typing import Any
+
+from fake_router import FakeRouter
+from in_process_text import InProcessPool
+
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.rate_limits import RateLimits, RateSettings
+from pdserve.gateway.service import Service
+
+
+def scripted_service(
+    router: FakeRouter,
+    limits: AdmissionLimits | None = None,
+    text_pool: Any = None,
+    rates: RateLimits | None = None,
+) -> Service:
+    """Within a running loop."""
+    return Service(
+        router,
+        text_pool or InProcessPool(),
+        limits or AdmissionLimits(64, 32),
+        rates or RateLimits(RateSettings()),
+        GatewayMetrics(),
+        asyncio.get_running_loop().time,
+        timeout_s=600.0,
+        queue_timeout_s=60.0,
+    )
