@@ -1,0 +1,32 @@
+"""A config.json of any architecture that is known."""
+
+import json
+from pathlib import Path
+from random import Random
+
+from tiny_models import ARCHITECTURES, write_tiny
+
+from fuzz.mutate import change
+from pdserve.engine.architectures import parse_config
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.models.config import UnsupportedModel
+
+
+class Fuzzed:
+    def __init__(self, folder: Path) -> None:
+        folders = [write_tiny(folder / name, name) for name in ARCHITECTURES]
+        self._configs = [json.loads((one / "config.json").read_text()) for one in folders]
+
+    def case(self, rng: Random) -> str:
+        config = rng.choice(self._configs)
+        for _ in range(rng.randint(1, 3)):
+            config = change(rng, config)
+            if not isinstance(config, dict):
+                config = {}
+        try:
+            parse_config(config)
+        except UnsupportedModel:
+            return "unsupported"
+        except CheckpointError:
+            return "refused"
+        return "read"

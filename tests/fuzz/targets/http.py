@@ -1,0 +1,71 @@
+"""Bodies of every POST route, and paths, of a gateway over a router that answers from a script."""
+
+import asyncio
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+from fake_router import FakeRouter, saying
+from scripted_service import scripted_service
+
+from fuzz.mutate import change, mutate
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.services.host.tenants.keys import ApiKeys
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 3},
+    "/tokenize": {"model": "tiny", "prompt": "hello"},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
+}
+FIELDS = (
+    "stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop", "seed",
+    "logit_bias", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "user", "cache_salt", "suffix",
+    "ignore_eos", "min_tokens", "stop_token_ids", "add_special_tokens", "messages", "prompt",
+    "tools", "response_format", "tokens", "model",
+)  # fmt: skip
+LIMITS = HttpLimits(1 << 16, 1 << 18, 0.5, 1 << 16, 1.0)
+
+
+class Fuzzed:
+    def __init__(self, folder: Path) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(self._open())
+
+    async def _open(self) -> httpx.AsyncClient:
+        router = FakeRouter(saying("hello world"))
+        service = scripted_service(router)
+        dialect = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
+        app = create_app([dialect], service, Readiness(router, service.catalog), ApiKeys())
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+    def case(self, rng: Random) -> str:
+        path = rng.choice(list(BODIES))
+        body: Any = BODIES[path]
+        for _ in range(rng.randint(1, 4)):
+            body = change(rng, body, FIELDS)
+        try:
+            data = json.dumps(body).encode()
+        except UnicodeEncodeError:
+            data = b"\xff"
+        if rng.random() < 0.2:
+            data = mutate(rng, data)
+        return self._runner.run(self._post(path, data))
+
+    async def _post(self, path: str, data: bytes) -> str:
+        headers = {"content-type": "application/json"}
+        answer = await self._client.post(path, content=data, headers=headers)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            error = answer.json()["error"]
+            assert error["message"]
+            assert len(answer.content) < 4096, "it quotes too much"
+        return str(answer.status_code)
