@@ -30,9 +30,8 @@ from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network
 from simulation.scenario import BLOCK, CHUNK, Ask, Scenario
-from simulation.seams import PORT
+from simulation.seams import PORT, LoopAccess
 
-SECRET = "simulated"
 MODEL = "simulated"
 CARD = CardData(
     name=MODEL,
@@ -166,23 +165,17 @@ class Cluster:
         )
 
     async def _router(self, node: Node) -> None:
-        settings = RouterSettings(
-            bind=f"{node.name}:0", cluster_secret=SECRET, remote_prefill_threshold=16
-        )
+        settings = RouterSettings(bind=f"{node.name}:0", remote_prefill_threshold=16)
         await router_module.serve(settings, silent)
 
     async def _decode(self, node: Node) -> None:
-        settings = DecodeSettings(
-            bind=f"{node.name}:0", routers=self.routers, cluster_secret=SECRET
-        )
+        settings = DecodeSettings(bind=f"{node.name}:0", routers=self.routers)
         role = DecodeRole(settings, EngineConfig())
         node.process.service = role
         await worker_module.serve_worker(settings, role, silent)
 
     async def _prefill(self, node: Node) -> None:
-        settings = PrefillSettings(
-            bind=f"{node.name}:0", routers=self.routers, cluster_secret=SECRET
-        )
+        settings = PrefillSettings(bind=f"{node.name}:0", routers=self.routers)
         role = PrefillRole(settings, EngineConfig())
         node.process.service = role
         await worker_module.serve_worker(settings, role, silent)
@@ -190,10 +183,8 @@ class Cluster:
     async def _gateway(self, node: Node) -> None:
         """The gateway's client of the routers; its HTTP side is not here."""
         number = int(node.name[1:])
-        order = self.routers[number % len(self.routers) :]
-        order += self.routers[: number % len(self.routers)]
         boot = self.world.rng.randbytes(16)
-        client = RouterClient(order, SECRET, boot)
+        client = RouterClient(self.routers, LoopAccess(self.network), boot)
         node.process.service = client
         drain = asyncio.Event()
         node.process.add_signal_handler(signal.SIGTERM, drain.set)
@@ -224,7 +215,9 @@ class Cluster:
             fleet = service.core.fleet.workers
             if sum(w.connected for w in fleet.values()) < len(workers):
                 return False
-        return all(n.process.service and n.process.service.connected for n in self.of("gateway"))
+        return all(
+            n.process.service and n.process.service.num_connected for n in self.of("gateway")
+        )
 
     # requests
 

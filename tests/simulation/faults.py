@@ -17,6 +17,7 @@ from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.router.fleet.fleet import SILENCE_S
 from simulation.clock import Process, State
 from simulation.cluster import Cluster
 from simulation.network import Message
@@ -39,14 +40,14 @@ KINDS = (
     "bit flip", "truncation", "replay of a frame",
     "engine hangs prefill", "engine hangs decode",
     "stale boot id", "other weights", "no blocks at decode", "no blocks at prefill",
-    "router restart", "all prefill gone", "all decode gone",
+    "router restart", "all prefill gone", "all decode gone", "router hears nobody",
 )  # fmt: skip
 
 # After these a request may end with an error that its client has asked for or was told of.
 MAY_FAIL = ("client closes", "deadline", "SIGKILL gateway")
 
 # After these the workers have all that they had: no prompt token is computed twice.
-NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart")
+NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart", "router hears nobody")
 
 
 def unreachable(kind: str, phase: str) -> str:
@@ -138,6 +139,7 @@ class Faults:
                 "router restart": self._restart_router,
                 "all prefill gone": lambda strike: self._all_gone(strike, "prefill", 5.0),
                 "all decode gone": lambda strike: self._all_gone(strike, "decode", 2.0),
+                "router hears nobody": self._deafen_router,
             }[kind](strike)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -249,6 +251,22 @@ class Faults:
         back_s = strike.rng.uniform(0.3, most_s)
         for node in self._cluster.of(role):
             self._later(0.0, lambda name=node.name: self._kill(name, back_s))
+
+    def _deafen_router(self, strike: Strike) -> None:
+        """It hears none of its four workers for longer than it takes to call one of them dead, and
+        has to see that it is cut off itself."""
+        router = self._name(strike, "router")
+        workers = [node.name for role in ("prefill", "decode") for node in self._cluster.of(role)]
+        heals_s = strike.rng.uniform(2.0, 4.0)  # before keepalives find the connections broken
+        for worker in workers:
+            self._network.block(worker, router)
+            self._later(heals_s, partial(self._network.heal, worker, router))
+        self._later(SILENCE_S + 0.2, lambda: self._is_isolated(strike, router))
+
+    def _is_isolated(self, strike: Strike, router: str) -> None:
+        service = self._cluster.nodes[router].process.service
+        if service is not None and service.core.fleet.isolated:
+            self._hit(strike)
 
     # connections
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from simulation.clock import Process, State, World
 
-KEEPALIVE_S = (5.0, 15.0)  # services/host/channel.py: pings each 10 s, 5 s for an answer
+KEEPALIVE_S = (5.0, 15.0)  # services/host/rpc/channel.py: pings each 10 s, 5 s for an answer
 POLL_S = 0.05  # between two tries to reach a peer that does not answer
 END = object()
 

@@ -107,14 +107,17 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
     asks += twins
     several = phase in ("computing", "transferring", "decoding")
     index = rng.randint(0, 2) if several else 0
+    deaf = kind == "router hears nobody"  # which takes the only router, and four workers
+    routers, prefills = rng.choice((1, 2)), rng.choice((1, 2, 2))
+    decodes = rng.choice((1, 1, 2) if twins else (1, 2, 2))
     return Scenario(
         seed=seed,
         asks=tuple(sorted(asks, key=lambda a: a.at_s)),
         faults=(Fault(kind, phase, TARGET, index, rng.getrandbits(32)),),
         gateways=gateways,
-        routers=rng.choice((1, 2)),
-        prefills=1 if pair else rng.choice((1, 2, 2)),  # its connection is there from the start
-        decodes=1 if pair else rng.choice((1, 1, 2) if twins else (1, 2, 2)),
+        routers=1 if deaf else routers,
+        prefills=2 if deaf else 1 if pair else prefills,  # 1: connected from the start
+        decodes=2 if deaf else 1 if pair else decodes,
         prefill_blocks=rng.choice((24, 48)),
         decode_blocks=rng.choice((48, 64)),
         window=0 if twins else rng.choice((0, 0, 10)),  # nobody follows with window layers

@@ -20,6 +20,7 @@ from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World, here
 from simulation.data_plane import DialThread, SimLink, SimTransport
@@ -165,19 +166,39 @@ class LoopHost:
 
     network: Network
 
-    def __init__(self, bind: str, secret: str, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.server = Server(here(), self.network)
         self.serving = False
 
-    async def start(self) -> int:
-        self.network.listen(f"{here().name}:{PORT}", here(), self.server)
+    def listen(self, bind: str) -> int:
         return PORT
+
+    def listen_for_probes(self, bind: str, port: int) -> None:
+        """Nobody probes."""
+
+    async def start(self) -> None:
+        self.network.listen(f"{here().name}:{PORT}", here(), self.server)
 
     def set_serving(self, serving: bool) -> None:
         self.serving = serving
 
     async def stop(self, grace_s: float) -> None:
         await self.server.stop(grace_s)
+
+
+class LoopAccess:
+    """The processes of the simulation trust each other: how they would not is tested elsewhere."""
+
+    metadata = ()
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def open_channel(self, address: str, to: Role) -> Channel:
+        return Channel(self._network, address)
+
+    def may_be(self, context: Any, role: Role) -> bool:
+        return True
 
 
 class LoadingThread:
@@ -236,9 +257,6 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     errors = Errors(world.errors, NOT_FINDINGS)
     before = logger.level, logger.propagate
 
-    def channel(address: str, secret: str) -> Channel:
-        return Channel(network, address)
-
     def build(config: Any, progress: Any) -> Any:
         return here().build()
 
@@ -274,8 +292,8 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
             Random=lambda: Random(entropy.random())
         ),
         "pdserve.services.router.main.GrpcHost": LoopHost,
-        "pdserve.services.router.fleet.worker_sessions.open_channel": channel,
-        "pdserve.gateway.router_client.client.open_channel": channel,
+        "pdserve.services.router.main.make_access": lambda settings: LoopAccess(network),
+        "pdserve.services.worker.process.make_access": lambda settings: LoopAccess(network),
         "pdserve.gateway.router_client.client.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
