@@ -111,7 +111,7 @@ def test_everything_binds_to_loopback_unless_told() -> None:
         for option in options:
             if option.name == "host":
                 host = option.default
-            elif option.name.endswith("bind"):
+            elif option.name.endswith("bind") and option.default:
                 host, _, _ = option.default.rpartition(":")
             else:
                 continue

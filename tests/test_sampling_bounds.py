@@ -22,7 +22,7 @@ from pdserve.kernels.streams import StreamSettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.decode.convert import to_params, to_request
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.request_progress import RequestProgress
+from pdserve.services.host.rpc.request_progress import RequestProgress
 
 LIMITS = EngineLimits(
     vocab_size=64,

@@ -35,8 +35,8 @@ def is_private(name: object) -> bool:
 
 
 def is_poke(node: ast.AST) -> bool:
-    """`x._name`, but not of a test object itself, nor what named tuples offer to everybody; or
-    setattr and its like with such a name."""
+    """`x._name`, but not of a test object itself, nor what named tuples and os offer to everybody;
+    or setattr and its like with such a name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
         own = bool(node.args) and ast.unparse(node.args[0]) in ("self", "cls")
         return not own and any(is_private(getattr(a, "value", "")) for a in node.args)
@@ -44,7 +44,7 @@ def is_poke(node: ast.AST) -> bool:
         return False
     own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
     above = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
-    return not (own or above or node.attr.startswith("__") or node.attr == "_replace")
+    return not (own or above or node.attr.startswith("__") or node.attr in ("_replace", "_exit"))
 
 
 def pokes() -> Counter[str]:
@@ -90,7 +90,7 @@ def polling_loops() -> Counter[str]:
         ("x()._y._z", 2),
         ("self.x._y", 1),
         ("self._y + cls._y + super()._y", 0),
-        ("x.__dict__, x._replace(y=1), x.y", 0),
+        ("x.__dict__, x._replace(y=1), os._exit(0), x.y", 0),
     ],
 )
 def test_a_poke_is_found(code: str, count: int) -> None:

@@ -15,19 +15,29 @@ from typing import Any
 import grpc
 import httpx
 import psutil
+from cluster_secret import BEARER, SECRET, open_channel
 from eventually import wait_until
 
 READY = re.compile(
     r"pdserve is ready after ([\d.]+) s at (\S+) \(gRPC: text at (\S+), ids at (\S+)\)"
 )
-SECRET = "a-secret-of-the-tests"
 
 
 class Fleet:
-    """Started by `with Fleet("--prefill", "1", ...) as fleet`; stopped by SIGTERM at the end."""
+    """Started by `with Fleet("--prefill", "1", ...) as fleet`; stopped by SIGTERM at the end.
 
-    def __init__(self, *options: str, timeout_s: float = 90.0, env: dict[str, str] | None = None):
-        self.options = options
+    `certificates`: its processes trust each other by certificates of their own, as without any
+    option; otherwise by the secret of the tests, which then opens its router to them, too.
+    """
+
+    def __init__(
+        self,
+        *options: str,
+        timeout_s: float = 90.0,
+        env: dict[str, str] | None = None,
+        certificates: bool = False,
+    ) -> None:
+        self.options = options if certificates else ("--cluster-secret", SECRET, *options)
         self.timeout_s = timeout_s
         self.env = env or {}
 
@@ -38,7 +48,7 @@ class Fleet:
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pdserve.services.cli.main", "up", "--port", "0",
-             "--grpc-port", "0", "--cluster-secret", SECRET, *self.options],
+             "--grpc-port", "0", *self.options],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -114,11 +124,10 @@ class Fleet:
     def fleet_view(self) -> Any:
         """The router's FleetView."""
         from pdserve.protos import router_pb2, router_pb2_grpc
-        from pdserve.services.host.channel import bearer
 
         with grpc.insecure_channel(self.router) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            return stub.GetFleet(router_pb2.GetFleetRequest(), metadata=bearer(SECRET))
+            return stub.GetFleet(router_pb2.GetFleetRequest(), metadata=BEARER)
 
     def all_blocks_back(self) -> bool:
         """free + cached == total on every worker: nothing used, nothing reserved."""
@@ -131,7 +140,6 @@ class Fleet:
 
     async def _generate(self, asked: Sequence[Any], width: int) -> dict[str, tuple[int, ...]]:
         from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
-        from pdserve.services.host.channel import open_channel
 
         gate = asyncio.Semaphore(width)
         tokens: dict[str, tuple[int, ...]] = {}
@@ -154,7 +162,7 @@ class Fleet:
                         ids.extend(event.tokens.ids)
             tokens[request.key] = tuple(ids)
 
-        async with open_channel(self.router, SECRET) as channel:
+        async with open_channel(self.router) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             await asyncio.gather(*(one(stub, request) for request in asked))
         return tokens

@@ -17,7 +17,6 @@ from fleet import Fleet
 from tiny_models import write_tiny
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
-from pdserve.services.host.channel import bearer
 
 BLOCK = 32
 EOS = 258
@@ -144,6 +143,9 @@ def test_an_empty_text_is_a_bos_token(local: dict[str, Any]) -> None:
     assert local["empty text"]["usage"]["completion_tokens"] == 6
 
 
+WRONG = [(("authorization", f"Bearer {secret}"),) for secret in ("wrong", "")]
+
+
 def internal_methods() -> Iterator[str]:
     """Every method that only the fleet's own processes may call."""
     for file in (common_pb2, fleet_pb2, router_pb2, worker_pb2):
@@ -161,7 +163,7 @@ def strangers_get_nothing(fleet: Fleet) -> None:
     for role, address in ports.items():
         with grpc.insecure_channel(address) as channel:
             for method in internal_methods():
-                for metadata in ((), bearer("wrong"), bearer("")):
+                for metadata in ((), *WRONG):
                     with pytest.raises(grpc.RpcError) as refused:
                         next(channel.stream_stream(method)(iter([b""]), metadata=metadata))
                     code = refused.value.code()  # type: ignore[attr-defined]

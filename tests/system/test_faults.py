@@ -80,7 +80,8 @@ def leaving(fleet: Fleet, body: dict[str, Any]) -> Iterator[None]:
     """Sends a request on a socket of its own and hangs up at the end of the block."""
     host, port = fleet.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(head.encode() + data)
         yield

@@ -1,0 +1,245 @@
+"""The third table of docs/security.md: what listens or lies on a disk beside HTTP and gRPC, at
+processes as containers run them, and what strangers and other users get there."""
+
+import os
+import re
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from another_user import tried_by_another_user
+from doors import BACKENDS, KEY, KEY_SHOWN, MARK, SECRET, Doors
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kv_peer import admitted, guessed
+from listening import listening
+from rights_tables import DOORS, METHODS, status
+from rings import assert_conform
+from single_processes import WORKERS
+
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.recorder.ring import read_ring
+from pdserve.services.host.auth.roles import Role
+
+TRANSPORTS = ("tcp", "shm")
+SHOWN: dict[tuple[str, str], str] = {}
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def shows(what: str, who: str) -> Callable[[Any], Any]:
+    """Marks a test as that of a row: its first and its last cell."""
+
+    def note(test: Any) -> Any:
+        SHOWN[what, who] = test.__name__
+        return test
+
+    return note
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rings() -> Iterator[Path]:
+    """Where the rings are: not in pytest's folder, which other users cannot enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+        assert_conform(Path(folder))
+
+
+@pytest.fixture(scope="module")
+def doors(rings: Path) -> Iterator[Doors]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        with Doors(Path(folder), rings) as doors:
+            doors.start_all()
+            yield doors
+
+
+def options_of(what: str) -> str:
+    """The option in the first cell of a row."""
+    (option,) = re.findall(r"`(--[\w-]+)`", what)
+    return str(option)
+
+
+def test_every_row_has_a_test() -> None:
+    assert {(what, who) for what, _, who in DOORS} == set(SHOWN)
+    assert set(SHOWN.values()) <= set(globals())
+
+
+def test_nothing_listens_that_is_in_no_table(doors: Doors) -> None:
+    """And all that the third table has is there, at the roles that it says."""
+    places = doors.places()
+    table = {options_of(what): set(at.split(", ")) for what, at, _ in DOORS}
+    assert table == {option: set(by_role) for option, by_role in places.items()}
+    del places["--trace-dir"]  # files
+    known = {role: {doors.address[role]} for role in BACKENDS}
+    known[Role.GATEWAY] = {doors.http, doors.grpc}
+    for role in Role:
+        named = {by_role[role] for by_role in places.values() if role in by_role}
+        assert listening(doors.parent(role)) == known[role] | named, role
+
+
+@shows("KV port (`--data-bind`)", "whoever has the ticket of a hand-off")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_a_ticket_nothing_is_granted(doors: Doors, transport: str) -> None:
+    """To whoever knows all that a worker tells of itself, and even a ticket's id."""
+    boot, thief = os.urandom(16), os.urandom(16)
+    credentials = doors.access(Role.ROUTER)
+    address = doors.address[Role.DECODE]
+    with (
+        credentials.open_blocking_channel(address, Role.DECODE) as channel,
+        admitted(channel, boot) as ticket,
+    ):
+        with doors.peer(transport, boot) as peer:
+            assert isinstance(peer.welcome, messages.Welcome)
+            unknown = guessed(doors.decode, boot)
+            assert peer.claim(unknown) == messages.Gone(unknown.id)
+        with doors.peer(transport, boot) as peer:
+            assert peer.claim(guessed(doors.decode, boot, ticket.id)) is None, "a wrong secret"
+        with doors.peer(transport, thief) as peer:
+            assert peer.claim(ticket) is None, "the ticket is another process's"
+        with doors.peer(transport, boot) as peer:
+            peer.send_frame()
+            assert peer.reply() is None, "a frame under no ticket"
+        with doors.peer(transport, boot) as peer:
+            assert isinstance(peer.claim(ticket), messages.Granted)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_garbage_ends_a_connection(doors: Doors, transport: str) -> None:
+    for garbage in (b"GET /metrics HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000)):
+        with doors.connect(transport) as sock:
+            sock.sendall(garbage)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+
+
+def test_silence_ends_a_connection(doors: Doors) -> None:
+    """Before and after the introduction, which proves nothing."""
+    silent = [doors.connect(transport) for transport in TRANSPORTS]
+    with doors.peer("tcp", os.urandom(16)) as one, doors.peer("shm", os.urandom(16)) as other:
+        assert [sock.recv(1) for sock in silent] == [b"", b""]
+        assert one.reply() is other.reply() is None
+    for sock in silent:
+        sock.close()
+
+
+def is_private(path: Path) -> bool:
+    found = path.stat()
+    return found.st_mode & 0o777 == 0o600 and found.st_uid == os.geteuid()
+
+
+@shows(
+    "unix sockets of `shm` and `cuda_ipc` (`--shm-dir`)",
+    "processes of the same user, with a ticket",
+)
+def test_the_socket_is_this_users(doors: Doors) -> None:
+    """What this user gets without a ticket is above."""
+    assert doors.unix.is_socket()
+    assert is_private(doors.unix)
+
+
+def shared_memory(process: psutil.Process) -> list[Path]:
+    """The descriptors by which a process has it."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    return [path for path in folder.iterdir() if os.readlink(path).startswith("/memfd:")]
+
+
+@pytest.mark.parametrize("role", WORKERS)
+def test_the_shared_memory_has_no_name(doors: Doors, role: Role) -> None:
+    """So only the processes that were given it can open it."""
+    process = doors.parent(role)
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "/memfd:pdserve-kv (deleted)" in maps
+    assert "/dev/shm" not in maps
+    assert shared_memory(process)
+
+
+@root_only
+def test_another_user_opens_nothing(doors: Doors) -> None:
+    """Neither sockets nor rings nor keys, nor what /proc has of the processes with their memory."""
+    closed = [doors.unix, *doors.rings.iterdir(), *doors.certificates.glob("*-key.pem")]
+    parents = [doors.parent(role) for role in Role]
+    for process in (*parents, *(child for one in parents for child in one.children())):
+        names = ("fd", "mem", "maps", "environ", "map_files")
+        closed += [Path(f"/proc/{process.pid}") / name for name in names]
+        closed += shared_memory(process)
+    open_file = doors.rings / "open"
+    with socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(doors.folder / "control"))
+        control.listen()
+        (doors.folder / "control").chmod(0o666)
+        open_file.write_bytes(b"open")
+        open_file.chmod(0o644)
+        try:
+            found = tried_by_another_user([*closed, open_file, doors.folder / "control"])
+        finally:
+            open_file.unlink()
+    reached = [path for path, outcome in found.items() if outcome == "reached"]
+    assert reached == [open_file, doors.folder / "control"], "these two are open, to show it"
+    assert {found[path] for path in closed} == {"PermissionError"}
+    assert len(closed) > 3 + 5 * len(Role)
+
+
+def betrayed(data: bytes) -> list[str]:
+    """What must not be in it: words of the prompt, the client's key, the cluster's secret or any
+    private key."""
+    words = (*MARK.split(), KEY, SECRET, "PRIVATE KEY")
+    return [word for word in words if word.encode() in data]
+
+
+@shows("rings of events (`--trace-dir`)", "the same user; they hold no prompt and no secret")
+@pytest.mark.parametrize("role", BACKENDS)
+def test_a_ring_holds_no_prompt_and_no_secret(doors: Doors, role: Role) -> None:
+    path = doors.ring(role)
+    assert is_private(path)
+    assert read_ring(path).records, "the hand-off"
+    data, ids = path.read_bytes(), doors.mark_ids()
+    assert betrayed(data) == []
+    assert len(ids) > 3
+    assert not any(struct.pack(f"<{len(ids)}{kind}", *ids) in data for kind in "HIQ")
+
+
+@shows(
+    "metrics port (`--metrics-port`)",
+    "everybody; no prompt and no secret is in it, but addresses are",
+)
+@pytest.mark.parametrize("role", BACKENDS)
+def test_a_metrics_port_has_metrics_alone(doors: Doors, role: Role) -> None:
+    with httpx.Client(base_url=f"http://{doors.metrics[role]}") as client:
+        answer = client.get("/metrics")
+        assert answer.status_code == 200
+        assert "pdserve_" in answer.text
+        assert role is Role.ROUTER or doors.address[role] in answer.text
+        assert betrayed(answer.content) == []
+        for path in ("/", "/health", "/metrics/", "/v1/models", "/debug", "/..%2fmetrics"):
+            assert client.get(path).status_code == 404
+        for method in ("POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):
+            assert client.request(method, "/metrics").status_code == 501
+
+
+def test_the_gateways_metrics_betray_nothing(doors: Doors) -> None:
+    answer = httpx.get(f"http://{doors.http}/metrics", headers=KEY_SHOWN)
+    assert "pdserve_prefill_requests_total" in answer.text
+    assert betrayed(answer.content) == []
+
+
+@shows("probe port (`--probe-port`)", "everybody; it answers health checks and nothing else")
+@pytest.mark.parametrize("role", BACKENDS)
+def test_a_probe_port_answers_health_checks_alone(doors: Doors, role: Role) -> None:
+    with grpc.insecure_channel(doors.probes[role]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest()
+        assert stub.Check(asked, timeout=20).status == health_pb2.HealthCheckResponse.SERVING
+        for method, _, _ in METHODS:
+            checks = method.startswith("grpc.health.")
+            wanted = grpc.StatusCode.OK if checks else grpc.StatusCode.UNIMPLEMENTED
+            assert status(channel, method) is wanted, method
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://{doors.probes[role]}/metrics")

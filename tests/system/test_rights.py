@@ -1,0 +1,174 @@
+"""Who may do what: the tables of docs/security.md, and a running system with certificates."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+from fleet import Fleet
+from listening import listening
+from rights_tables import METHODS, REFUSED, ROUTES, status
+
+from pdserve.gateway.grpc_text import TEXT_METHODS
+from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
+from pdserve.services.host.auth.roles import EVERY_ROLE, RIGHTS, Role
+from pdserve.services.host.server import HEALTH_CHECK
+from pdserve.services.router.service import OPEN_METHODS
+
+KEY = {"authorization": "Bearer KEY"}
+OTHERS = {"POST", "PUT", "DELETE", "PATCH"}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet("--api-key", "KEY", certificates=True) as fleet:
+        yield fleet
+
+
+def test_the_routes_are_those_of_the_application() -> None:
+    from fastapi import FastAPI
+
+    from pdserve.gateway.http.app import _add_operations
+    from pdserve.gateway.openai.dialect import OpenAiDialect
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    OpenAiDialect(None, None, None).add_routes(app)  # type: ignore[arg-type]
+    _add_operations(app, None, None)  # type: ignore[arg-type]
+    there = {
+        f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+    }
+    assert {route for route, _ in ROUTES} == there
+
+
+def test_the_methods_are_those_of_the_protos() -> None:
+    there = {
+        f"{service.full_name}/{method.name}"
+        for module in (common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    told = {method: who for method, _, who in METHODS}
+    ours = {method for method in told if method.startswith("pdserve.")}
+    assert ours == there
+    assert {method.removeprefix("/") for method in RIGHTS} <= set(told)
+    for method, who in told.items():
+        allowed = RIGHTS.get(f"/{method}")
+        if allowed == EVERY_ROLE:
+            assert who.split(";")[0] == "every role"
+        elif allowed is not None:
+            assert set(who.split(", ")) == set(allowed)
+        elif f"/{method}" in TEXT_METHODS:
+            assert who == "client"
+        elif f"/{method}" in OPEN_METHODS:
+            assert who == "client, gateway"
+        else:
+            assert (f"/{method}", who) == (HEALTH_CHECK, "everybody")
+
+
+@pytest.mark.parametrize(("route", "who"), ROUTES)
+def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -> None:
+    method, _, path = route.partition(" ")
+    url = fleet.url + path.replace("{name}", "SmolLM2-135M-Instruct")
+    without = httpx.request(method, url)
+    with_key = httpx.request(method, url, headers=KEY)
+    wrong = httpx.request(method, url, headers={"authorization": "Bearer KEX"})
+    assert with_key.status_code in (200, 415)
+    assert without.status_code == wrong.status_code == (200 if who == "everybody" else 401)
+    for other in OTHERS - {method}:
+        assert httpx.request(other, url, headers=KEY).status_code == 405
+        assert httpx.request(other, url).status_code == (405 if who == "everybody" else 401)
+
+
+def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
+    for path in ("/", "/docs", "/openapi.json", "/v1", "/v1/files", "/metrics/", "/..%2fmetrics"):
+        assert httpx.get(fleet.url + path).status_code == 401
+        assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
+
+
+@pytest.mark.parametrize(("method", "at", "who"), METHODS)
+def test_a_stranger_calls_nothing_that_is_not_for_everybody(
+    fleet: Fleet, method: str, at: str, who: str
+) -> None:
+    """At the ports for people, and at those of the cluster, where TLS itself refuses."""
+    addresses = {"gateway": fleet.grpc, "router": fleet.router}
+    places = addresses if at == "all" else {n: a for n, a in addresses.items() if n in at}
+    for address in places.values():
+        with grpc.insecure_channel(address) as channel:
+            found = status(channel, method)
+            keyed = status(channel, method, **KEY)
+        if who.startswith("everybody"):
+            assert found is grpc.StatusCode.OK
+        else:
+            assert found in REFUSED
+        if who.startswith("client"):
+            assert keyed not in REFUSED
+        elif not who.startswith("everybody"):
+            assert keyed in REFUSED
+
+
+def test_the_ports_of_the_cluster_speak_tls_alone(fleet: Fleet) -> None:
+    addresses = workers(fleet)
+    assert len(addresses) == 2
+    for address in addresses:
+        with grpc.insecure_channel(address) as channel:
+            for method in (*RIGHTS, "/grpc.health.v1.Health/Check"):
+                assert status(channel, method.lstrip("/")) is grpc.StatusCode.UNAVAILABLE
+
+
+def workers(fleet: Fleet) -> list[str]:
+    """The workers' addresses, as the metrics of the gateway tell them."""
+    text = httpx.get(f"{fleet.url}/metrics", headers=KEY).raise_for_status().text
+    return sorted(set(re.findall(r'worker="([\d.:]+)"', text)))
+
+
+def test_nothing_else_listens(fleet: Fleet) -> None:
+    """Beside what has been tried above, and the KV port and the unix socket of test_ports.py."""
+    known = {
+        Role.GATEWAY: {fleet.url.removeprefix("http://"), fleet.grpc},
+        Role.ROUTER: {fleet.router},
+        Role.PREFILL: set(),
+        Role.DECODE: set(),
+    }
+    left = {}
+    for role, addresses in known.items():
+        (pid,) = fleet.pids(role)
+        found = listening(psutil.Process(pid))
+        assert found >= addresses
+        left[role] = found - addresses
+    assert [len(left[role]) for role in Role] == [0, 1, 1, 3]
+    cluster = {address for address in workers(fleet) if address in left[Role.DECODE]}
+    assert left[Role.PREFILL] | cluster == set(workers(fleet))
+    (path,) = (found for found in left[Role.DECODE] if found.endswith(".sock"))
+    assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    (inside,) = left[Role.ROUTER]
+    with grpc.insecure_channel(inside) as channel:
+        code = status(channel, "grpc.health.v1.Health/Check")
+        assert code is grpc.StatusCode.UNAVAILABLE, "it speaks TLS alone"
+    addresses = set().union(*left.values(), *known.values()) - {path}
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    parent = psutil.Process(fleet.process.pid)
+    assert listening(parent) == set().union(*left.values(), *known.values())
+
+
+def test_a_hand_off_goes_over_it(fleet: Fleet) -> None:
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "one two three " * 300, "max_tokens": 4}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    text = httpx.get(f"{fleet.url}/metrics", headers=KEY).text
+    (remote,) = re.findall(r'pdserve_prefill_requests_total{where="remote"} (\S+)', text)
+    assert float(remote) == 1
+
+
+def test_no_secret_stands_in_a_command_line(fleet: Fleet) -> None:
+    parent = psutil.Process(fleet.process.pid)
+    lines = [" ".join(p.cmdline()) for p in (parent, *parent.children(recursive=True))]
+    assert "--api-key ***" in lines[0]
+    assert not any("KEY" in line for line in lines)
+    for role in Role:
+        assert any(line.startswith(f"pdserve {role}") for line in lines), role

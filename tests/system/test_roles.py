@@ -1,0 +1,142 @@
+"""What each role's certificate gets at a real router, prefill and decode worker: the table of gRPC
+methods of docs/security.md, row by row, where it is served and where it is not."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count, islice, product
+from pathlib import Path
+
+import grpc
+import pytest
+from rights_tables import METHODS, REFUSED, status
+from single_processes import SingleProcesses, files_of, make_certificates, trusted
+
+from pdserve.protos import common_pb2, fleet_pb2, router_pb2
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.auth.roles import RIGHTS, Role
+from pdserve.services.host.auth.tls import TlsAccess
+
+PLACES = (Role.ROUTER, Role.PREFILL, Role.DECODE)
+KEY = {"authorization": "Bearer KEY"}
+CODE = grpc.StatusCode
+# What an empty message gets that has come to the method itself.
+HEARD = (CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND)
+Channels = dict[tuple[Role, Role], grpc.Channel]
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleProcesses]:
+    worker = ("--kv-tokens", "4096", "--threads", "1")
+    with SingleProcesses(tmp_path_factory.mktemp("system")) as system:
+        system.start(Role.ROUTER, "--remote-prefill", "always", "--api-key", "KEY")
+        system.start(Role.PREFILL, *worker)
+        system.start(Role.DECODE, *worker)
+        system.wait_joined()
+        yield system
+
+
+@pytest.fixture(scope="module")
+def channels(system: SingleProcesses) -> Iterator[Channels]:
+    """By the role that calls and the one that is called."""
+    with ExitStack() as stack:
+        yield {
+            (caller, place): stack.enter_context(
+                system.access(caller).open_blocking_channel(system.address[place], place)
+            )
+            for caller, place in product(Role, PLACES)
+        }
+
+
+def test_it_is_a_system_that_works(system: SingleProcesses, channels: Channels) -> None:
+    """By the roles' own rights alone a prompt is handed off."""
+    router, first = RouterStub(channels[Role.GATEWAY, Role.ROUTER]), count(50)
+
+    def handed_off() -> bool:
+        params = common_pb2.SamplingParams(max_tokens=2, ignore_eos=True)
+        request = router_pb2.GenerateRequest(prompt_ids=islice(first, 40), params=params)
+        ids = [i for answer in router.Generate(request, timeout=60) for i in answer.tokens.ids]
+        assert len(ids) == 2
+        return system.fleet().prefill_remote > 0
+
+    system.wait_for(handed_off, "a hand-off")
+
+
+@pytest.mark.parametrize("caller", Role)
+@pytest.mark.parametrize(("method", "at", "who"), METHODS)
+def test_a_role_gets_what_the_table_says(
+    channels: Channels, method: str, at: str, who: str, caller: Role
+) -> None:
+    names = set(re.split("[,;] ", who))
+    for place in PLACES:
+        found = status(channels[caller, place], method)
+        if at != "all" and place not in at.split(", "):
+            assert found is CODE.UNIMPLEMENTED, place
+        elif names & {"everybody", "every role", caller}:
+            assert found in HEARD, place
+        elif "client" in names:
+            assert found is CODE.UNAUTHENTICATED, place
+            assert status(channels[caller, place], method, **KEY) not in REFUSED, place
+        else:
+            assert found is CODE.PERMISSION_DENIED, place
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", [*RIGHTS, "/grpc.health.v1.Health/Check"])
+def test_a_certificate_of_another_authority_is_refused_by_tls(
+    system: SingleProcesses, foreign: Path, method: str, place: Role
+) -> None:
+    """Of whatever role. The caller itself trusts the server, so it is the server that refuses."""
+    authority = str(system.certificates / "ca.pem")
+    for role in RIGHTS.get(method, Role):
+        _, own, key = files_of(foreign, role)
+        access = TlsAccess(authority, own, key)
+        with access.open_blocking_channel(system.address[place], place) as channel:
+            assert status(channel, method.lstrip("/")) is CODE.UNAVAILABLE, role
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_certificate_is_refused_by_tls(system: SingleProcesses, place: Role) -> None:
+    authority = (system.certificates / "ca.pem").read_bytes()
+    name = [("grpc.ssl_target_name_override", place.dns_name)]
+    credentials = grpc.ssl_channel_credentials(authority)
+    address = system.address[place]
+    for channel in (
+        grpc.secure_channel(address, credentials, options=name),
+        grpc.insecure_channel(address),
+    ):
+        with channel:
+            assert status(channel, "grpc.health.v1.Health/Check") is CODE.UNAVAILABLE
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_process_that_is_of_another_role_is_not_talked_to(
+    system: SingleProcesses, foreign: Path, place: Role
+) -> None:
+    """Nor one of another authority: it is the caller that refuses."""
+    address = system.address[place]
+    asked = [(system.access(Role.GATEWAY), other) for other in Role if other is not place]
+    for access, wanted in (*asked, (trusted(foreign, Role.GATEWAY), place)):
+        with access.open_blocking_channel(address, wanted) as channel:
+            assert status(channel, "grpc.health.v1.Health/Check") is CODE.UNAVAILABLE
+
+
+def test_a_worker_joins_as_what_its_certificate_says(
+    system: SingleProcesses, channels: Channels
+) -> None:
+    """Prefill with decode's own hello is refused, so a key that is lost lets in one role."""
+    hello = system.hello(Role.DECODE)
+    hello.boot = bytes(16)
+    report = fleet_pb2.WorkerReport(hello=hello)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(FleetStub(channels[Role.PREFILL, Role.ROUTER]).Join(iter([report]), timeout=20))
+    assert refused.value.code() is CODE.PERMISSION_DENIED  # type: ignore[attr-defined]
+    assert len(system.fleet().workers) == 2
