@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure bench-interference modelcheck simulate chaos bench-transfer clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -37,8 +37,10 @@ help:
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
+	@echo "make accept-security  the acceptance lines of tenants, doors and the wire; some need root"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
+	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -126,12 +128,18 @@ accept-handoff: setup
 accept-structure: setup
 	$(BIN)/python benchmarks/accept.py structure $(ARGS)
 
+accept-security: setup
+	$(BIN)/python benchmarks/accept.py security $(ARGS)
+
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
 
 bench-transfer: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line5_transfer.py $(ARGS)
+
+fuzz: setup
+	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)
 
 modelcheck: setup
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py

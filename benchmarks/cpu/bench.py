@@ -17,6 +17,7 @@ from typing import Any
 import machine
 import weights
 from contender import Contender, command
+from machine import quiet
 from peers import PEERS, ROOT, say
 from plot import svg
 from ratios import digits, judged, medians
@@ -42,21 +43,6 @@ RESULTS = ROOT / "benchmarks/results"
 PAIRS = 5
 START_ROWS = ("idle_rss_vllm", "ready_llamacpp")
 Speeds = dict[tuple[str, Work], list[float]]
-
-
-class BusyMachine(SystemExit):
-    """Others use the cores: no ratio would mean anything."""
-
-
-def quiet(cores: list[int], any_load: bool) -> float:
-    """The load by others; raises BusyMachine if it is too much and has not been accepted."""
-    load = machine.load(cores)
-    if load > machine.QUIET and not any_load:
-        raise BusyMachine(
-            f"others use {load:.0%} of the cores {cores}, more than {machine.QUIET:.0%}; "
-            "wait for them, or measure all the same with --any-load"
-        )
-    return load
 
 
 def race(rows: tuple[Row, ...], cast: dict[str, Contender], pairs: int) -> Speeds:

@@ -59,6 +59,21 @@ def load(cores: Sequence[int]) -> float:
     return busy_share(before, stat.read_text(), cores)
 
 
+class BusyMachine(SystemExit):
+    """Others use the cores: no ratio would mean anything."""
+
+
+def quiet(cores: Sequence[int], any_load: bool = False) -> float:
+    """The load by others; raises BusyMachine if it is too much and has not been accepted."""
+    found = load(cores)
+    if found > QUIET and not any_load:
+        raise BusyMachine(
+            f"others use {found:.0%} of the cores {list(cores)}, more than {QUIET:.0%}; "
+            "wait for them, or measure all the same with --any-load"
+        )
+    return found
+
+
 def name() -> str:
     """The processor, as /proc/cpuinfo has it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -5,7 +5,8 @@ between the end of the last chunk and decode having everything verified. copies:
 the real Sender and Receiver on a core each, 46 MB; interleaved with a bare socket's copy between
 the same two pools (one stream, the same buffers) and one memcpy into decode's pool; medians, and
 every byte is compared. Without tags: the payload's tag is neither made nor compared on either
-side, the copies are the same; only the benchmark can do that. networks: the same between two
+side, the copies are the same; only the benchmark can do that. Sealed payloads are printed beside
+the others, without a bound. networks: the same between two
 network namespaces with a rate, and through the tests' proxy with a delay, beside the bare socket
 there; without namespaces it is skipped, and the line does not hold. cuda_ipc is skipped here:
 cuda_check.py measures it on a machine that has a GPU.
@@ -22,13 +23,13 @@ from typing import Any
 
 import grpc
 from accept import exit_code, judged
+from cluster_secret import BEARER
 from fault_proxy import FaultProxy
-from fleet import SECRET, Fleet
+from fleet import Fleet
 from handoff.transfer_end import NUM_BYTES, NUM_TOKENS
 from handoff.transfer_ends import ADDRESSES, NAMESPACES, Ends, networks, no_networks
 
 from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.host.channel import bearer
 
 EXPOSED_MOST, TCP_LEAST, SHM_LEAST, UNTAGGED_LEAST = 0.05, 0.70, 0.45, 0.70
 ROUNDS, PROMPTS, FEW = 15, 9, 5
@@ -58,7 +59,7 @@ def phases_of(fleet: Fleet, number: int) -> common_pb2.Phases:
     )
     with grpc.insecure_channel(fleet.router) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        events = list(stub.Generate(message, metadata=bearer(SECRET)))
+        events = list(stub.Generate(message, metadata=BEARER))
     finished: common_pb2.Finished = events[-1].finished
     return finished.phases
 
@@ -89,6 +90,7 @@ def copies(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         pairs = {
             "tcp": Ends("tcp", folder),
+            "tcp_sealed": Ends("tcp", folder, words=["sealed"]),
             "shm": Ends("shm", folder),
             "shm_untagged": Ends("shm", folder, words=["untagged"]),
         }
@@ -112,6 +114,7 @@ def copies(quick: bool) -> dict[str, Any]:
         "ok": all(shares[name] >= least[name] for name in shares),
         "bytes": NUM_BYTES,
         **{name: round(share, 3) for name, share in shares.items()},
+        "tcp_sealed_of_bare": round(median["tcp_sealed"] / median["bare"], 3),
         "least": least,
         "gb_s": {name: gb_s(found) for name, found in rates.items()},
         "rounds": {name: [round(r / 1e9, 2) for r in found] for name, found in rates.items()},

@@ -16,12 +16,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cluster_secret import open_channel
 from eventually import wait_until
-from fleet import SECRET, Fleet
+from fleet import Fleet
 from late_kill import computed, pid_of, received, workers
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.host.channel import open_channel
 
 LENGTH, TOKENS, TOGETHER = 4_000, 12, 32
 SHARE = 0.5  # of the KV that decode has when the worker is killed
@@ -71,7 +71,7 @@ async def ask(fleet: Fleet, count: int, tenant: bytes) -> list[tuple[int, ...]]:
                 ids.extend(event.tokens.ids)
         return tuple(ids)
 
-    async with open_channel(fleet.router, SECRET) as channel:
+    async with open_channel(fleet.router) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         return await asyncio.gather(*(one(stub) for _ in range(count)))
 

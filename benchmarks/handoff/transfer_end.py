@@ -1,6 +1,6 @@
 """One end of line 5's transfers: a process with a pool, and the real Sender or Receiver over it.
 
-    python -m handoff.transfer_end prefill|decode TRANSPORT FOLDER BIND [untagged]
+    python -m handoff.transfer_end prefill|decode TRANSPORT FOLDER BIND [untagged|sealed]
 
 Nothing is computed: an engine of a few lines says that a whole prompt is. A command is a JSON
 object a line on stdin, its answer one on stdout:
@@ -12,7 +12,8 @@ prefill: {"do": "send", "ticket": ..., "address": ...} -> seconds from the last 
          decode's Complete; {"do": "digest"}; {"do": "bare", "address": ..., "rounds": n}
 
 `untagged` leaves the payload's tags out on this side, and nothing else: the same copies, the
-header's and the messages' tags stay. Only this benchmark can do that.
+header's and the messages' tags stay. Only this benchmark can do that. `sealed` encrypts payloads
+as `--encrypt-kv` does.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ from pdserve.engine.handoff.protocol import keys
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
 from pdserve.engine.handoff.protocol.layout import slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.sender import Sender
+from pdserve.engine.handoff.sender import PromptToSend, Sender
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
@@ -132,7 +133,7 @@ def buffered(sock: socket.socket) -> socket.socket:
 class Decode:
     """The receiving end."""
 
-    def __init__(self, transport: str, folder: str, bind: str) -> None:
+    def __init__(self, transport: str, folder: str, bind: str, sealed: bool) -> None:
         self.engine = Idle()
         self.engine.fill(1)  # its pages are there
         self.boot = os.urandom(16)
@@ -150,6 +151,7 @@ class Decode:
             on_lost=lambda attempt, reason: self.lost.append(reason),
             wake=self.thread.wake,
             liveness=lambda: self.thread.liveness,
+            encrypted=sealed,
         )
         found = self.receiver.listen(make_transports(transport, options(folder, bind)), True)
         self.address = found.get("tcp", "")
@@ -211,7 +213,7 @@ class Decode:
 class Prefill:
     """The sending end."""
 
-    def __init__(self, transport: str, folder: str, bind: str) -> None:
+    def __init__(self, transport: str, folder: str, bind: str, sealed: bool) -> None:
         self.engine = Idle()
         self.engine.fill(2)
         self.boot = os.urandom(16)
@@ -227,6 +229,8 @@ class Prefill:
             on_ended=self._ended,
             wake=self.thread.wake,
             liveness=lambda: self.thread.liveness,
+            passes_over=self.thread.passes_over,
+            encrypted=sealed,
         )
         self.thread.add_poll(self.sender.poll)
         self.thread.start()
@@ -252,7 +256,7 @@ class Prefill:
         )
         self.thread.post(
             lambda _: self.sender.start_sending(
-                ticket, asked["address"], tuple(range(NUM_TOKENS)), b"", float("inf")
+                ticket, asked["address"], PromptToSend(tuple(range(NUM_TOKENS))), float("inf")
             )
         ).result(PATIENCE_S)
         outgoing = self.sender.attempt(ticket.attempt)
@@ -295,7 +299,8 @@ def main() -> None:
     role, transport, folder, bind = sys.argv[1:5]
     if "untagged" in sys.argv[5:]:
         keys.TagKey = Untagged  # type: ignore[misc]
-    end = (Decode if role == "decode" else Prefill)(transport, folder, bind)
+    sealed = "sealed" in sys.argv[5:]
+    end = (Decode if role == "decode" else Prefill)(transport, folder, bind, sealed)
     print(json.dumps(end.hello()), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

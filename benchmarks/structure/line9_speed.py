@@ -1,20 +1,16 @@
 """Line 9, too: the engine is as fast as at the commit before, run by run beside a build of that.
 
-The commit is taken out of git into build/before and set up there, once (`make setup`; it wants the
-network and a few minutes). Then both engines run the table's works of pdserve in turns. A work is
-slower if its median ratio is below LEAST and so many pairs are below 1 that chance explains it in
-less than one case of twenty (sign test); else the difference is noise.
+The commit is taken out of git and set up (earlier.py). Then both engines run the table's works of
+pdserve in turns. A work is slower if its median ratio is below LEAST and so many pairs are below 1
+that chance explains it in less than one case of twenty (sign test); else the difference is noise.
 `--pairs N`, `--rows NAME ...` (decode_x1_llamacpp, ...) and `--any-load` as in bench.py.
 """
 
 import argparse
 import json
 import math
-import subprocess
 import sys
-import tarfile
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks/cpu"))
 
 import bench  # noqa: E402
+import earlier  # noqa: E402
 import machine  # noqa: E402
 from contender import MODELS, Contender, engine_command  # noqa: E402
 from gone_tests import BEFORE  # noqa: E402
@@ -29,7 +26,6 @@ from peers import PEERS  # noqa: E402
 from ratios import Bound, ratios, spread  # noqa: E402
 from table import ROWS, Row  # noqa: E402
 
-HOME = ROOT / "build/before"
 LEAST = 0.97
 PAIRS = 11
 CHANCE = 0.05
@@ -40,47 +36,37 @@ def by_chance(slower: int, pairs: int) -> float:
     return sum(math.comb(pairs, k) for k in range(slower, pairs + 1)) / 2**pairs
 
 
-def build() -> None:
-    """The commit before, in a folder and an environment of its own."""
-    if not (HOME / "Makefile").exists():
-        packed = subprocess.run(
-            ["git", "archive", BEFORE], cwd=ROOT, check=True, stdout=subprocess.PIPE
-        ).stdout
-        with tarfile.open(fileobj=BytesIO(packed)) as archive:
-            archive.extractall(HOME, filter="data")
-    subprocess.run(["make", "-C", HOME, "setup"], check=True, stdout=sys.stderr)
-
-
 def before(name: str) -> str:
     return f"{name} before"
 
 
-def start(name: str, model: Path, old: bool) -> Contender:
+def start(name: str, model: Path, home: Path | None = None) -> Contender:
+    """An engine of now, or of the commit that is set up in `home`."""
     words = engine_command(model)
-    if old:
-        script = HOME / "benchmarks/cpu/contend_pdserve.py"
-        words = [str(HOME / ".venv/bin/python"), "-P", str(script), *words[3:]]
-    called = before(name) if old else name
+    if home is not None:
+        script = home / "benchmarks/cpu/contend_pdserve.py"
+        words = [str(home / ".venv/bin/python"), "-P", str(script), *words[3:]]
+    called = before(name) if home is not None else name
     return Contender(called, words, PEERS / "logs" / f"{called.replace(' ', '-')}.log")
 
 
-def compared(names: list[str] | None, pairs: int, any_load: bool) -> dict[str, Any]:
+def compared(names: list[str] | None, pairs: int, any_load: bool, home: Path) -> dict[str, Any]:
     """Ratios of now to before, by work."""
     cores = machine.pin()
     works = {(r.ours, r.work) for r in ROWS if names is None or r.name in names}
     rows = tuple(Row("", work, name, before(name), Bound(LEAST, 1.0)) for name, work in works)
     (PEERS / "logs").mkdir(parents=True, exist_ok=True)
-    loads = [bench.quiet(cores, any_load)]
+    loads = [machine.quiet(cores, any_load)]
     with ExitStack() as stack:
         cast = {}
         for name in sorted({row.ours for row in rows}):
             model = MODELS[name]()
-            for old in (False, True):
-                one = stack.enter_context(start(name, model, old))
+            for of in (None, home):
+                one = stack.enter_context(start(name, model, of))
                 cast[one.name] = one
-        loads.append(bench.quiet(cores, any_load))
+        loads.append(machine.quiet(cores, any_load))
         speeds = bench.race(rows, cast, pairs)
-    loads.append(bench.quiet(cores, any_load))
+    loads.append(machine.quiet(cores, any_load))
     found: dict[str, Any] = {}
     for row in rows:
         found_ratios = ratios(speeds[row.ours, row.work], speeds[row.theirs, row.work])
@@ -106,8 +92,8 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*")
     parser.add_argument("--any-load", action="store_true")
     args = parser.parse_args()
-    build()
-    figures = compared(args.rows, args.pairs, args.any_load)
+    home = earlier.build(BEFORE)
+    figures = compared(args.rows, args.pairs, args.any_load, home)
     print(json.dumps(figures))
     return 0 if figures["ok"] else 1
 

@@ -1,0 +1,23 @@
+"""An earlier commit of this repository, set up in a folder of its own and measured beside now."""
+
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(commit: str) -> Path:
+    """The folder, with an environment in .venv; `make setup` wants the network and a few minutes,
+    once."""
+    home = ROOT / "build/earlier" / commit
+    if not (home / "Makefile").exists():
+        packed = subprocess.run(
+            ["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        ).stdout
+        with tarfile.open(fileobj=BytesIO(packed)) as archive:
+            archive.extractall(home, filter="data")
+    subprocess.run(["make", "-C", home, "setup"], check=True, stdout=sys.stderr)
+    return home

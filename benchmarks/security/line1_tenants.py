@@ -1,0 +1,148 @@
+"""Line 1: a second API key learns nothing of what the first has cached.
+
+NUM prompts are asked with one key and guessed rightly with two others, over HTTP and over gRPC.
+Then decode workers are killed under streams of the first key, which go on elsewhere: nobody finds
+their prompts either, nor any of the NUM again. Then PAIRS of a right and a wrong guess are timed: a
+rank-sum test must not tell them apart.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import httpx
+from eventually import wait_until
+from fleet import Fleet
+
+from pdserve.protos import text_pb2, text_pb2_grpc
+
+NUM, PAIRS, KILLS, STREAMED = 100, 200, 6, 120
+LEAST_P = 0.01
+WORDS = "one two three four five six seven eight nine ten eleven twelve "
+
+
+def prompt(number: int) -> str:
+    """About 190 tokens, none of which another one begins with."""
+    return f"{number * 7919} begins this, and then come words: " + WORDS * 14
+
+
+def ask(fleet: Fleet, key: str, text: str) -> tuple[int, float]:
+    """Over HTTP: (cached tokens, seconds)."""
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": text, "max_tokens": 1, "temperature": 0}
+    headers = {"authorization": f"Bearer {key}"}
+    began = time.perf_counter()
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60)
+    took = time.perf_counter() - began
+    usage = answer.raise_for_status().json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"]), took
+
+
+def ask_grpc(fleet: Fleet, key: str, text: str) -> int:
+    """Cached tokens, over gRPC."""
+    request = text_pb2.CompleteRequest(prompt=text)
+    request.options.params.max_tokens = 1
+    with grpc.insecure_channel(fleet.grpc) as channel:
+        stub = text_pb2_grpc.TextStub(channel)
+        chunks = list(stub.Complete(request, metadata=[("authorization", f"Bearer {key}")]))
+    return int(chunks[-1].usage.cached_tokens)
+
+
+def guesses(fleet: Fleet, numbers: Iterable[int]) -> dict[str, Any]:
+    """What the keys read as cached of prompts that the first has asked before, or asks now."""
+    own, other_http, other_grpc = [], [], []
+    for number in numbers:
+        ask(fleet, "one", prompt(number))
+        other_http.append(ask(fleet, "two", prompt(number))[0])
+        other_grpc.append(ask_grpc(fleet, "three", prompt(number)))
+        own.append(ask(fleet, "one", prompt(number))[0])
+    return {
+        "prompts": len(own),
+        "cached_for_its_own_key_min": min(own),
+        "cached_for_another_http_max": max(other_http),
+        "cached_for_another_grpc_max": max(other_grpc),
+        "ok": min(own) > 0 and not any(other_http) and not any(other_grpc),
+    }
+
+
+def failover(fleet: Fleet, number: int) -> tuple[int, int]:
+    """A stream of the first key whose decode worker dies: (its tokens, tokens of its prompt that
+    another key finds cached afterwards)."""
+    body = {
+        "model": "SmolLM2-135M-Instruct", "prompt": prompt(number), "max_tokens": STREAMED,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    headers = {"authorization": "Bearer one"}
+    before, seen, tokens = fleet.pids("decode"), 0, 0
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=headers,
+                      timeout=60) as answer:  # fmt: skip
+        for line in answer.iter_lines():
+            seen += '"text"' in line
+            if seen == 5:
+                for pid in before[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                seen += 1
+            if '"completion_tokens"' in line:
+                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+    wait_until(lambda: len(fleet.pids("decode")) == len(before), "a new decode worker")
+    return tokens, ask(fleet, "two", prompt(number))[0]
+
+
+def p_of_rank_sum(a: list[float], b: list[float]) -> float:
+    """Two-sided, of the hypothesis that both are of one distribution (Mann and Whitney, 1947)."""
+    ranked = sorted([(x, 0) for x in a] + [(x, 1) for x in b])
+    rank_sum = sum(rank for rank, (_, which) in enumerate(ranked, 1) if which == 0)
+    n, m = len(a), len(b)
+    mean = n * (n + m + 1) / 2
+    deviation = math.sqrt(n * m * (n + m + 1) / 12)
+    return math.erfc(abs(rank_sum - mean) / deviation / math.sqrt(2))
+
+
+def times(fleet: Fleet, first: int, pairs: int) -> dict[str, Any]:
+    right, wrong = [], []
+    for number in range(first, first + 2 * pairs, 2):
+        ask(fleet, "one", prompt(number))
+        order = ((number, right), (number + 1, wrong))
+        for asked, into in order if number % 4 else order[::-1]:
+            into.append(ask(fleet, "two", prompt(asked))[1])
+    p = p_of_rank_sum(right, wrong)
+    # The test does tell apart what its own key has cached.
+    own = [ask(fleet, "one", prompt(number))[1] for number in range(first, first + 2 * 50, 2)]
+    control = p_of_rank_sum(own, wrong[:50])
+    return {
+        "pairs": pairs,
+        "right_guess_ms": round(1e3 * statistics.median(right), 2),
+        "wrong_guess_ms": round(1e3 * statistics.median(wrong), 2),
+        "p": round(p, 4),
+        "p_of_its_own_key": control,
+        "ok": p > LEAST_P and control < LEAST_P,
+    }
+
+
+def main() -> None:
+    keys = ("--api-key", "one", "--api-key", "two", "--api-key", "three", "--open-metrics")
+    # One decode worker at a time has the streams; a second one is there to go on with them.
+    with Fleet(*keys, "--prefill", "1", "--decode", "2", certificates=True) as fleet:
+        before = guesses(fleet, range(NUM))
+        found = [failover(fleet, 50_000 + number) for number in range(KILLS)]
+        retries = fleet.metric("pdserve_router_retries_total")
+        again = guesses(fleet, range(NUM))
+        timed = times(fleet, 20_000, PAIRS)
+    died = {
+        "kills": KILLS,
+        "retries": retries,
+        "tokens": [tokens for tokens, _ in found],
+        "cached_for_another_max": max(cached for _, cached in found),
+        "ok": all(tokens == STREAMED and not cached for tokens, cached in found) and retries > 0,
+    }
+    parts = {"calm": before, "failover": died, "after_failover": again, "times": timed}
+    print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))
+
+
+if __name__ == "__main__":
+    main()

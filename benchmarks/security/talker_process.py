@@ -1,0 +1,49 @@
+"""A decode worker of line 7 that only talks, with the files of a tiny model: joins every router
+that a name stands for, until it is stopped.
+
+`python talker_process.py NAME:PORT --cluster-ca FILE --cluster-cert FILE --cluster-key FILE`
+"""
+
+import argparse
+import asyncio
+import signal
+
+from fake_router import served
+from talker import Talker
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.host.rpc.blobs import BlobCache, BlobService
+
+BLOCK_SIZE = 16
+
+
+async def run(routers: str, access: TlsAccess) -> None:
+    card, files = served()
+    card.kv_spec = encode_spec(KvSpec(BLOCK_SIZE, ()))
+    blobs = BlobCache()
+    for data in files.values():
+        blobs.add(data)
+    talker = Talker([routers], access, card)
+    add_BlobsServicer_to_server(BlobService(blobs.get), talker.host.server)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await talker.start()
+    await stop.wait()
+    await talker.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("routers")
+    for name in ("ca", "cert", "key"):
+        parser.add_argument(f"--cluster-{name}", required=True)
+    args = parser.parse_args()
+    access = TlsAccess(args.cluster_ca, args.cluster_cert, args.cluster_key)
+    asyncio.run(run(args.routers, access))
+
+
+if __name__ == "__main__":
+    main()
