@@ -1,7 +1,7 @@
 # Two images: `control` (gateway and router) and `worker` (prefill and decode, with the model that
 # ships). Neither has torch. WORKER_EXTRAS: extras of pyproject.toml for workers; "worker torch" adds
 # the reference kernels, "worker torch cuda" is for GPUs. TORCH_INDEX: an extra package index for
-# torch, e.g. one with its CPU build.
+# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for gateways, e.g. "redis".
 FROM python:3.11-slim AS base
 ENV PATH=/opt/pdserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -23,10 +23,14 @@ RUN python -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheel
 
 # Dependencies before sources: they change rarely and weigh most.
 FROM base AS control-env
+ARG CONTROL_EXTRAS=
 WORKDIR /tmp/env
 COPY pyproject.toml constraints.txt ./
-RUN python -m venv /opt/pdserve && pip install -q -c constraints.txt $(python -c 'import tomllib; \
-    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
+RUN python -m venv /opt/pdserve && pip install -q -c constraints.txt $(python -c 'import sys, tomllib; \
+    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    extras = project["optional-dependencies"]; \
+    print(*project["dependencies"], \
+    *(name for extra in sys.argv[1:] for name in extras[extra]))' $CONTROL_EXTRAS)
 
 FROM control-env AS worker-env
 ARG TORCH_INDEX=
