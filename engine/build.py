@@ -23,6 +23,7 @@ from pdserve.engine.scheduling.limits import EngineLimits
 log = logging.getLogger(__name__)
 
 CHUNK_S = 0.1  # what a prefill chunk should take
+SHARED_STEP_S = 0.016  # what the rows of a step should take while several tenants are active
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 
 
@@ -56,6 +57,7 @@ def build_engine(
             max_running=config.max_running,
             chunk_size=chunk_size,
             step_tokens=config.step_tokens,
+            shared_step_tokens=max(1, round(SHARED_STEP_S / token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
         ),

@@ -73,9 +73,7 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
 class HandoffEndpoint(Generic[AttemptT]):
-    """`wake` makes the engine thread call `poll`; `liveness` gives the engine thread's
-    liveness counter.
-
+    """`wake` makes the engine thread call `poll`; `liveness` gives that thread's liveness counter.
 
     A subclass maps every action that the machine gives its side to a method.
     """

@@ -19,6 +19,9 @@ class EngineLimits:
     max_running: int  # rows of a batch
     chunk_size: int  # tokens; chunks end at its multiples
     step_tokens: int = 0  # 0: max_running + chunk_size
+    # Of a step while several tenants are active, so that none waits long for a step of another;
+    # 0: no other budget than step_tokens. One row runs whatever its size.
+    shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
 

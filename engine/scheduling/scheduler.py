@@ -1,15 +1,22 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Prompts are computed in the order of waiting time
-divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long
-one, no prompt starves, and of two alike the older comes first. Tenants take turns
-(turns.py). When blocks run out, parked requests
-are evicted, the longest parked first; then the youngest request is preempted: it loses its blocks,
-keeps its tokens and is computed again later.
+is computed together does not depend on the load. Prompts of a tenant are computed in the order of
+waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
+passes a long one, none starves, and of two alike the older comes first. Tenants take turns
+(turns.py).
+
+While several tenants are active, steps have a smaller budget, so that the first token of one does
+not wait long for a step of another. Chunks and decode rows then come first in turn, and the prompt
+of a tenant that runs nothing comes before both.
+
+When blocks run out, parked requests are evicted, the longest parked first; then the youngest
+request is preempted: it loses its blocks, keeps its tokens and is computed again later.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import chain
 
 from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
 from pdserve.engine.scheduling.job_table import JobTable
@@ -29,6 +36,10 @@ class Scheduler:
         self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
         # The order of arrival of a reservation that was refused since the last step.
         self._refused_order: int | None = None
+        self._left_out = 0  # order of the job whose decode rows had no room in the last step
+        # What came first in the last step that several tenants shared.
+        self._chunks_led = False
+        self._newcomer_led = False
 
     def comes_first(self, order: int) -> bool:
         """Whether a queued job that lacks blocks arrived before a reservation of this order."""
@@ -49,46 +60,64 @@ class Scheduler:
         """The next step, with `events` to be sent first; None when there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
-        in_prefill = self._add_decode_rows(plan, in_step)
-        plan.num_decode_rows = len(plan.rows)
-        if in_prefill or self._jobs.waiting:
-            self._add_chunks(now_s, in_prefill, plan, in_step)
+        jobs, limits = self._jobs, self._limits
+        present = (job.request.tenant for job in chain(jobs.running, jobs.waiting.values()))
+        if limits.shared_step_tokens and self._turns.are_shared(present, now_s):
+            self._plan_shared_step(now_s, plan, in_step)
         else:
-            self._short = None
-        self._refused_order = None
+            self._add_decode_rows(plan, in_step, limits.step_tokens)
+            self._add_chunks(now_s, plan, in_step, limits.step_tokens)
+        plan.rows.sort(key=lambda row: row.num_tokens > 1)
+        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
         return plan if plan.rows or plan.events else None
 
-    def _add_decode_rows(
-        self, plan: Plan, in_step: set[int]
-    ) -> list[tuple[RequestState, Sequence]]:
-        """Adds the rows of one token; returns the sequences that have more tokens to compute."""
-        in_prefill: list[tuple[RequestState, Sequence]] = []
-        for job in list(self._jobs.running):
-            rows: list[Row] = []
-            for sequence in job.sequences:
-                left = sequence.num_left
-                if left == 1:
-                    rows.append(self._row(sequence))
-                elif left:
-                    in_prefill.append((job, sequence))
+    def _plan_shared_step(self, now_s: float, plan: Plan, in_step: set[int]) -> None:
+        """A short step. Its first job has its rows whatever their size."""
+        budget = self._limits.shared_step_tokens
+        running = {job.request.tenant for job in self._jobs.running}
+        newcomer = any(job.request.tenant not in running for job in self._jobs.waiting.values())
+        chunks_lead = not self._chunks_led or (newcomer and not self._newcomer_led)
+        if chunks_lead:
+            self._add_chunks(now_s, plan, in_step, budget)
+        self._chunks_led = bool(plan.rows)
+        self._newcomer_led = newcomer and self._chunks_led
+        self._add_decode_rows(plan, in_step, budget)
+        if not chunks_lead:
+            self._add_chunks(now_s, plan, in_step, budget)
+
+    def _add_decode_rows(self, plan: Plan, in_step: set[int], budget: int) -> None:
+        """Adds the rows of one token, as many as the step has room for; who is left out comes first
+        the next time."""
+        room = budget - plan.num_tokens
+        running = self._jobs.running
+        first = bisect_left(running, self._left_out, key=lambda job: job.order)
+        self._left_out = 0
+        for job in running[first:] + running[:first]:
+            if job.order in in_step:
+                continue
+            rows = [self._row(sequence) for sequence in job.sequences if sequence.num_left == 1]
+            if len(rows) > room and plan.rows:
+                self._left_out = job.order
+                break
             if rows and self._grow(job, rows, plan, in_step):
                 plan.rows += rows
                 in_step.add(job.order)
-        return in_prefill
+                room -= len(rows)
 
-    def _add_chunks(
-        self,
-        now_s: float,
-        in_prefill: list[tuple[RequestState, Sequence]],
-        plan: Plan,
-        in_step: set[int],
-    ) -> None:
-        """Fills the token budget with chunks, the highest response ratio first.
+    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int], budget: int) -> None:
+        """Fills the token budget with chunks, the highest response ratio first. The first row of a
+        step may be larger.
 
         A job that cannot be admitted holds up those behind it. If it lacks blocks, jobs that have
         their blocks already still pass, since it waits for blocks that these will give back.
         """
-        budget = self._limits.step_tokens - len(plan.rows)
+        in_prefill = [
+            (job, sequence)
+            for job in self._jobs.running
+            for sequence in job.sequences
+            if sequence.num_left > 1
+        ]
+        budget -= plan.num_tokens
         lacks_slots = False
         short: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
@@ -99,7 +128,7 @@ class Scheduler:
             if sequence is None:
                 if lacks_slots or (not job.sequences and (short or self._held_up(job))):
                     continue
-                if min(job.num_left, self._limits.chunk_size) > budget:
+                if plan.rows and min(job.num_left, self._limits.chunk_size) > budget:
                     continue
                 if job.num_places > self._jobs.num_free_slots:
                     lacks_slots = True
@@ -113,14 +142,14 @@ class Scheduler:
             if not sequence.num_left:
                 continue
             row = self._row(sequence)
-            if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
+            fits = row.num_tokens <= budget or not plan.rows
+            if fits and self._grow(job, [row], plan, in_step):
                 plan.rows.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
                 self._turns.computed(job.request.tenant, row.num_tokens)
         self._short = short
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)
-        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
+        self._refused_order = None
 
     def _held_up(self, job: RequestState) -> bool:
         return self._refused_order is not None and job.order > self._refused_order

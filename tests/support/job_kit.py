@@ -37,11 +37,18 @@ def make_job(
     prompt: tuple[int, ...],
     now_s: float = 0.0,
     prefill_only: bool = False,
+    tenant: bytes = b"",
     **params: Any,
 ) -> RequestState:
     """A checked request as the engine would make it. Raises InvalidRequest and so on."""
     request = Request(
-        key, prompt, SamplingParams(**params), seed=0, choices=(), prefill_only=prefill_only
+        key,
+        prompt,
+        SamplingParams(**params),
+        seed=0,
+        choices=(),
+        prefill_only=prefill_only,
+        tenant=tenant,
     )
     return RequestState(request, order, now_s, limits.check(request), SEED_HASH)
 

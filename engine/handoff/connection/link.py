@@ -227,9 +227,11 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the link and waits for its threads, unless it is called on one of them."""
+        """Ends the link and waits for its threads, unless it is called on one of them or they could
+        not be started."""
         self.end(reason)
-        if threading.current_thread() not in (self._reader, self._writer):
+        own = threading.current_thread() in (self._reader, self._writer)
+        if self._reader.is_alive() and not own:
             self._reader.join()
 
     def end(self, reason: str) -> None:

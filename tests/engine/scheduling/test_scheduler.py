@@ -7,18 +7,26 @@ request comes to its end, however often it was preempted.
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from engine_kit import ask, fake_engine
 from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
 
-from pdserve.engine.api.request import Event, Evicted, Finished, PrefillComputed, Scheduled
+from pdserve.engine.api.request import (
+    Event,
+    Evicted,
+    Finished,
+    NewTokens,
+    PrefillComputed,
+    Scheduled,
+)
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.scheduling.turns import Turns
+from pdserve.engine.scheduling.turns import ACTIVE_S, Turns
 
 RUNS = 1500
 
@@ -30,7 +38,10 @@ class Bench:
         self.rng, self.reached, self.alike = rng, reached, alike
         size, window = rng.choice((2, 4)), rng.choice((0, 0, 5))
         num_blocks, self.slots, chunk = rng.randrange(10, 18), rng.randrange(2, 5), 4
-        self.limits = EngineLimits(VOCAB, 64, size, num_blocks, self.slots, chunk)
+        self.tenants = 1 if alike else rng.choice((1, 3))
+        self.limits = EngineLimits(
+            VOCAB, 64, size, num_blocks, self.slots, chunk, shared_step_tokens=rng.choice((0, 2))
+        )
         self.jobs = JobTable(BlockTables(spec_of(size, window), num_blocks), self.slots)
         self.scheduler = Scheduler(self.jobs, self.limits)
         self.now, self.arrivals = 0.0, 0
@@ -43,10 +54,12 @@ class Bench:
         self.arrivals += 1
         key, kind = f"r{self.arrivals}", self.rng.random()
         prompt = prompt_of(self.rng, 7 if self.alike else self.rng.randrange(1, 11))
+        tenant = bytes([self.rng.randrange(self.tenants)])
+        make = partial(make_job, self.limits, key, self.arrivals, prompt, self.now, tenant=tenant)
         if kind < 0.2 and not self.alike:
-            return make_job(self.limits, key, self.arrivals, prompt, self.now, prefill_only=True)
+            return make(prefill_only=True)
         n = 2 if kind < 0.5 and not self.alike and len(prompt) < 7 else 1
-        return make_job(self.limits, key, self.arrivals, prompt, self.now, n=n, max_tokens=6)
+        return make(n=n, max_tokens=6)
 
     def disturb(self) -> None:
         """What others do to requests between two steps."""
@@ -133,6 +146,14 @@ class Bench:
             for pool, table in zip(self.jobs.tables.pools, row.sequence.block_tables, strict=True):
                 for at in range(row.start, row.end):
                     assert pool.writable(table[at // limits.block_size])
+        tenants = {job.request.tenant for job in (*self.jobs.running, *self.jobs.waiting.values())}
+        if limits.shared_step_tokens and len(tenants) > 1 and rows:
+            first = max(
+                sum(r.num_tokens for r in rows if r.sequence.job is row.sequence.job)
+                for row in rows
+            )
+            assert plan.num_tokens <= max(limits.shared_step_tokens, first)
+            self.reached["shared"] += 1
         self.reached["chunks"] += plan.num_decode_rows < len(rows)
         self.reached["mixed"] += 0 < plan.num_decode_rows < len(rows)
         self.reached["copies"] += len(plan.copies)
@@ -175,7 +196,7 @@ def test_random_requests_keep_the_limits_and_come_to_their_end() -> None:
             bench.step()
         finish(bench)
     kinds = ("preempted", "evicted", "chunks", "mixed", "copies", "trims", "all of it cached")
-    kinds += ("committed", "queue before a hand-off", "hand-off before the queue")
+    kinds += ("shared", "committed", "queue before a hand-off", "hand-off before the queue")
     assert all(reached[kind] > 10 for kind in kinds), reached
 
 
@@ -225,9 +246,11 @@ def test_tenants_take_turns() -> None:
     turns.computed(b"a", 100)
     turns.computed(b"c", 10)
     assert order(entries) == [3, 5, 1, 6, 2, 4]
-    assert order([*entries, (b"new", 7)]) == [3, 7, 5, 1, 6, 2, 4]
+    assert order([*entries, (b"new", 7)]) == [7, 3, 5, 1, 6, 2, 4]
     assert order([(b"a", 3), (b"a", 1)]) == [3, 1]
-    assert order(entries) == [1, 3, 5, 2, 6, 4], "what was computed before counts no more"
+    assert order(entries) == [3, 5, 1, 6, 2, 4], "who comes anew comes first"
+    assert order([(b"c", 1)]) == [1]
+    assert order([(b"a", 3), (b"b", 1)]) == [3, 1], "what was computed before counts no more"
 
 
 def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
@@ -243,3 +266,46 @@ def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
             if isinstance(event, Finished):
                 ended.append(event.key)
     assert ended.index("other") < 12
+
+
+def test_steps_are_short_while_tenants_share_the_engine() -> None:
+    """Another's short prompt runs in the next step, and nobody's row is left out for long."""
+    now = [0.0]
+    engine = fake_engine(
+        num_blocks=1024, max_running=24, shared_step_tokens=6, clock=lambda: now[0], context_len=512
+    )
+    for number in range(20):
+        engine.submit(ask(f"flood {number}", [number] * 3, max_tokens=200))
+
+    def step() -> list[str]:
+        now[0] += 0.01
+        return [event.key for event in engine.step().events if isinstance(event, NewTokens)]
+
+    while len(step()) < 20:
+        pass  # alone it has all its rows in one step
+    engine.submit(replace(ask("other", [7] * 4, max_tokens=2), tenant=b"other"))
+    told = step()
+    assert "other" in told
+    assert len(told) <= 3, "its prompt of 4 tokens, and decode rows as far as there is room"
+    counts = Counter(key for _ in range(8) for key in step())
+    assert counts.pop("other") == 1
+    assert counts.keys() == {f"flood {number}" for number in range(20)}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert len(step()) <= 6, "the other may come back"
+    now[0] += 2 * ACTIVE_S
+    assert len(step()) == 20
+
+
+def test_newcomers_do_not_stop_those_who_run() -> None:
+    """Prompts of ever new tenants take every second step at most."""
+    now = [0.0]
+    engine = fake_engine(num_blocks=1024, shared_step_tokens=4, clock=lambda: now[0])
+    engine.submit(ask("runs", [1] * 3, max_tokens=40))
+    told = Counter[str]()
+    for number in range(40):
+        newcomer = replace(ask(f"new {number}", [2] * 12, max_tokens=1), tenant=b"%d" % number)
+        engine.submit(newcomer)
+        now[0] += 0.01
+        told.update(e.key for e in engine.step().events if isinstance(e, NewTokens))
+    assert told["runs"] >= 19
+    assert sum(told.values()) - told["runs"] >= 19

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
 from pdserve.engine.handoff.connection.dial import Dialer
+from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.transport.base import Target, TransportOptions, TransportRefused
 from pdserve.engine.transport.registry import make_transports, transports
 
@@ -60,3 +62,23 @@ def test_every_reason_is_named(tmp_path: Path) -> None:
     dialer = Dialer(make_transports("auto", options("")), Recorder())
     with pytest.raises(TransportRefused, match=r"shm: no directory .* tcp: decode has no tcp"):
         dialer.dial(Target("", BOOT), replace(HELLO))
+
+
+def test_a_link_without_threads_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tcp, recorder = Ends("tcp", tmp_path), Recorder()
+    wire = tcp.transport.dial(tcp.target, 1.0)
+    link = DataLink(wire, "tcp", recorder)
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            link.accept()
+    link.close()
+    assert link.ended
+    assert recorder.reasons == ["can't start new thread"]
+    tcp.close()
