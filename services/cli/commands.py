@@ -27,6 +27,7 @@ UP_OWNS = (
     "data_advertise",
     "routers",
     "cluster_secret",
+    "trust_network",
     "cluster_ca",
     "cluster_cert",
     "cluster_key",

@@ -48,11 +48,10 @@ def probe_grpc(address: str, settings: HealthSettings) -> str:
 
     files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
     if any(files):
-        from pdserve.services.host.auth.certificates import role_in
         from pdserve.services.host.auth.tls import TlsAccess
 
         access = TlsAccess(*files)
-        channel = access.open_blocking_channel(address, role_in(access.certificate()))
+        channel = access.open_blocking_channel(address, access.role())
     else:
         channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     with channel:

@@ -4,7 +4,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.options import HostSettings
+from pdserve.services.host.process import raise_open_files
 from pdserve.services.local.child import take
 from pdserve.services.local.cores import Share, machine_cores
 from pdserve.services.options.options import OptionError
@@ -17,7 +19,7 @@ def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
 
     require(settings, "routers")
     mine = settings.build(GatewaySettings)
-    check_trust(mine)
+    check_trust(mine, Role.GATEWAY)
     return guarded(lambda: run(mine))
 
 
@@ -26,7 +28,7 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.router.settings import RouterSettings
 
     mine = settings.build(RouterSettings)
-    check_trust(mine)
+    check_trust(mine, Role.ROUTER)
     return guarded(lambda: run(mine))
 
 
@@ -37,7 +39,7 @@ def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
     require(settings, "routers")
     mine = settings.build(PrefillSettings)
     limit_threads(mine.threads)
-    check_trust(mine)
+    check_trust(mine, Role.PREFILL)
     check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
     from pdserve.services.prefill.main import run
 
@@ -51,7 +53,7 @@ def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
     require(settings, "routers")
     mine = settings.build(DecodeSettings)
     limit_threads(mine.threads)
-    check_trust(mine)
+    check_trust(mine, Role.DECODE)
     check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
     from pdserve.services.decode.main import run
 
@@ -65,12 +67,15 @@ def require(settings: Settings, *names: str) -> None:
             raise OptionError(f"{option.flag} is needed (or {option.env})")
 
 
-def check_trust(mine: HostSettings) -> None:
+def check_trust(mine: HostSettings, role: Role) -> None:
     """Raises OptionError if other processes could not trust this one, or it them."""
     from pdserve.services.host.auth.access import make_access
+    from pdserve.services.host.auth.tls import TlsAccess
 
     try:
-        make_access(mine)
+        access = make_access(mine)
+        if isinstance(access, TlsAccess) and access.role() is not role:
+            raise ValueError(f"--cluster-cert is of a {access.role()}, and this is a {role}")
     except (OSError, ValueError) as error:
         raise OptionError(str(error)) from None
 
@@ -93,7 +98,8 @@ def limit_threads(threads: int) -> None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Prints a failure that the person can mend as one line, without a traceback."""
+    """Runs a service; prints a failure that the person can mend as a line, without a traceback."""
+    raise_open_files()
     try:
         return run()
     except Exception as error:

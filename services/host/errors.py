@@ -4,6 +4,7 @@ The message of a ServiceError is public text. Internal detail goes to the log, n
 """
 
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -12,7 +13,8 @@ from google.protobuf.message import DecodeError
 from pdserve.protos import common_pb2 as pb
 
 MAX_QUOTED = 200  # characters of a request that an error or a log line quotes
-MAX_MESSAGE = 2000  # of an error; it travels in gRPC metadata, which has a bound
+# Bytes of an error's text as gRPC sends it. Metadata of 16 KiB must hold it, and the Failure too.
+MAX_MESSAGE = 4000
 FAILURE_KEY = "pdserve-failure-bin"  # trailing metadata: the serialized Failure
 
 
@@ -51,13 +53,29 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its beginning and how long it was."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    """The text, or its beginning and how long it was: at most `most` bytes as gRPC sends them, so
+    the next hop does not cut it again."""
+    if len(text) <= most and sum(map(_sent_bytes, text)) <= most:
+        return text
+    rest = _rest(text)
+    room = most - len(rest)
+    sizes = accumulate(map(_sent_bytes, text[:room]))
+    return text[: sum(size <= room for size in sizes)] + rest
+
+
+def _sent_bytes(character: str) -> int:
+    """gRPC percent-encodes what is not printable ASCII: three for each byte."""
+    plain = " " <= character <= "~" and character != "%"
+    return 1 if plain else 3 * len(character.encode(errors="replace"))
+
+
+def _rest(text: str) -> str:
+    return f"... ({len(text)} characters)"
 
 
 def quoted(text: str) -> str:
     """What a client wrote, as an error or a log line may repeat it."""
-    return repr(cut(text, MAX_QUOTED))
+    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _rest(text))
 
 
 class ServiceError(Exception):
@@ -102,7 +120,9 @@ class ServiceError(Exception):
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:
-    """End a call with the error's status; the Failure itself travels as trailing metadata."""
-    trailing = ((FAILURE_KEY, error.to_failure().SerializeToString()),)
+    """End a call with the error's status; the Failure itself travels as trailing metadata, after
+    what is there already."""
+    failure = (FAILURE_KEY, error.to_failure().SerializeToString())
+    trailing = (*(context.trailing_metadata() or ()), failure)
     await context.abort(CATALOGUE[error.code].grpc, error.message, trailing)
     raise AssertionError("abort returned")

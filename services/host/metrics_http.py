@@ -3,8 +3,10 @@
 It is open to everybody, so whoever holds its connections costs a bounded number of threads.
 """
 
+import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -14,6 +16,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
+log = logging.getLogger(__name__)
+
+ACCEPT_AGAIN_S = 0.1  # after a failure: no descriptor may be left
 SILENT_S = 15.0  # of a peer that neither asks nor reads
 MAX_CONNECTIONS = 16  # the oldest is closed for another; a scrape takes milliseconds
 
@@ -62,19 +67,38 @@ class _Server(ThreadingTCPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, _, _, _, address = found[0]
         self._open: dict[Any, None] = {}  # connections, the oldest first
+        self._changing = threading.Lock()  # of `_open`: each connection has a thread
+        self._failing = ""  # why no connection can be accepted
         super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
 
+    def get_request(self) -> Any:
+        """Raises OSError, for which its caller tries again. It waits before and logs once, since a
+        process without descriptors fails at once each time."""
+        try:
+            accepted = super().get_request()
+        except OSError as error:
+            if str(error) != self._failing:
+                self._failing = str(error)
+                log.warning("the metrics port cannot accept a connection: %s", error)
+            time.sleep(ACCEPT_AGAIN_S)
+            raise
+        self._failing = ""
+        return accepted
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._open) >= MAX_CONNECTIONS:
-            with suppress(OSError, StopIteration):  # one has just gone by itself
-                oldest = next(iter(self._open))
-                self._open.pop(oldest, None)
+        with self._changing:
+            crowded = len(self._open) >= MAX_CONNECTIONS
+            oldest = next(iter(self._open)) if crowded else None
+            self._open.pop(oldest, None)
+            self._open[request] = None
+        if oldest is not None:
+            with suppress(OSError):  # it has just gone by itself
                 oldest.shutdown(socket.SHUT_RDWR)
-        self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._open.pop(request, None)
+        with self._changing:
+            self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -34,7 +34,16 @@ def option(
 
 
 @dataclass(frozen=True)
-class HostSettings:
+class CertificateSettings:
+    """What the processes of a cluster show each other."""
+
+    cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
+    cluster_cert: str = option("", "PEM file of this process's certificate, which says its role")
+    cluster_key: str = option("", "PEM file of that certificate's key")
+
+
+@dataclass(frozen=True)
+class HostSettings(CertificateSettings):
     """Options that gateway, router and workers have in common."""
 
     cluster_secret: tuple[str, ...] = option(
@@ -43,9 +52,11 @@ class HostSettings:
         "shown and all are accepted",
         secret=True,
     )
-    cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
-    cluster_cert: str = option("", "PEM file of this process's certificate, which says its role")
-    cluster_key: str = option("", "PEM file of that certificate's key")
+    trust_network: bool = option(
+        False,
+        "the cluster secret, prompts and KV tickets may cross this network in clear; for networks "
+        "inside one machine, as docker compose's",
+    )
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
 
@@ -74,6 +85,15 @@ class PublicSettings(HostSettings):
     )
     shared_prefix: bool = option(
         False, "clients with different API keys share the prefix cache, and can tell what is in it"
+    )
+    requests_per_minute: int = option(0, "requests of one API key in a minute; 0: any", min=0)
+    tokens_per_minute: int = option(
+        0, "tokens of prompts and answers of one API key in a minute; 0: any", min=0
+    )
+    rate_storage: str = option(
+        "memory://",
+        "where these are counted; redis://host:port if several gateways and routers share them",
+        secret=True,
     )
     tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")
     tls_key: str = option("", "PEM file of that certificate's key")

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Collection, Iterable
 
@@ -22,6 +23,12 @@ def show_as(name: str) -> None:
     """Names this process for ps and top, e.g. "decode 0"; top cuts it to 15 bytes."""
     setproctitle(f"pdserve {name}")
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def raise_open_files() -> None:
+    """Lets this process open as many files and sockets as the system grants (`ulimit -Hn`)."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def hide_arguments(words: Iterable[str], secret_flags: Collection[str]) -> None:

@@ -29,7 +29,7 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.server_handshake_timeout_ms", 15_000),  # for a peer that connects and says nothing
-    ("grpc.max_concurrent_streams", 1000),  # of one connection
+    ("grpc.max_concurrent_streams", 100),  # of one connection; more wait at the caller
 ]
 _PROBE_OPTIONS = {
     "grpc.max_receive_message_length": 1 << 10,
@@ -43,7 +43,8 @@ class GrpcHost:
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
     servicer checks the caller itself. `services` are the full names that reflection lists. Health
-    is NOT_SERVING until `set_serving(True)`.
+    is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read;
+    beyond `max_calls` at once a call is RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class GrpcHost:
         open_methods: Collection[str] = (),
         services: Iterable[str] = (),
         max_connections: int = MAX_CONNECTIONS,
+        interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+        max_calls: int | None = None,
     ) -> None:
         self._access = access
         self._health = health.aio.HealthServicer()
@@ -60,7 +63,9 @@ class GrpcHost:
         guard = access.interceptor((HEALTH_CHECK, *open_methods))
         most = ("grpc.max_allowed_incoming_connections", max_connections)
         self.server = grpc.aio.server(
-            interceptors=[guard, MalformedInterceptor()], options=[*_SERVER_OPTIONS, most]
+            interceptors=[guard, *interceptors, MalformedInterceptor()],
+            options=[*_SERVER_OPTIONS, most],
+            maximum_concurrent_rpcs=max_calls,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -36,10 +36,14 @@ class ForkedProcess:
         self._status = status  # its exit code comes here; nothing if the fork server has died
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, number)
 
     def join(self) -> None:
         """Wait for its end."""
@@ -52,10 +56,6 @@ class ForkedProcess:
     def close(self) -> None:
         os.close(self.sentinel)
         os.close(self._status)
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.sentinel, number)
 
 
 class ForkServer:

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -54,7 +54,6 @@ class Child:
     deaths_in_a_row: int = 0
     restarts: int = 0
     restart_at: float | None = None
-    killed: bool = False  # how it died last
     failure: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -71,10 +70,14 @@ class Supervisor:
         on_event: OnEvent,
         preload: Sequence[str] = (),
         serving: Callable[[], bool] = lambda: False,
+        reloading: Collection[str] = (),
     ) -> None:
         """`preload` names the modules of the tasks that are forked. Once the system is `serving`,
-        a child that is killed before it was ever ready does not end it."""
+        a child that ends before it was ever ready does not end it. SIGHUP goes on to the children
+        named in `reloading`; without any it is a stop like SIGTERM."""
         self._on_event = on_event
+        self._reloading = reloading
+        self._hung_up = False  # the children have not been told yet
         self._serving = serving
         self._context = multiprocessing.get_context("spawn")
         self._fork_server = ForkServer(preload)
@@ -102,6 +105,9 @@ class Supervisor:
             self._waker.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._reloading:
+            self._hung_up = True
+            return
         now = time.monotonic()
         if now - self._signalled_at >= ECHO_S:
             self.signals.append(number)
@@ -153,8 +159,7 @@ class Supervisor:
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Watch and restart until `done()` or a signal; False if neither came in time.
 
-        Raises StartError when a child ends before it was ever ready, unless it was killed while the
-        system serves.
+        Raises StartError when a child ends before it was ever ready, unless the system serves.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not done() and not self.signals:
@@ -175,11 +180,23 @@ class Supervisor:
         ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
         if self._wake in ready:
             self._wake.recv(4096)
+        if self._hung_up:
+            self._hung_up = False
+            self._pass_on()
         for child in self.children:
             if child.pipe in ready:
                 self._read(child)
             if child.process and child.process.sentinel in ready:
                 self._bury(child)
+
+    def _pass_on(self) -> None:
+        """Tell those that reload. One that is not ready may not handle it yet, and would die."""
+        for child in self.children:
+            if child.name in self._reloading and child.ready and child.process:
+                if isinstance(child.process, ForkedProcess):
+                    child.process.send_signal(signal.SIGHUP)
+                elif child.process.pid is not None:
+                    os.kill(child.process.pid, signal.SIGHUP)
 
     def _read(self, child: Child) -> None:
         """Takes the reports that have come; the pipe ends with the child."""
@@ -213,7 +230,6 @@ class Supervisor:
 
     def _died(self, child: Child, code: int | None) -> None:
         """Plans its restart."""
-        child.killed = code is not None and code < 0
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)
@@ -224,7 +240,7 @@ class Supervisor:
         for child in self.children:
             if child.restart_at is None or self.signals:
                 continue
-            if not child.was_ready and not (child.killed and self._serving()):
+            if not child.was_ready and not self._serving():
                 raise StartError(f"{child.name} could not start: {child.failure or 'see above'}")
             if child.restart_at <= time.monotonic():
                 child.restarts += 1

@@ -20,6 +20,7 @@ from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import in_settings, make_authority
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.options import GRACE_S, STOP_S
+from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
@@ -44,17 +45,20 @@ PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill"
 # What gateway, router and workers may take to stop, one after the other, beyond the drain.
 STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-GATEWAY = "gateway"
+GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # of those that are chosen here
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
+    raise_open_files()  # the children inherit it
     try:
         system = System(settings)
         with (
             run_dir() as folder,
-            Supervisor(system.on_event, PRELOAD, lambda: system.serving) as supervisor,
+            Supervisor(
+                system.on_event, PRELOAD, lambda: system.serving, system.reloading()
+            ) as supervisor,
         ):
             return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
@@ -107,14 +111,17 @@ class System:
         except (OSError, ValueError) as error:
             raise OptionError(f"--api-key-file: {error}") from None
 
+    def reloading(self) -> tuple[str, ...]:
+        """The children that read API keys again at SIGHUP; without a file of keys it is a stop."""
+        return (GATEWAY, ROUTER) if self._gateway.api_key_file else ()
+
     def _make_trust(self) -> dict[Role, dict[str, Any]]:
         """What the processes show each other: a secret that was given, or else certificates that
-        nobody but they ever has. Their secret then only keeps API keys apart in the caches."""
+        nobody but they ever has."""
         if self._up.cluster_secret:
             return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
         authority = make_authority()
-        secret = (secrets.token_urlsafe(32),)
-        return {role: {"cluster_secret": secret, **in_settings(authority, role)} for role in Role}
+        return {role: in_settings(authority, role) for role in Role}
 
     def _router_addresses(self) -> tuple[str, str]:
         """(for the processes of the system, for clients). With a secret they are one."""
@@ -136,7 +143,7 @@ class System:
         routers: list[Child] = []
         children: list[Child] = []
         try:
-            routers.append(supervisor.start("router", lambda: self._router_task(folder)))
+            routers.append(supervisor.start(ROUTER, lambda: self._router_task(folder)))
             for (name, role, model), share in zip(workers, shares, strict=True):
                 make = self._worker_task(role, model, share, folder)
                 children.append(supervisor.start(name, make))
@@ -175,6 +182,8 @@ class System:
             RouterSettings,
             bind=self._router_address,
             client_bind=self._client_bind,
+            # With a secret clients come to the cluster's own port, on loopback.
+            **({} if self._client_bind else {"tls_cert": "", "tls_key": ""}),
             **self._trust[Role.ROUTER],
             trace_dir=self._trace_dir(folder),
         )

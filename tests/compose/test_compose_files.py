@@ -92,11 +92,12 @@ def test_only_the_gateway_is_published_and_on_loopback(services: dict[str, Any])
         assert all(default(port).startswith("127.0.0.1:") for port in ports)
 
 
-def test_the_secret_must_be_given(services: dict[str, Any]) -> None:
+def test_the_secret_must_be_given_and_may_cross_the_network(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["environment"]["PDSERVE_CLUSTER_SECRET"].startswith(
             "${PDSERVE_CLUSTER_SECRET:?"
         )
+        assert service["environment"]["PDSERVE_TRUST_NETWORK"] == "true"
 
 
 def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) -> None:

@@ -24,9 +24,16 @@ def until_sigterm() -> int:
     return 0
 
 
-def block() -> None:
-    """SIGTERM waits for until_sigterm."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def until_sigterm_with_reloads(report: Report) -> int:
+    """Tells of each SIGHUP."""
+    while signal.sigwait({signal.SIGTERM, signal.SIGHUP}) == signal.SIGHUP:
+        report("reloaded", {"reloads": True})
+    return 0
+
+
+def block(*more: signal.Signals) -> None:
+    """SIGTERM, and more, wait for until_sigterm."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *more})
 
 
 def good(*args: Any, report: Report) -> int:
@@ -56,6 +63,13 @@ def logged(path: str, name: str, report: Report) -> int:
     with Path(path).open("a") as file:
         file.write(name + "\n")
     return code
+
+
+def reloading(report: Report) -> int:
+    """Reads something again at SIGHUP."""
+    block(signal.SIGHUP)
+    report("ready", {"pid": os.getpid()})
+    return until_sigterm_with_reloads(report)
 
 
 def slow(report: Report) -> int:
@@ -99,21 +113,21 @@ def trust(settings: Any) -> dict[str, Any]:
 
 def router(settings: Any, report: Report) -> int:
     """As `pdserve up` starts it."""
-    block()
+    block(signal.SIGHUP)
     facts = {"bind": settings.bind, "address": settings.bind, **trust(settings)}
     keys = {"api_keys": settings.api_keys, "api_key_file": settings.api_key_file}
     limits = {**keys, "queue_timeout_s": settings.queue_timeout_s}
     report("listening", facts | limits | {"trace_dir": settings.trace_dir})
     report("ready", {"pid": os.getpid()})
-    return until_sigterm()
+    return until_sigterm_with_reloads(report)
 
 
 def gateway(settings: Any, report: Report) -> int:
-    block()
+    block(signal.SIGHUP)
     report("listening", {"url": f"http://{settings.host}:{settings.port}", "grpc": "g:1"})
     facts = {"routers": settings.routers, **trust(settings)}
     report("ready", {"pid": os.getpid(), "models": ["fake"], **facts})
-    return until_sigterm()
+    return until_sigterm_with_reloads(report)
 
 
 def worker(settings: Any, engine: Any, report: Report) -> int:

@@ -14,6 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdserve.services.host.auth.roles import Role
 
+AUTHORITY_DAYS = 3650.0
 EARLIER = datetime.timedelta(minutes=5)  # for clocks that are behind
 
 
@@ -24,7 +25,7 @@ class Identity(NamedTuple):
     key: bytes
 
 
-def make_authority(days: float = 3650) -> Identity:
+def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
     """A new authority, whose key signs the certificates of a cluster."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("pdserve cluster authority")
@@ -69,9 +70,24 @@ def role_in(certificate: bytes) -> Role:
     raise ValueError("the certificate names no role")
 
 
+def check_pair(own: Identity) -> None:
+    """Raises ValueError if the key is not the certificate's, or one of them cannot be read."""
+    try:
+        certified = x509.load_pem_x509_certificate(own.certificate).public_key()
+    except ValueError as error:
+        raise ValueError(f"the certificate cannot be read: {error}") from None
+    try:
+        key = serialization.load_pem_private_key(own.key, None).public_key()
+    except (TypeError, ValueError) as error:  # TypeError: it is encrypted
+        raise ValueError(f"the certificate's key cannot be read: {error}") from None
+    if key != certified:
+        raise ValueError("the key is not the certificate's")
+
+
 def in_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """A new certificate of a role as the fields of HostSettings (services/host/options.py)."""
-    own = issue(authority, role)
+    """A new certificate of a role as the fields of HostSettings (services/host/options.py). Nobody
+    renews it, so it lasts as long as its authority."""
+    own = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": own.certificate}
     return {name: text.decode() for name, text in {**pem, "cluster_key": own.key}.items()}
 

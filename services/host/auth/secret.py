@@ -1,10 +1,11 @@
 """Trust by a shared secret: every internal call carries it as a bearer, in plain text.
 
-It is for one machine, where nobody reads the wire; auth/tls.py is for several.
+It stays on one machine, where nobody reads the wire, unless an option lets it out; auth/tls.py is
+for several machines.
 """
 
 import hmac
-import logging
+import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -16,10 +17,7 @@ from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.channel import AUTHORIZATION, CHANNEL_OPTIONS
 
-log = logging.getLogger(__name__)
-
 MIN_SECRET_BYTES = 32
-LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -30,32 +28,33 @@ class SecretAccess:
 
     separates_clients = False  # callers from outside the cluster come in by the same port
 
-    def __init__(self, secrets: Sequence[str]) -> None:
-        """Raises ValueError for none, and for one that could be guessed."""
+    def __init__(self, secrets: Sequence[str], trust_network: bool = False) -> None:
+        """With `trust_network` they may leave this machine. Raises ValueError for none, and for one
+        that could be guessed."""
         if not secrets:
             raise ValueError("no cluster secret is given")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
             raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
         self._secrets = tuple(secrets)
+        self._trust_network = trust_network
         self.metadata = ((AUTHORIZATION, f"Bearer {secrets[0]}"),)
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
-        """A channel to host:port; connects at the first call. Close it to free its socket."""
+        """A channel to host:port; connects at the first call. Close it to free its socket. Raises
+        PermissionError for an address that is not of this machine."""
+        self._check(address)
         inner = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return SecretChannel(inner, self.metadata)
 
     def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
         """The same for threads; the caller adds `metadata` to each call."""
+        self._check(address)
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken."""
-        if not bind.startswith(LOOPBACK):
-            log.warning(
-                "%s takes the cluster secret in plain text, with all that processes tell each "
-                "other: keep that network within one machine, or use certificates",
-                bind,
-            )
+        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken,
+        PermissionError if others than this machine reach it."""
+        self._check(bind)
         return server.add_insecure_port(bind)
 
     def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
@@ -74,6 +73,25 @@ class SecretAccess:
     def may_be(self, context: Context, role: Role) -> bool:
         """Whether the caller may have this role: the secret is one for all."""
         return self.is_shown_in(context.invocation_metadata() or ())
+
+    def _check(self, address: str) -> None:
+        if not (self._trust_network or is_loopback(address)):
+            raise PermissionError(
+                f"{address} is not of this machine, and the cluster secret would go there in clear:"
+                " use certificates (`pdserve certs` makes them), or --trust-network"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can be at an address. No name but `localhost` counts: what it
+    resolves to may be another machine at the next look."""
+    host = address.rpartition(":")[0]
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 async def _deny(_: Any, context: Context) -> None:

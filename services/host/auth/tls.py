@@ -4,9 +4,8 @@ role its process has.
 Files are read again for every connection, so that new ones are taken without a restart.
 """
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,28 @@ import grpc
 import grpc.aio
 
 from pdserve.protos import common_pb2
+from pdserve.services.host.auth.certificates import Identity, check_pair, role_in
 from pdserve.services.host.auth.roles import RIGHTS, Role
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.channel import CHANNEL_OPTIONS
-from pdserve.services.host.rpc.handlers import behaviour_of
+from pdserve.services.host.rpc.handlers import Context, Guard, guarded
 
 PEM = "-----BEGIN"
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TlsFiles:
     """A certificate and its key: paths of PEM files, or PEM text."""
 
     def __init__(self, certificate: str, key: str, authority: str = "") -> None:
-        """`authority` signs the peers' certificates. Raises OSError if a file cannot be read."""
+        """`authority` signs the peers' certificates. Raises OSError if a file cannot be read,
+        ValueError if the key is not the certificate's."""
         self._certificate, self._key, self._authority = certificate, key, authority
-        self.pair()
+        key_pem, certificate_pem = self.pair()
+        try:
+            check_pair(Identity(certificate_pem, key_pem))
+        except ValueError as error:
+            where = "" if certificate.startswith(PEM) else f"{certificate}: "
+            raise ValueError(f"{where}{error}") from None
         self.authority()
 
     def pair(self) -> tuple[bytes, bytes]:
@@ -62,8 +67,8 @@ class TlsAccess:
     separates_clients = True  # callers from outside the cluster have a port of their own
 
     def __init__(self, authority: str, certificate: str, key: str) -> None:
-        """Each is the path of a PEM file, or PEM text. Raises ValueError if one is missing, OSError
-        if it cannot be read."""
+        """Each is the path of a PEM file, or PEM text. Raises ValueError if one is missing or the
+        key is another certificate's, OSError if it cannot be read."""
         if not (authority and certificate and key):
             raise ValueError("--cluster-ca, --cluster-cert and --cluster-key belong together")
         self._files = TlsFiles(certificate, key, authority)
@@ -81,9 +86,9 @@ class TlsAccess:
         key, certificate = self._files.pair()
         return grpc.ssl_channel_credentials(self._files.authority(), key, certificate)
 
-    def certificate(self) -> bytes:
-        """One's own, as PEM. Raises OSError."""
-        return self._files.pair()[1]
+    def role(self) -> Role:
+        """What this process's certificate says that it is. Raises OSError, ValueError."""
+        return role_in(self._files.pair()[1])
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
         """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken."""
@@ -124,29 +129,20 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or details.method in self._open:
             return handler
-        return _guarded(handler, details.method, RIGHTS.get(details.method, frozenset()))
+        allowed = RIGHTS.get(details.method, frozenset())
+        return guarded(handler, _only_for(allowed, details.method))
 
 
-def _guarded(handler: Any, method: str, allowed: frozenset[Role]) -> Any:
-    """The handler, for callers of the allowed roles only."""
-    kind, behaviour = behaviour_of(handler)
+def _only_for(allowed: frozenset[Role], method: str) -> Guard:
+    """Refuses callers of other roles."""
 
-    async def check(context: Context) -> None:
+    @asynccontextmanager
+    async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
         roles = roles_of(context)
         if roles.isdisjoint(allowed):
             who = " and ".join(sorted(roles)) or "a caller without a role"
             reason = f"{method} is not for {who}"
             await abort(context, ServiceError(common_pb2.PERMISSION_DENIED, reason))
+        yield request
 
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        await check(context)
-        async with aclosing(behaviour(request, context)) as answers:
-            async for answer in answers:
-                yield answer
-
-    async def call(request: Any, context: Context) -> Any:
-        await check(context)
-        return await behaviour(request, context)
-
-    streams = inspect.isasyncgenfunction(behaviour)
-    return handler._replace(**{kind: stream if streams else call})
+    return guard

@@ -1,11 +1,36 @@
-"""What the interceptors need to know of gRPC's method handlers."""
+"""How interceptors put a check around gRPC's method handlers, of either kind."""
 
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
+
+import grpc.aio
 
 _BEHAVIOURS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
+Context = grpc.aio.ServicerContext[Any, Any]
+# Entered around each call with its request (or stream of them); gives what the behaviour gets.
+Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 
-def behaviour_of(handler: Any) -> tuple[str, Any]:
-    """The one field of an RpcMethodHandler that is set: its name and the function."""
+
+def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
+    """The same RpcMethodHandler, whose behaviour, an async generator or a coroutine, runs within
+    the guard; `changed` are other fields of it."""
     (kind,) = (name for name in _BEHAVIOURS if getattr(handler, name) is not None)
-    return kind, getattr(handler, kind)
+    behaviour = getattr(handler, kind)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with (
+            guard(request, context) as checked,
+            aclosing(behaviour(checked, context)) as answers,
+        ):
+            async for answer in answers:
+                yield answer
+
+    async def call(request: Any, context: Context) -> Any:
+        async with guard(request, context) as checked:
+            return await behaviour(checked, context)
+
+    streams = inspect.isasyncgenfunction(behaviour)
+    return handler._replace(**{kind: stream if streams else call}, **changed)

@@ -3,9 +3,8 @@
 gRPC itself would log a traceback and answer with the name of a Python class.
 """
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -14,11 +13,9 @@ from google.protobuf.message import DecodeError
 
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.rpc.handlers import behaviour_of
+from pdserve.services.host.rpc.handlers import Context, guarded
 
 _MALFORMED: Any = object()
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
@@ -52,33 +49,19 @@ def _wrapped(handler: Any) -> Any:
         except DecodeError:
             return _MALFORMED
 
-    kind, behaviour = behaviour_of(handler)
-    guard = _guard_stream if handler.request_streaming else _guard_one
-    return handler._replace(request_deserializer=parse, **{kind: guard(behaviour)})
+    guard = _whole_stream if handler.request_streaming else _whole
+    return guarded(handler, guard, request_deserializer=parse)
 
 
 async def _refuse(context: Context) -> None:
     await abort(context, ServiceError(INVALID_ARGUMENT, "the request cannot be read"))
 
 
-def _guard_one(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            if request is _MALFORMED:
-                await _refuse(context)
-            async with aclosing(behaviour(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        return stream
-
-    async def call(request: Any, context: Context) -> Any:
-        if request is _MALFORMED:
-            await _refuse(context)
-        return await behaviour(request, context)
-
-    return call
+@asynccontextmanager
+async def _whole(request: Any, context: Context) -> AsyncIterator[Any]:
+    if request is _MALFORMED:
+        await _refuse(context)
+    yield request
 
 
 class _MalformedRequest(Exception):
@@ -92,25 +75,11 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
-def _guard_stream(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+@asynccontextmanager
+async def _whole_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
     """A handler may read in a task of its own: gRPC does not let that one end the call while an
     answer is on its way."""
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(behaviour(_checked(requests), context)) as answers:
-                    async for answer in answers:
-                        yield answer
-            except _MalformedRequest:
-                await _refuse(context)
-
-        return stream
-
-    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
-        try:
-            return await behaviour(_checked(requests), context)
-        except _MalformedRequest:
-            await _refuse(context)
-
-    return call
+    try:
+        yield _checked(requests)
+    except _MalformedRequest:
+        await _refuse(context)

@@ -1,6 +1,7 @@
 """The command table: every command's help, lazy imports, and errors that name what is wrong."""
 
 import ast
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names
 from pdserve.services.cli.main import main
+from pdserve.services.cli.roles import guarded
 from pdserve.services.options.options import options_of
 
 ROOT = Path(__file__).parents[3]
@@ -79,13 +81,22 @@ def test_gateway_and_router_need_no_torch(role: str) -> None:
         "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1"),
         "router": ("--bind", "203.0.113.1:1"),
     }[role]
-    secret = ("--cluster-secret", "s" * 32)
+    secret = ("--cluster-secret", "s" * 32, "--trust-network")
     code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers"))
     assert code == 1, err
     assert "203.0.113.1" in err
     assert "Traceback" not in err
     assert "'grpc'" in out
     assert "torch" not in out
+
+
+def test_a_service_opens_as_many_files_as_the_system_grants() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        assert guarded(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]) == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +183,8 @@ def test_gateway_and_router_share_what_means_the_same() -> None:
     timeouts = {"request_timeout_s", "queue_timeout_s"}
     slow_readers = {"max_buffer_bytes", "stall_timeout_s"}
     trust = {"cluster_secret", "cluster_ca", "cluster_cert", "cluster_key", "tls_cert", "tls_key"}
+    trust |= {"trust_network"}
     clients = {"api_key", "api_key_file", "shared_prefix"}
+    clients |= {"requests_per_minute", "tokens_per_minute", "rate_storage"}
     others = {"drain_s", "log_level"}
     assert gateway & router == trust | clients | others | timeouts | slow_readers

@@ -25,6 +25,20 @@ def test_certificates_of_every_role(tmp_path: Path, capsys: pytest.CaptureFixtur
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key)
 
 
+def test_a_wrong_certificate_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certs", str(tmp_path)]) == 0
+
+    def start(role: str, key: str) -> str:
+        own = ["--cluster-cert", f"{tmp_path}/decode.pem", "--cluster-key", f"{tmp_path}/{key}.pem"]
+        assert main([role, "--cluster-ca", f"{tmp_path}/ca.pem", *own]) == 2
+        return capsys.readouterr().err
+
+    assert "--cluster-cert is of a decode, and this is a router" in start("router", "decode-key")
+    assert "decode.pem: the key is not the certificate's" in start("router", "router-key")
+
+
 def test_renewed_by_the_same_authority(tmp_path: Path) -> None:
     assert main(["certs", str(tmp_path)]) == 0
     names = ("ca.pem", "ca-key.pem", "router.pem", "router-key.pem")

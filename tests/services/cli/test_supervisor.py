@@ -115,6 +115,34 @@ def test_one_that_is_killed_before_it_was_ready(serving: bool, events: Events) -
                 supervisor.run_until(lambda: False, LIMIT_S)
 
 
+def test_one_that_fails_while_the_system_serves(events: Events) -> None:
+    """It is restarted, whether it says why it cannot load or the system has no process for it."""
+    starts: list[int] = []
+
+    def make() -> Task:
+        starts.append(len(starts))
+        if len(starts) == 2:
+            raise BlockingIOError("no more processes")
+        return Task("fake_service:broken" if len(starts) == 1 else "fake_service:good", ())
+
+    with Supervisor(noting(events), serving=lambda: True) as supervisor:
+        child = supervisor.start("late", make)
+        assert supervisor.run_until(lambda: child.ready, LIMIT_S)
+    assert [figures["code"] for _, event, figures in events if event == "died"][:2] == [1, None]
+
+
+@pytest.mark.parametrize("preload", [(), ("fake_service",)])
+def test_a_hang_up_goes_on_to_who_reloads(preload: tuple[str, ...], events: Events) -> None:
+    with Supervisor(noting(events), preload, reloading=("reloading",)) as supervisor:
+        children = [start(supervisor, "reloading"), start(supervisor, "good")]
+        assert all_ready(supervisor)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert supervisor.run_until(lambda: "reloads" in children[0].figures, LIMIT_S)
+        assert supervisor.signals == []
+        assert supervisor.stop([children], LIMIT_S)
+    assert [child.deaths_in_a_row for child in children] == [1, 1]
+
+
 def test_an_unforeseen_failure_is_named(supervisor: Supervisor) -> None:
     start(supervisor, "surprised")
     with pytest.raises(StartError, match=r"KeyError: 'oops'"):

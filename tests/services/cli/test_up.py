@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from chaos.cluster import lasting_port
 from cluster_secret import SECRET
 from eventually import LIMIT_S
 
@@ -34,7 +35,7 @@ class Watched(Supervisor):
     """Calls back once everything is up, on the supervisor's own thread."""
 
     def __init__(self, system: System, then: Callable[["Watched"], bool]) -> None:
-        super().__init__(system.on_event)
+        super().__init__(system.on_event, reloading=system.reloading())
         self._then = then
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -77,6 +78,7 @@ def test_everybody_is_told_what_they_need(
     assert len({f["ca"] for f in everyone}) == 1
     names = ["router", *(w["role"] for w in workers), "gateway"]
     assert [role_in(f["cert"].encode()) for f in everyone] == names
+    assert all(f["secret"] == [] for f in everyone)
     assert gateway["routers"] == [router["bind"]]
     for worker in workers:
         assert worker["routers"] == [router["bind"]]
@@ -114,9 +116,7 @@ def test_a_given_secret_keys_and_ports_are_used(
     keys.write_text("third\n")
     folder = tmp_path / "run"
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = lasting_port()
     words = ["--cluster-secret", SECRET, "--api-key", "first", "--api-key", "second"]
     words += ["--api-key-file", str(keys), "--router-port", str(port), "--queue-timeout-s", "7"]
     words += ["--trace-dir", str(tmp_path)]
@@ -149,6 +149,26 @@ def test_a_killed_router_comes_back_at_its_address(tmp_path: Path) -> None:
     assert router["pid"] != killed[0]
     assert [router["bind"]] == [router["address"]] == addresses
     assert [c.restarts for c in ended.children] == [0, 1, 0, 0]
+
+
+def test_a_hang_up_reloads_the_keys(tmp_path: Path) -> None:
+    """Of those that have any; without a file of keys it is a stop."""
+    keys = tmp_path / "keys"
+    keys.write_text("first\n")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sent: list[int] = []
+
+    def hang_up(supervisor: Watched) -> bool:
+        if not sent:
+            sent.append(signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+        return all("reloads" in supervisor.named(n).figures for n in ("gateway", "router"))
+
+    ended = serve(folder, "--api-key-file", str(keys), then=hang_up)
+    assert all("reloads" in ended.named(n).figures for n in ("gateway", "router"))
+    assert [c.restarts for c in ended.children] == [0, 0, 0, 0]
+    assert ended.signals == []
 
 
 def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:
@@ -255,3 +275,10 @@ def test_no_orphan_when_it_is_killed(process: Callable[..., subprocess.Popen[str
     children = family(up)
     up.kill()
     assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
+
+
+def test_a_certificate_for_clients_goes_with_a_cluster_secret(tmp_path: Path) -> None:
+    """The gateway shows it; the router's own port is on loopback then, and shows none."""
+    words = ("--tls-cert", "cert.pem", "--tls-key", "key.pem")
+    ended = serve(tmp_path, "--cluster-secret", "s" * 32, *words)
+    assert "bind" in ended.named("router").figures

@@ -1,13 +1,15 @@
 """What processes of a cluster show each other: certificates with roles, or a secret."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from chaos.cluster import lasting_port
+from cryptography import x509
+from eventually import LIMIT_S
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.protos import common_pb2 as pb
@@ -37,7 +39,7 @@ from pdserve.services.host.auth.roles import RIGHTS, Role
 from pdserve.services.host.auth.secret import SecretAccess
 from pdserve.services.host.auth.tls import TlsAccess
 from pdserve.services.host.options import HostSettings
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.host.server import HEALTH_CHECK, GrpcHost
 
 pytestmark = pytest.mark.anyio
 AUTHORITY = make_authority()
@@ -45,8 +47,7 @@ OURS = {method: roles for method, roles in RIGHTS.items() if method.startswith("
 
 
 class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, PrefillServicer):
-    """Answers every method of the cluster once, and notes what was called. It reads streams to
-    their end: grpc.aio's other end of a call that ends while it writes is sometimes INTERNAL."""
+    """Answers every method of the cluster once, and notes what was called."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -108,8 +109,27 @@ def call(channel: Any, method: str) -> Any:
             iter([PrefillCommand()])
         ),
         "/pdserve.v1.Decode/Session": lambda: DecodeStub(channel).Session(iter([DecodeCommand()])),
+        HEALTH_CHECK: lambda: health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest()
+        ),
     }
     return calls[method]()
+
+
+async def status(channel: grpc.Channel, method: str) -> grpc.StatusCode:
+    """What the method is answered with. By a blocking channel, since grpc.aio's says INTERNAL if an
+    answer comes while it still writes."""
+
+    def answered() -> grpc.StatusCode:
+        try:
+            answer = call(channel, method)
+            for _ in answer if hasattr(answer, "__iter__") else ():
+                pass
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    return await asyncio.wait_for(asyncio.to_thread(answered), LIMIT_S)
 
 
 async def status_of(answer: Any) -> grpc.StatusCode:
@@ -128,14 +148,14 @@ async def status_of(answer: Any) -> grpc.StatusCode:
 @pytest.mark.parametrize("role", Role)
 async def test_a_role_may_call_its_methods_and_no_other(server: Any, role: Role) -> None:
     everything, address = server
-    async with access_of(role).open_channel(address, Role.ROUTER) as channel:
+    with access_of(role).open_blocking_channel(address, Role.ROUTER) as channel:
         for method, allowed in OURS.items():
             everything.called.clear()
-            status = await status_of(call(channel, method))
+            found = await status(channel, method)
             if role in allowed:
-                assert status is grpc.StatusCode.OK, method
+                assert found is grpc.StatusCode.OK, method
             else:
-                assert status is grpc.StatusCode.PERMISSION_DENIED, method
+                assert found is grpc.StatusCode.PERMISSION_DENIED, method
             assert bool(everything.called) == (role in allowed)
 
 
@@ -161,16 +181,13 @@ async def test_a_stranger_is_refused_by_tls(server: Any) -> None:
     credentials = grpc.ssl_channel_credentials(AUTHORITY.certificate)
     name = [("grpc.ssl_target_name_override", Role.ROUTER.dns_name)]
     for channel in (
-        foreign.open_channel(address, Role.ROUTER),
-        grpc.aio.secure_channel(address, credentials, options=name),
-        grpc.aio.insecure_channel(address),
+        foreign.open_blocking_channel(address, Role.ROUTER),
+        grpc.secure_channel(address, credentials, options=name),
+        grpc.insecure_channel(address),
     ):
-        async with channel:
-            for method in OURS:
-                assert await status_of(call(channel, method)) is grpc.StatusCode.UNAVAILABLE
-            stub = health_pb2_grpc.HealthStub(channel)
-            asked = stub.Check(health_pb2.HealthCheckRequest())
-            assert await status_of(asked) is grpc.StatusCode.UNAVAILABLE
+        with channel:
+            for method in (*OURS, HEALTH_CHECK):
+                assert await status(channel, method) is grpc.StatusCode.UNAVAILABLE
     assert not everything.called
 
 
@@ -187,9 +204,7 @@ async def test_a_probe_needs_no_certificate_and_gets_nothing_else(anyio_backend:
     open_method = "/pdserve.v1.Router/Generate"
     host, everything = GrpcHost(access_of(Role.ROUTER), [open_method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = lasting_port()
     host.listen_for_probes("127.0.0.1:0", port)
     await host.start()
     host.set_serving(True)
@@ -312,11 +327,69 @@ def test_a_certificate_says_its_role() -> None:
         role_in(AUTHORITY.certificate)
 
 
-@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
-async def test_a_secret_on_a_network_is_warned_of(
-    caplog: pytest.LogCaptureFixture, anyio_backend: str, host: str, warned: bool
-) -> None:
-    server = GrpcHost(SecretAccess(("x" * 32,)))
-    server.listen(f"{host}:0")
-    assert ("in plain text" in caplog.text) is warned
-    await server.stop(0)
+async def served(access: SecretAccess, bind: str) -> None:
+    server = GrpcHost(access)
+    try:
+        server.listen(bind)
+    finally:
+        await server.stop(0)
+
+
+BEYOND = ["0.0.0.0:0", "[::]:0", "10.0.0.5:1", "127.example.com:1", "router:1", "127.1:1", ""]
+
+
+@pytest.mark.parametrize("address", BEYOND)
+async def test_a_secret_stays_on_this_machine(anyio_backend: str, address: str) -> None:
+    """It is neither taken nor shown elsewhere, and the error says what else there is."""
+    access = SecretAccess(("x" * 32,))
+    with pytest.raises(PermissionError, match=r"pdserve certs.*--trust-network"):
+        await served(access, address)
+    for dial in (access.open_channel, access.open_blocking_channel):
+        with pytest.raises(PermissionError, match="not of this machine"):
+            dial(address, Role.ROUTER)
+
+
+async def test_where_a_secret_may_go(tmp_path: Path, anyio_backend: str) -> None:
+    access = SecretAccess(("x" * 32,))
+    for bind in (
+        "127.0.0.1:0",
+        "127.0.77.3:0",
+        "localhost:0",
+        "[::1]:0",
+        f"unix:{tmp_path}/socket",
+    ):
+        await served(access, bind)
+        async with access.open_channel(bind, Role.ROUTER):
+            pass
+    settings = HostSettings(cluster_secret=("x" * 32,), trust_network=True)
+    trusting = make_access(settings)
+    assert isinstance(trusting, SecretAccess)
+    await served(trusting, "0.0.0.0:0")
+    async with trusting.open_channel("router:1", Role.ROUTER):
+        pass
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    one, other = issue(AUTHORITY, Role.ROUTER), issue(AUTHORITY, Role.ROUTER)
+    write(tmp_path, "own", Identity(one.certificate, other.key))
+    own = str(tmp_path / "own.pem"), str(tmp_path / "own-key.pem")
+    for use in (make_tls, lambda *pair: TlsAccess(AUTHORITY.certificate.decode(), *pair)):
+        with pytest.raises(ValueError, match=r"own\.pem: the key is not the certificate's"):
+            use(*own)
+    (tmp_path / "own-key.pem").write_text("no key")
+    with pytest.raises(ValueError, match="the certificate's key cannot be read"):
+        make_tls(*own)
+    (tmp_path / "own.pem").write_text("no certificate")
+    with pytest.raises(ValueError, match="the certificate cannot be read"):
+        make_tls(*own)
+
+
+def test_what_up_makes_lasts_as_long_as_its_authority() -> None:
+    ends = [
+        x509.load_pem_x509_certificate(pem).not_valid_after_utc
+        for pem in (
+            AUTHORITY.certificate,
+            in_settings(AUTHORITY, Role.DECODE)["cluster_cert"].encode(),
+        )
+    ]
+    assert ends[1] >= ends[0]

@@ -1,12 +1,19 @@
 """Every code has a row, and an error survives the way to a peer and back."""
 
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import CATALOGUE, FAILURE_KEY, HTTP_STATUS, ServiceError
+from pdserve.services.host.errors import (
+    CATALOGUE,
+    FAILURE_KEY,
+    HTTP_STATUS,
+    MAX_MESSAGE,
+    ServiceError,
+)
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_CODE_UNSPECIFIED]
 
@@ -52,3 +59,20 @@ def test_errors_of_calls() -> None:
     assert ServiceError.from_rpc(Rpc(grpc.StatusCode.DATA_LOSS)).code == pb.INTERNAL
     garbage = ((FAILURE_KEY, b"\xff\xff"),)
     assert ServiceError.from_rpc(Rpc(grpc.StatusCode.CANCELLED, garbage)).code == pb.CANCELLED
+
+
+@pytest.mark.parametrize("written", ["x", "%", "\n", "\u4e2d", "\U0001f600", "a\u4e2d"])
+def test_a_long_message_is_cut_once(written: str) -> None:
+    """And fits the metadata of gRPC, which percent-encodes it."""
+    text = written * 100_000
+    error = ServiceError(pb.INVALID_ARGUMENT, text, "p" * 1000)
+    sent = quote(error.message, safe="".join(map(chr, range(0x20, 0x7F))).replace("%", ""))
+    assert MAX_MESSAGE - 12 < len(sent) <= MAX_MESSAGE
+    assert error.message.endswith(f"... ({len(text)} characters)")
+    again = ServiceError.from_failure(error.to_failure())
+    assert (again.message, again.param) == (error.message, error.param)
+
+
+def test_a_short_message_is_whole() -> None:
+    for text in ("x" * MAX_MESSAGE, "\u4e2d" * (MAX_MESSAGE // 9)):
+        assert ServiceError(pb.INVALID_ARGUMENT, text).message == text

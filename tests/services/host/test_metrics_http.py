@@ -1,11 +1,12 @@
 """The metrics port: what it serves, and that nobody can hold it."""
 
+import resource
 import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from eventually import LIMIT_S
+from eventually import LIMIT_S, wait_until
 from prometheus_client import Counter
 
 from pdserve.services.host import metrics_http
@@ -67,3 +68,20 @@ def test_on_the_given_address_only() -> None:
     with pytest.raises(OSError, match="in use"):
         MetricsHttp(things, server.port, "[::1]:0")
     server.close()
+
+
+def test_without_descriptors_it_waits_and_says_so_once(
+    server: MetricsHttp, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno(), hard))
+        client.connect(("127.0.0.1", server.port))
+        wait_until(lambda: "cannot accept" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert client.recv(8) == b"HTTP/1.0"
+    client.close()
+    assert len(caplog.messages) == 1
