@@ -1,7 +1,7 @@
 """The gRPC Text service: what the REST API does, for gRPC clients."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -18,8 +18,10 @@ from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, Tex
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.backpressure import Backpressure, deliver
-from pdserve.services.host.tenants.keys import ApiKeys, Tenant
-from pdserve.services.host.tenants.turns import FairTurns
+from pdserve.services.host.rpc.channel import AUTHORIZATION
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.host.tenants.keys import ApiKeys
 
 SERVICE = "pdserve.v1.Text"
 TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
@@ -27,56 +29,84 @@ TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
 MAX_SALT_BYTES = 256
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Asked = ChatCompletionRequest | TextCompletionRequest
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED before a byte of a Text message is read."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+        # A streaming handler, since a unary one would first wait for the caller's message.
+        self._denial: Any = grpc.stream_stream_rpc_method_handler(_deny)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        details: Any = handler_call_details
+        if (
+            details.method in TEXT_METHODS
+            and self._keys.tenant(_shown_in(details.invocation_metadata)) is None
+        ):
+            return self._denial
+        return await continuation(handler_call_details)
 
 
 class TextServicer(TextBase):
-    def __init__(self, service: Service, keys: ApiKeys, backpressure: Backpressure) -> None:
+    def __init__(
+        self, service: Service, keys: ApiKeys, backpressure: Backpressure, max_bytes: int
+    ) -> None:
+        """`max_bytes`: of all messages that are being answered."""
         self._service = service
         self._keys = keys
         self._backpressure = backpressure
-        self._entering = FairTurns(1)
+        self._held = FairShare(max_bytes)
+        self._entering = FairSemaphore(1)
 
     async def Chat(self, request: ChatRequest, context: Context) -> None:
-        try:
-            tenant = await self._enter(context)
+        def asked() -> ChatCompletionRequest:
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
-            asked = ChatCompletionRequest(request.model, messages, _sampling(request.options), salt)
-            await deliver(self._run(asked, tenant), context.write, self._backpressure)
-        except ServiceError as error:
-            await abort(context, error)
+            return ChatCompletionRequest(request.model, messages, _sampling(request.options), salt)
+
+        await self._answer(asked, request.ByteSize(), context)
 
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
-        try:
-            tenant = await self._enter(context)
+        def asked() -> TextCompletionRequest:
             sampling = _sampling(request.options)
             salt = _cache_salt(request.options)
-            asked = TextCompletionRequest(
-                request.model, [request.prompt], sampling, cache_salt=salt
+            return TextCompletionRequest(request.model, [request.prompt], sampling, cache_salt=salt)
+
+        await self._answer(asked, request.ByteSize(), context)
+
+    async def _answer(self, asked: Callable[[], Asked], num_bytes: int, context: Context) -> None:
+        """Runs what is asked, in a message of so many bytes."""
+        try:
+            tenant = self._keys.tenant(_shown_in(context.invocation_metadata()))
+            if tenant is None:  # the key was taken back meanwhile
+                raise _unauthenticated()
+            await self._deliver(
+                asked, Caller(f"text-{uuid4().hex}", tenant=tenant), num_bytes, context
             )
-            await deliver(self._run(asked, tenant), context.write, self._backpressure)
         except ServiceError as error:
             await abort(context, error)
 
-    def _tenant(self, context: Context) -> Tenant:
-        metadata = dict(context.invocation_metadata() or ())
-        given = metadata.get("authorization", "")
-        tenant = self._keys.tenant(given if isinstance(given, str) else "")
-        if tenant is None:
-            raise ServiceError(UNAUTHENTICATED, "missing or wrong API key in 'authorization'")
-        return tenant
+    async def _deliver(
+        self, asked: Callable[[], Asked], caller: Caller, num_bytes: int, context: Context
+    ) -> None:
+        owner = caller.tenant.id
+        try:
+            with self._held.holding(owner, num_bytes, "requests"):
+                # One enters in each pass of the loop, as over HTTP (http/guard.py).
+                async with self._entering.turn(owner):
+                    await asyncio.sleep(0)
+                await deliver(self._run(asked(), caller), context.write, self._backpressure)
+        finally:
+            context.set_trailing_metadata(tuple(caller.headers.items()))
 
-    async def _enter(self, context: Context) -> Tenant:
-        """Whose call it is; one enters in each pass of the loop, as over HTTP (http/guard.py)."""
-        tenant = self._tenant(context)
-        async with self._entering.turn(tenant.id):
-            await asyncio.sleep(0)
-        return tenant
-
-    async def _run(
-        self, asked: ChatCompletionRequest | TextCompletionRequest, tenant: Tenant
-    ) -> AsyncGenerator[TextChunk, None]:
-        caller = Caller(f"text-{uuid4().hex}", tenant=tenant)
+    async def _run(self, asked: Asked, caller: Caller) -> AsyncGenerator[TextChunk, None]:
         async with (
             self._service.prepare(asked, caller) as completion,
             aclosing(self._service.completions.stream(completion)) as items,
@@ -96,6 +126,19 @@ class TextServicer(TextBase):
                         text=text_of(item.content),
                         finish_reason=item.finish or "",
                     )
+
+
+def _shown_in(metadata: Any) -> str:
+    """The value of 'authorization'; empty if there is none."""
+    return str(dict(metadata or ()).get(AUTHORIZATION, ""))
+
+
+def _unauthenticated() -> ServiceError:
+    return ServiceError(UNAUTHENTICATED, "missing or wrong API key in 'authorization'")
+
+
+async def _deny(_: Any, context: Context) -> None:
+    await abort(context, _unauthenticated())
 
 
 def _cache_salt(options: TextOptions) -> bytes:

@@ -11,7 +11,7 @@ import time
 
 import uvloop
 
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
@@ -21,7 +21,6 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.rate_limits import RateLimits, RateSettings
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
@@ -34,12 +33,14 @@ from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import make_keys
+from pdserve.services.host.tenants.rate_limits import make_rate_limits
 
 log = logging.getLogger("pdserve.gateway")
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 READY_S = 1.0  # between two checks which models can be asked
 START_S = 0.05  # until there is one
+SPARE_CALLS = 64  # of gRPC beside requests: health, reflection
 LOAD_S = 60.0  # for a model's tokenizer and template
 RENDER_S = 1.5  # of processor time for a chat template
 
@@ -61,15 +62,13 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     tls = make_tls(settings.tls_cert, settings.tls_key)
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
-    rates = RateLimits(
-        RateSettings(
-            settings.requests_per_minute,
-            settings.tokens_per_minute,
-            settings.text_seconds_per_minute,
-            settings.rate_storage,
-        )
+    rates = make_rate_limits(settings, settings.text_seconds_per_minute)
+    text_pool = TextPool(
+        make_text_limits(settings),
+        settings.text_processes,
+        rates.text_spent,
+        settings.queue_timeout_s,
     )
-    text_pool = TextPool(make_text_limits(settings), settings.text_processes, rates.text_spent)
     text_pool.prepare()
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     service = Service(
@@ -103,12 +102,15 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
         access,
-        # Callers of Text show an API key, which the servicer checks.
+        # Callers of Text show an API key instead.
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
+        interceptors=(KeyInterceptor(keys),),
+        max_calls=settings.max_requests + SPARE_CALLS,
     )
     backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
-    add_TextServicer_to_server(TextServicer(service, keys, backpressure), grpc_host.server)
+    text = TextServicer(service, keys, backpressure, settings.max_bodies_bytes)
+    add_TextServicer_to_server(text, grpc_host.server)
     grpc_bind = host_port(settings.host, settings.grpc_port)
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()

@@ -31,21 +31,15 @@ class GatewaySettings(PublicSettings):
     max_unanswered: int = option(
         1024, "requests without a first token; more are answered 429", min=1
     )
-    requests_per_minute: int = option(0, "requests of one API key in a minute; 0: any", min=0)
-    tokens_per_minute: int = option(
-        0, "tokens of prompts and answers of one API key in a minute; 0: any", min=0
-    )
     text_seconds_per_minute: float = option(
         0.0, "seconds of tokenizing and templates of one API key in a minute; 0: any", min=0
     )
-    rate_storage: str = option(
-        "memory://",
-        "where these are counted; redis://host:port if several gateways share them",
-        secret=True,
-    )
     max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
     max_bodies_bytes: int = option(
-        128 << 20, "bytes of all bodies until they are answered; more are answered 429", min=1024
+        128 << 20,
+        "bytes of all bodies and of their parsed values until they are answered; a key beyond its "
+        "share gets 429 (all have at most twice as much)",
+        min=1024,
     )
     body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
     max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)

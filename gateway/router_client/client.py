@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 
-from pdserve.gateway.router_client.choice import choose, conversation
 from pdserve.gateway.router_client.model_files import ModelFiles
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
+from pdserve.gateway.router_client.routing import choose, conversation
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
@@ -208,17 +208,18 @@ class RouterClient:
     def down(self, session: RouterConnection) -> None:
         now = asyncio.get_running_loop().time()
         if session.has_worked:
-            session.has_worked = False
             self._down_since = now
         for inbox in list(self._inboxes.values()):
             if inbox.session is session:
                 self._take_from(inbox)
                 inbox.refused_by.clear()
                 self._assign(inbox)
-        if not self._live():
-            self._fail_those_that_waited(now)
+        self._fail_those_that_waited(now)
 
     def _fail_those_that_waited(self, now: float) -> None:
+        """Without any router, requests that never ran fail after GRACE_S."""
+        if self._live():
+            return
         for inbox in list(self._inboxes.values()):
             waits = inbox.request.placed and inbox.request.deadline is not None
             if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
@@ -245,6 +246,7 @@ class RouterClient:
                 if session.address not in found and session.channel is None:
                     del self._sessions[session.address]
                     await session.close()
+            self._fail_those_that_waited(asyncio.get_running_loop().time())
             await asyncio.sleep(RESOLVE_S)
 
     # --- models and fleet

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import grpc
 
-from pdserve.gateway.router_client.choice import Recent
+from pdserve.gateway.router_client.routing import Recent
 from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.auth.access import Access
@@ -31,7 +31,7 @@ class RouterListener(Protocol):
         """Something about a request."""
 
     def down(self, session: "RouterConnection") -> None:
-        """It ended, or could not be opened: what it carried may be lost."""
+        """It ended: what it carried may be lost."""
 
 
 class RouterConnection:
@@ -79,6 +79,7 @@ class RouterConnection:
     async def _keep(self) -> None:
         backoff = FIRST_BACKOFF_S
         while True:
+            self.has_worked = False
             try:
                 async with self._access.open_channel(self.address, Role.ROUTER) as channel:
                     await _connect(channel)
@@ -87,12 +88,10 @@ class RouterConnection:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 log.warning("router %s: %s", self.address, reason or type(error).__name__)
             backoff = FIRST_BACKOFF_S if self.has_worked else min(MAX_BACKOFF_S, backoff * 2)
-            self._listener.down(self)
             await asyncio.sleep(backoff)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         loop = asyncio.get_running_loop()
-        self.has_worked = False
         call = RouterStub(channel).Session()
         await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot)))
         log.info("connected to router %s", self.address)
@@ -110,6 +109,9 @@ class RouterConnection:
             self.channel = None
             self._outgoing.clear()
             self.has_worked |= loop.time() - self.up_since > STABLE_S
+            if not self._task.cancelling():
+                # Before anything is awaited: whoever sees no channel may close this session.
+                self._listener.down(self)
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)

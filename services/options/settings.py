@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pdserve.engine.api.sampling_bounds import BOUNDS
-from pdserve.services.host.options import option
+from pdserve.services.host.options import CertificateSettings, option
 
 MAX_TEMPERATURE = BOUNDS["temperature"].api.high
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -58,13 +58,10 @@ class CertsSettings:
 
 
 @dataclass(frozen=True)
-class HealthSettings:
-    """How long a probe waits, and what it shows a process of a cluster with certificates."""
+class HealthSettings(CertificateSettings):
+    """How long a probe waits; with certificates it shows that of the process that it probes."""
 
     timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
-    cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
-    cluster_cert: str = option("", "PEM file of the certificate of the probed process")
-    cluster_key: str = option("", "PEM file of that certificate's key")
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ class Dispatcher:
     def _lost(self, worker: Worker, how: str, crashed: bool, now: float) -> None:
         forgotten = self.fleet.get(worker.boot) is not worker
         if forgotten and worker.hello.role == DECODE:
-            self.placer.worker_forgotten(worker)
+            self.placer.worker_forgotten(worker, now)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)

@@ -16,6 +16,7 @@ from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.rpc.blobs import BlobService
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import make_keys
+from pdserve.services.host.tenants.rate_limits import make_rate_limits
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import FleetBlobs
 from pdserve.services.router.join_service import JoinService
@@ -49,7 +50,8 @@ class RouterProcess:
         self.core = RouterCore(self._access, make_rules(settings), settings.max_queued)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.event_log = EventLog(self._ring)
-        self._service = RouterService(self.core, settings, self._access, self._keys)
+        self._rates = make_rate_limits(settings)
+        self._service = RouterService(self.core, settings, self._access, self._keys, self._rates)
         self.address = self.client_address = ""
 
     async def start(self) -> None:
@@ -59,7 +61,7 @@ class RouterProcess:
         add_FleetServicer_to_server(JoinService(self.core, self._access), server)
         blobs = FleetBlobs(self.core.fleet, self._access)
         add_BlobsServicer_to_server(BlobService(blobs.get), server)
-        self._watching = asyncio.create_task(self._keys.watch(), name="keys")
+        self.watching = asyncio.create_task(self._keys.watch(), name="keys")
         bind, client_bind = self._settings.bind, self._settings.client_bind
         self.address = f"{bind.rpartition(':')[0]}:{self.host.listen(bind)}"
         if client_bind:
@@ -78,8 +80,9 @@ class RouterProcess:
 
     async def stop(self, grace_s: float) -> None:
         """End the sessions of clients first, then those with workers."""
-        self._watching.cancel()
+        self.watching.cancel()
         await self.host.stop(grace_s)
+        await self._rates.close()
         await self.core.close()
         if self._ring is not None:
             self._ring.close()
@@ -101,7 +104,7 @@ async def serve(settings: RouterSettings, report: Report) -> int:
             drain=router.drain,
             stop=router.stop,
             drain_s=settings.drain_s,
-            failed=(router.core.ticker,),
+            failed=(router.core.ticker, router.watching),
         )
     finally:
         if metrics is not None:

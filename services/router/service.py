@@ -5,7 +5,7 @@ A client's reader only enqueues; a slow one costs its own outbox, in which token
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -22,11 +22,14 @@ from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import Outbox
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.host.tenants.rate_limits import RateLimits
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256
+ID_BYTES = 40  # that a token id of a prompt takes in a Python list, at most
 OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,6 +41,7 @@ class ClientSession:
         self.key = key
         self.outbox: Outbox[rpc.RequestEvent] = Outbox()
         self.over = False  # the one request of a Generate has ended
+        self.num_generated = 0  # tokens of it
 
     def put(self, event: rpc.RequestEvent) -> None:
         self.outbox.put(event)
@@ -47,12 +51,19 @@ class RouterService(RouterServicer):
     """Sessions for gateways, Generate for gRPC clients, views for both."""
 
     def __init__(
-        self, core: RouterCore, settings: RouterSettings, access: Access, keys: ApiKeys
+        self,
+        core: RouterCore,
+        settings: RouterSettings,
+        access: Access,
+        keys: ApiKeys,
+        rates: RateLimits,
     ) -> None:
         self._core = core
         self._access = access
         self._settings = settings
         self._keys = keys
+        self._rates = rates
+        self._held = FairShare(settings.max_generate_bytes)
         self._sessions: set[ClientSession] = set()
 
     def send_away(self) -> None:
@@ -76,11 +87,11 @@ class RouterService(RouterServicer):
             async for batch in session.outbox:
                 yield rpc.RouterMessage(events=batch)
         finally:
-            reader.cancel()
-            with suppress(asyncio.CancelledError):
-                await reader
             self._sessions.discard(session)
             self._core.client_gone(session)
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader  # raises what a message that cannot be read has raised there
 
     async def _read(
         self, messages: AsyncIterator[rpc.GatewayMessage], session: ClientSession
@@ -89,8 +100,8 @@ class RouterService(RouterServicer):
         try:
             async for message in messages:
                 self._take(message, session, collector)
-        except grpc.RpcError:
-            pass  # the client is gone; the session ends below
+        except (grpc.RpcError, grpc.aio.BaseError):
+            pass  # the client is gone, or the server has stopped; the session ends below
         finally:
             session.outbox.close()
 
@@ -117,22 +128,35 @@ class RouterService(RouterServicer):
 
     async def Generate(self, request: rpc.GenerateRequest, context: Context) -> None:
         tenant = await self._authorize(context)
-        session = ClientSession(os.urandom(16))
         try:
-            start = self._start_of(request, tenant)
-            if not start.model:
-                start.model = self._only_model()
-            self._core.submit(RequestProgress(start, request.prompt_ids), session)
+            num_bytes = request.ByteSize() + ID_BYTES * len(request.prompt_ids)
+            with self._held.holding(tenant.id, num_bytes, "prompts"):
+                start = self._start_of(request, tenant)
+                await self._count(tenant, len(request.prompt_ids), context)
+                await self._run(RequestProgress(start, request.prompt_ids), tenant, context)
         except ServiceError as error:
             await abort(context, error)
+
+    async def _count(self, tenant: Tenant, num_tokens: int, context: Context) -> None:
+        """Raises ServiceError if the key is beyond its rate; says what is left of it."""
+        try:
+            await self._rates.count_request(tenant.id)
+            await self._rates.count_tokens(tenant.id, num_tokens)
+        finally:
+            context.set_trailing_metadata(tuple((await self._rates.headers(tenant.id)).items()))
+
+    async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
+        """Raises ServiceError."""
+        session = ClientSession(os.urandom(16))
+        request = progress.start.request
         settings = self._settings
         backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
+        self._core.submit(progress, session)
         try:
-            await deliver(self._answers(session, start.request), context.write, backpressure)
-        except ServiceError as error:
-            await abort(context, error)
+            await deliver(self._answers(session, request), context.write, backpressure)
         finally:
-            self._leave(session, start.request)
+            self._leave(session, request)
+            self._rates.tokens_spent(tenant.id, session.num_generated)
 
     async def _answers(
         self, session: ClientSession, request: str
@@ -146,6 +170,7 @@ class RouterService(RouterServicer):
                     if kind == "failed":
                         raise ServiceError.from_failure(event.failed.failure)
                     elif kind == "tokens":
+                        session.num_generated += len(event.tokens.ids)
                         yield rpc.GenerateResponse(tokens=event.tokens)
                     elif kind == "prompt_logprobs":
                         yield rpc.GenerateResponse(prompt_logprobs=event.prompt_logprobs)
@@ -163,15 +188,23 @@ class RouterService(RouterServicer):
             self._core.cancel(session, request)
 
     def _start_of(self, request: rpc.GenerateRequest, tenant: Tenant) -> pb.Start:
-        """Raises ServiceError for a timeout that is longer than the router's own."""
+        """Raises ServiceError for a timeout that is longer than the router's own, and for a prompt
+        that is longer than the model's context."""
         most_ms = int(self._settings.request_timeout_s * 1000)
         if request.timeout_ms > most_ms:
             text = f"timeout_ms is {request.timeout_ms}, at most {most_ms}"
             raise ServiceError(pb.INVALID_ARGUMENT, text, "timeout_ms")
+        cards = {card.name: card for card in self._core.models()}
+        model = request.model or _only(cards)
+        num_tokens = len(request.prompt_ids)
+        if model in cards and num_tokens > cards[model].context_len:
+            most = cards[model].context_len
+            text = f"the model's context is {most} tokens; the prompt has {num_tokens}"
+            raise ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, text, "prompt_ids")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
         return pb.Start(
             request=f"gen-{os.urandom(12).hex()}",
-            model=request.model,
+            model=model,
             cache_salt=tenant.cache_salt(request.cache_salt),
             tenant=tenant.id,
             params=request.params,
@@ -179,15 +212,6 @@ class RouterService(RouterServicer):
             remaining_ms=request.timeout_ms or most_ms,
             queue_remaining_ms=int(self._settings.queue_timeout_s * 1000),
         )
-
-    def _only_model(self) -> str:
-        models = self._core.models()
-        if not models:
-            raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
-        if len(models) > 1:
-            names = ", ".join(card.name for card in models)
-            raise ServiceError(pb.INVALID_ARGUMENT, f"name one of the models: {names}", "model")
-        return models[0].name
 
     async def ListModels(
         self, request: rpc.ListModelsRequest, context: Context
@@ -208,6 +232,16 @@ class RouterService(RouterServicer):
         if tenant is None:
             await abort(context, ServiceError(pb.UNAUTHENTICATED, "missing or wrong key"))
         return tenant
+
+
+def _only(models: Collection[str]) -> str:
+    """The one model that there is. Raises ServiceError."""
+    if not models:
+        raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+    if len(models) > 1:
+        text = f"name one of the models: {', '.join(models)}"
+        raise ServiceError(pb.INVALID_ARGUMENT, text, "model")
+    return next(iter(models))
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:

@@ -44,9 +44,16 @@ class RouterSettings(PublicSettings, BackendSettings):
     request_timeout_s: float = option(
         600.0, "longest run of a Generate, which may name a shorter one", min=0.001, max=86400
     )
+    max_generate_bytes: int = option(
+        128 << 20, "bytes of all open calls of Generate; more are refused", min=1024
+    )
     max_buffer_bytes: int = option(
         1 << 20, "unread bytes of an answer of Generate that are kept", min=1024
     )
     stall_timeout_s: float = option(
         30.0, "seconds a client of Generate may stop reading before it is cancelled", min=0.001
     )
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert or self.tls_key) and not self.client_bind:
+            raise ValueError("a router serves --tls-cert and --tls-key at --client-bind only")

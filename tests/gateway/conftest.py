@@ -11,19 +11,19 @@ from fake_router import FakeRouter, Play
 from scripted_service import scripted_service
 from starlette.types import ASGIApp
 
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.rate_limits import RateLimits
 from pdserve.gateway.service import Service
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tenants.rate_limits import RateLimits
 
 BOUNDS = HttpLimits(
     max_body_bytes=1 << 16,
@@ -93,10 +93,17 @@ async def make_channel(
     opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
 
     async def make(
-        router: FakeRouter, keys: tuple[str, ...] = (), backpressure: Backpressure = BACKPRESSURE
+        router: FakeRouter,
+        keys: tuple[str, ...] = (),
+        backpressure: Backpressure = BACKPRESSURE,
+        rates: RateLimits | None = None,
+        max_bytes: int = 1 << 20,
     ) -> grpc.aio.Channel:
-        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
-        text = TextServicer(make_service(router), ApiKeys(keys), backpressure)
+        accepted = ApiKeys(keys)
+        guard = KeyInterceptor(accepted)
+        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,), interceptors=(guard,))
+        service = make_service(router, rates=rates)
+        text = TextServicer(service, accepted, backpressure, max_bytes)
         add_TextServicer_to_server(text, host.server)
         port = host.listen("127.0.0.1:0")
         await host.start()

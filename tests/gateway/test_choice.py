@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.router_client.choice import (
+from pdserve.gateway.router_client.routing import (
     HALF_LIFE_S,
     KEY_IDS,
     Recent,

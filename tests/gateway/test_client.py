@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from cluster_secret import ACCESS
@@ -33,6 +33,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.silent = False
         self.hangs = False  # when it is asked for models, the fleet or a blob
         self.num_hanging = 0
+        self.num_lists = 0  # it was asked for models
         self.refuses = False  # new requests
         self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
@@ -94,6 +95,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
             await asyncio.Event().wait()
 
     async def ListModels(self, request, context):
+        self.num_lists += 1
         await self._hang()
         return router_pb2.ListModelsResponse(models=[pb.ModelCard(name="tiny")])
 
@@ -321,6 +323,71 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
     assert set(asked) == {"routers:1"}
 
 
+class SlowToClose:
+    """Access whose channels to one address close only when they are told."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.closing = asyncio.Event()  # one is
+        self.cut_off = False  # whoever closed it was cancelled
+
+    @asynccontextmanager
+    async def open_channel(self, address, to):
+        async with ACCESS.open_channel(address, to) as channel:
+            try:
+                yield channel
+            finally:
+                if address == self.address:
+                    self.closing.set()
+                    try:
+                        await asyncio.Event().wait()
+                    except asyncio.CancelledError:
+                        self.cut_off = True
+                        raise
+
+
+async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
+    served, another, monkeypatch
+):
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
+    replicas = {f"127.0.0.1:{one.port}": one for one in (served, another)}
+    addresses = list(replicas)
+    monkeypatch.setattr(client_module, "resolve", lambda name: list(addresses))
+    access = SlowToClose()
+    client = RouterClient(["routers:1"], access, b"g" * 16)
+    await client.start()
+    try:
+        await eventually(lambda: client.num_connected == 2)
+        served.router.silent = another.router.silent = True
+        waiting = asyncio.create_task(ids_of(client, start()))
+        await eventually(lambda: served.router.starts or another.router.starts)
+        (access.address,) = [address for address, one in replicas.items() if one.router.starts]
+        addresses.remove(access.address)  # as at a drain
+        (left,) = [replicas[address] for address in addresses]
+        left.router.silent = False
+        await replicas[access.address].stop()
+        ids, _ = await asyncio.wait_for(waiting, LIMIT_S)
+        assert ids == list(range(100, 106))
+        assert access.closing.is_set()
+        await eventually(lambda: access.cut_off)
+    finally:
+        await client.close()
+
+
+async def test_names_that_lead_nowhere_fail_requests_after_the_grace(anyio_backend, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
+    monkeypatch.setattr(client_module, "resolve", lambda name: [])
+    client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
+    await client.start()
+    try:
+        _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
+    finally:
+        await client.close()
+    assert last.failed.failure.code == pb.UNAVAILABLE
+    assert "no router can be reached" in last.failed.failure.message
+
+
 async def test_a_request_that_ran_waits_for_a_router_until_its_deadline(
     client, served, monkeypatch
 ):
@@ -432,18 +499,38 @@ async def test_models_fleet_and_blobs(client, served):
 
 
 async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, monkeypatch):
-    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 0.2)
-    monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
+    """Nor does it make those of others old."""
+    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 10 * LIMIT_S)
     addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
     for hanging in (served, another):
         client = RouterClient(addresses, ACCESS, b"g" * 16)
         await client.start()
         await eventually(lambda client=client: client.num_connected == 2)
         hanging.router.hangs = True
+        async with asyncio.timeout(LIMIT_S):
+            assert [card.name for card in await client.models()] == ["tiny"]
+        num_asked = served.router.num_lists + another.router.num_lists
         assert [card.name for card in await client.models()] == ["tiny"]
+        assert served.router.num_lists + another.router.num_lists == num_asked
+        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
         served.router.hangs = another.router.hangs = True
-        assert [card.name for card in await client.models()] == ["tiny"], "remembered"
+        async with asyncio.timeout(LIMIT_S):
+            assert [card.name for card in await client.models()] == ["tiny"], "remembered"
         served.router.hangs = another.router.hangs = False
+        await client.close()
+        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 1.0)
+
+
+async def test_a_blob_comes_from_any_router(served, another):
+    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
+    digest = hashlib.sha256(BLOB).hexdigest()
+    for wrong in (served, another):
+        client = RouterClient(addresses, ACCESS, b"g" * 16)
+        await client.start()
+        await eventually(lambda client=client: client.num_connected == 2)
+        wrong.router.wrong_blob = True
+        assert await client.blob(digest) == BLOB
+        wrong.router.wrong_blob = False
         await client.close()
 
 

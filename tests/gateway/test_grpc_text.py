@@ -8,10 +8,12 @@ from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.gateway.grpc_text import TEXT_METHODS
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.host.rpc.backpressure import Backpressure
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 HI = [ChatMessage(role="user", content="hi")]
@@ -80,6 +82,15 @@ async def test_refusals(make_channel, request_, status):
     assert caught.value.code() == status
     assert caught.value.details()
     assert router.starts == []
+
+
+async def test_a_long_model_name_is_cut(make_channel):
+    """So the error fits into a call's trailers."""
+    text = TextStub(await make_channel(FakeRouter(saying("hello"))))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await text.Chat(ChatRequest(model="m" * 100_000, messages=HI)).read()
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert 100 < len(caught.value.details()) < 1000
 
 
 async def test_keys(make_channel):
@@ -184,3 +195,38 @@ async def some(router, start):
         if event.tokens.position > 200_000:
             break
     await asyncio.Event().wait()
+
+
+async def test_a_call_without_a_key_is_refused_before_its_message_is_read(make_channel):
+    """So it need not send one."""
+    channel = await make_channel(FakeRouter(saying("hello")), ("secret",))
+    for method in TEXT_METHODS:
+        call = channel.stream_stream(method)()  # whose message never comes
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), LIMIT_S)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_messages_that_are_being_answered_are_bounded(make_channel):
+    router = FakeRouter(some)
+    text = TextStub(await make_channel(router, max_bytes=1000))
+    first = text.Complete(CompleteRequest(prompt="x" * 400))
+    await anext(aiter(first))
+    with pytest.raises(grpc.aio.AioRpcError, match="too many requests at once") as caught:
+        await text.Complete(CompleteRequest(prompt="x" * 800)).read()
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    first.cancel()
+
+
+async def test_what_is_left_of_a_rate_is_told(make_channel):
+    rates = RateLimits(RateSettings(requests=1, tokens=1000))
+    text = TextStub(await make_channel(FakeRouter(saying("hello")), rates=rates))
+    call = text.Chat(ChatRequest(messages=HI))
+    assert [chunk async for chunk in call]
+    told = dict(await call.trailing_metadata())
+    assert told["x-ratelimit-remaining-requests"] == "0"
+    assert 0 < int(told["x-ratelimit-remaining-tokens"]) < 1000
+    refused = text.Chat(ChatRequest(messages=HI))
+    with pytest.raises(grpc.aio.AioRpcError, match="requests per minute"):
+        await refused.read()
+    assert dict(await refused.trailing_metadata())["x-ratelimit-limit-requests"] == "1"

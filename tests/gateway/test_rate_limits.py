@@ -1,6 +1,5 @@
-"""Requests, tokens and seconds of text per key and minute."""
+"""Limits of a key, and what its answers say of them."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,7 @@ import pytest
 from fake_router import FakeRouter, saying
 from starlette.types import ASGIApp
 
-from pdserve.gateway.rate_limits import STORAGE_S, RateLimits, RateSettings
-from pdserve.protos.common_pb2 import OVERLOADED
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -74,59 +71,9 @@ async def test_a_prompt_beyond_the_limit_is_refused(ask: Any) -> None:
     assert "tokens per minute" in refused.json()["error"]["message"]
 
 
-async def test_seconds_of_text_are_limited(anyio_backend: str) -> None:
-    rates = RateLimits(RateSettings(text_s=0.5))
-    await rates.check_text(b"one")
-    rates.text_spent(b"one", 0.2)
-    await rates.close()
-    await rates.check_text(b"one")
-    rates.text_spent(b"one", 0.7)
-    await rates.close()
-    with pytest.raises(ServiceError, match="seconds of preparing texts") as caught:
-        await rates.check_text(b"one")
-    assert caught.value.code == OVERLOADED
-    await rates.check_text(b"two")
-
-
 async def test_without_limits_nothing_is_counted(ask: Any) -> None:
     post = ask(RateSettings())
     for _ in range(5):
         answer = await post("one")
         assert answer.status_code == 200
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
-
-
-def test_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match="--rate-storage nowhere") as caught:
-        RateLimits(RateSettings(requests=1, storage="nowhere://:password@x"))
-    assert "password" not in str(caught.value)
-
-
-async def test_a_storage_that_is_down_limits_nobody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
-) -> None:
-    rates = RateLimits(RateSettings(requests=1))
-
-    async def fail(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("limits.aio.strategies.FixedWindowRateLimiter.hit", fail)
-    monkeypatch.setattr("limits.aio.strategies.FixedWindowRateLimiter.get_window_stats", fail)
-    for _ in range(3):
-        await rates.count_request(b"one")
-    assert (await rates.headers(b"one"))["x-ratelimit-remaining-requests"] == "1"
-    assert caplog.text.count("rate limits are not counted: no route") == 1
-
-
-async def test_a_storage_that_hangs_limits_nobody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
-) -> None:
-    rates = RateLimits(RateSettings(requests=1))
-
-    async def hang(*_: Any, **__: Any) -> Any:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("limits.aio.strategies.FixedWindowRateLimiter.hit", hang)
-    async with asyncio.timeout(10 * STORAGE_S):
-        await rates.count_request(b"one")
-    assert "rate limits are not counted: no answer within 0.5 s" in caplog.text

@@ -188,6 +188,9 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
 
 class Server:
     """What GrpcHost.server is: servicers register with it, calls reach them."""

@@ -39,6 +39,7 @@ def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
 def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
     return pb.ModelCard(
         name=model,
+        context_len=1_000_000,
         kv_identity=pb.KvIdentity(digest=identity),
         tokenizer_digest=hashlib.sha256(TOKENIZER).hexdigest(),
         kv_spec=encode_spec(KvSpec(16, ())),

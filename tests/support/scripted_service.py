@@ -8,8 +8,8 @@ from in_process_text import InProcessPool
 
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.rate_limits import RateLimits, RateSettings
 from pdserve.gateway.service import Service
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 
 def scripted_service(

@@ -4,7 +4,12 @@ So nobody waits for all that another has queued, or is refused for all that anot
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
+
+from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.services.host.errors import ServiceError
 
 T = TypeVar("T")
 
@@ -57,12 +62,25 @@ class FairShare:
         within = own + amount <= share and self.total + amount <= 2 * self._most
         return within or own + amount <= self._most // 64
 
+    @contextmanager
+    def holding(self, owner: bytes, amount: int, what: str) -> Iterator[None]:
+        """The owner has so much in the block. Raises ServiceError OVERLOADED, which names `what`,
+        if there is no room."""
+        if not self.has_room(owner, amount):
+            raise ServiceError(OVERLOADED, f"too many {what} at once", retry_after_s=1.0)
+        self.take(owner, amount)
+        try:
+            yield
+        finally:
+            self.give_back(owner, amount)
+
     def take(self, owner: bytes, amount: int = 1) -> None:
-        self._held[owner] = self._held.get(owner, 0) + amount
+        if amount:
+            self._held[owner] = self._held.get(owner, 0) + amount
         self.total += amount
 
     def give_back(self, owner: bytes, amount: int = 1) -> None:
-        left = self._held.pop(owner) - amount
+        left = self._held.pop(owner, 0) - amount
         if left:
             self._held[owner] = left
         self.total -= amount

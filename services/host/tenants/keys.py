@@ -101,11 +101,12 @@ class ApiKeys:
             log.info("%s has %d API keys", self._file, len(self._from_file))
 
     async def watch(self) -> None:
-        """Reads the file again whenever it changes or SIGHUP comes; runs until it is cancelled."""
+        """Reads the file again whenever it changes or SIGHUP comes; runs until it is cancelled.
+        Without a file SIGHUP changes nothing, rather than to end the process."""
         changed = asyncio.Event()
-        if not self._file:
-            await changed.wait()  # nothing changes
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
+        if not self._file:
+            await asyncio.Event().wait()
         seen = stamp(self._file)
         while True:
             with suppress(TimeoutError):

@@ -20,6 +20,7 @@ from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)
 
+STRANDED_S = 30.0  # a worker that crashed may be starting again
 MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
@@ -32,6 +33,7 @@ class KvCompatibility:
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
         self._withdrawn: set[str] = set()  # weights whose last worker has said goodbye
+        self._expected: dict[str, float] = {}  # until when a worker may come back with these
 
     def able(self, origin: KvIdentity | None, workers: Iterable[Worker]) -> list[Worker]:
         """The workers that may go on with what `origin` has computed (None: nobody has computed
@@ -43,19 +45,25 @@ class KvCompatibility:
         stay = [w for w in exact if not w.said_goodbye and not w.frozen]
         return exact if stay else admitted
 
-    def withdrawn(self, origin: KvIdentity | None) -> bool:
-        """Whether the workers with these weights have all left in order: none will come back."""
-        return origin is not None and _pool(origin) in self._withdrawn
+    def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
+        """Whether the workers with these weights have all left in order, and none is expected
+        back: one is for STRANDED_S after a crash, or if no other worker has taken their place."""
+        if origin is None or _pool(origin) not in self._withdrawn:
+            return False
+        return now >= self._expected.get(_pool(origin), now)
 
     def joined(self, worker: Worker) -> None:
         """A worker is there."""
         self._withdrawn.discard(_pool(worker.identity))
 
-    def left(self, worker: Worker, others: Iterable[Worker]) -> None:
+    def left(self, worker: Worker, others: Iterable[Worker], now: float) -> None:
         """A worker is forgotten; `others` are there still."""
         pool = _pool(worker.identity)
-        if worker.said_goodbye and all(_pool(other.identity) != pool for other in others):
+        pools = {_pool(other.identity) for other in others}
+        if worker.said_goodbye and pool not in pools:
             self._withdrawn.add(pool)
+        if not worker.said_goodbye or not pools:
+            self._expected[pool] = now + STRANDED_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
         """Prefill workers, by boot id, cannot send to a decode worker."""

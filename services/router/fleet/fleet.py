@@ -198,6 +198,8 @@ class Fleet:
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
+        if self.isolated_since is not None:
+            self.isolated_since = min(now, self.isolated_since + seconds)
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""

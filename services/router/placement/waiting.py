@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.host.tenants.fairness import FairQueue, FairShare
 
 
 class WaitReason(Enum):
@@ -77,9 +77,16 @@ class WaitingQueue(Generic[R]):
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """All that wait for that reason, the oldest first."""
-        lines = [line for (why, *_), line in self._lines.items() if why is reason]
-        return [request for _, request in sorted(entry for line in lines for entry in line)]
+        """All that wait for that reason, one of each tenant in turn, a tenant's oldest first."""
+        of_tenants: dict[bytes, list[tuple[int, R]]] = {}
+        for (why, _, tenant), line in self._lines.items():
+            if why is reason:
+                of_tenants.setdefault(tenant, []).extend(line)
+        queue: FairQueue[R] = FairQueue()
+        for tenant, entries in of_tenants.items():
+            for _, request in sorted(entries):
+                queue.push(tenant, request)
+        return [queue.pop() for _ in range(len(queue))]
 
     def since(self, request: R) -> float:
         """When it began to wait."""

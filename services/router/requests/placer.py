@@ -10,7 +10,7 @@ from collections import Counter
 from random import Random
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
-from pdserve.services.router.fleet.compatibility import KvCompatibility
+from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
 from pdserve.services.router.placement.policy import Rules, decide
@@ -25,7 +25,6 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
-STRANDED_S = 30.0  # a worker with the same weights may be starting again
 
 
 class Placer:
@@ -129,13 +128,14 @@ class Placer:
     # --- those that wait
 
     def pump(self, now: float) -> None:
-        """Begin what waits, in order of arrival, as far as workers take it."""
-        if self.budget.room:
-            for request in self.waiting.of(WaitReason.BUDGET):
-                self.waiting.remove(request)
-                workers = self._fleet.of(DECODE, request.model)
-                if not self._strand(request, workers, now):
-                    self._compute_again(request, now)
+        """Begin what waits, tenants in turn, as far as budget and workers take it."""
+        for request in self.waiting.of(WaitReason.BUDGET) if self.budget.room else ():
+            if not self.budget.room:
+                break  # those behind keep their turns
+            self.waiting.remove(request)
+            workers = self._fleet.of(DECODE, request.model)
+            if not self._strand(request, workers, now):
+                self._compute_again(request, now)
         for model in self.waiting.models:
             workers = self._fleet.of(DECODE, model)
             while (head := self.waiting.head(model)) is not None:
@@ -166,16 +166,18 @@ class Placer:
 
     def overdue(self, now: float) -> list[RoutedRequest]:
         """Requests that have waited long enough for a compatible worker, or wait in vain."""
-        return [
-            request
-            for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER)
-            if now - self.waiting.since(request) >= STRANDED_S
-            or self.compatibility.withdrawn(request.origin)
-        ]
+        stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
+        waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
+        late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+        return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
-    def worker_forgotten(self, worker: Worker) -> None:
+    def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
+        """Whether no worker can go on with it, and none will come."""
+        return self.compatibility.withdrawn(request.origin, now) and not self._able(request)
+
+    def worker_forgotten(self, worker: Worker, now: float) -> None:
         """A decode worker will not be heard of again."""
-        self.compatibility.left(worker, self._fleet.of(DECODE, worker.model))
+        self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
 
     def forget(self, request: RoutedRequest) -> None:
         """It has ended."""

@@ -36,9 +36,8 @@ class Fuzzed:
     async def _open(self) -> grpc.aio.Channel:
         self._host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
         service = scripted_service(FakeRouter(saying("hello world")))
-        add_TextServicer_to_server(
-            TextServicer(service, ApiKeys(), BACKPRESSURE), self._host.server
-        )
+        text = TextServicer(service, ApiKeys(), BACKPRESSURE, max_bytes=1 << 24)
+        add_TextServicer_to_server(text, self._host.server)
         port = self._host.listen("127.0.0.1:0")
         await self._host.start()
         return grpc.aio.insecure_channel(f"127.0.0.1:{port}")

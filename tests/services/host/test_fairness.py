@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairQueue, FairShare
 
 
@@ -80,3 +81,17 @@ def test_a_share_is_never_more_than_twice_the_bound() -> None:
                 assert share.total + amount > 40
             assert share.total == held.total() <= 80
         assert refused > 100
+
+
+def test_what_is_held_in_a_block_is_given_back() -> None:
+    share = FairShare(100)
+    with share.holding(b"one", 100, "prompts"), share.holding(b"one", 0, "prompts"):
+        assert share.total == 100
+        with (
+            pytest.raises(ServiceError, match="too many prompts at once"),
+            share.holding(b"one", 10, "prompts"),
+        ):
+            pass
+        with share.holding(b"two", 10, "prompts"):
+            assert share.total == 110
+    assert share.total == 0

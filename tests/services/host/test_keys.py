@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import hmac
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,27 @@ def test_a_file_has_keys_or_their_hashes(tmp_path: Path) -> None:
         assert name(keys, wrong) is None
     assert keys.tenant("Basic one") is None
     assert keys.tenant("BEARER  two ") == keys.tenant("Bearer two")
+
+
+def test_a_key_is_compared_with_all_hashes_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever fits, so the time tells nothing of it."""
+    compared: list[tuple[bytes, bytes]] = []
+    really = hmac.compare_digest
+
+    def noting(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return really(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", noting)
+    keys = ApiKeys(("one", "two", "three"))
+    hashes = [hashlib.sha256(key.encode()).digest() for key in ("one", "two", "three")]
+    for shown in ("one", "three", "another"):
+        assert (name(keys, shown) is None) == (shown == "another")
+        own = hashlib.sha256(shown.encode()).digest()
+        assert compared == [(own, known) for known in hashes]
+        compared.clear()
 
 
 def test_without_keys_everybody_is_accepted() -> None:
@@ -117,6 +139,21 @@ async def test_a_file_is_read_again(
     await eventually(lambda: not name(keys, "one"))
     assert name(keys, "two")
     watching.cancel()
+
+
+@pytest.mark.anyio
+async def test_without_a_file_a_hang_up_ends_nothing(anyio_backend: str) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    watching = asyncio.create_task(ApiKeys().watch())
+    try:
+        await eventually(lambda: signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_file_that_cannot_be_used_changes_nothing(

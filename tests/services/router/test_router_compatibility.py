@@ -19,11 +19,11 @@ from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
+from pdserve.services.router.fleet.compatibility import STRANDED_S
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.main import make_rules
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.placement.waiting import WaitReason
-from pdserve.services.router.requests.placer import STRANDED_S
 from pdserve.services.router.settings import RouterSettings
 
 GROUP = LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1)
@@ -58,6 +58,7 @@ class World:
         self.fleet = Fleet()
         self.events: list[RequestEvent] = []
         self.sent: list[tuple[Worker, Any]] = []
+        self.num_joined = 0
         rules = Rules(prefill, 10, mixing=mixing, resuming=resuming or mixing)
         self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(1), 5, 0.0)
 
@@ -68,7 +69,8 @@ class World:
         self.sent.append((worker, command))
 
     def join(self, role: fleet_pb2.Role, of_hello: Any = None, **card: Any) -> Worker:
-        number = len(self.fleet.workers) + len(self.sent) + 1
+        self.num_joined += 1
+        number = self.num_joined
         fields = {"transports": ["tcp"], "wire_version": 2} | (of_hello or {})
         hello = fleet_pb2.WorkerHello(
             role=role,
@@ -359,3 +361,68 @@ def test_weights_that_were_withdrawn_are_not_waited_for() -> None:
     world.die(back)
     world.pass_time(0.05)
     assert world.events[-1].WhichOneof("event") != "failed", "it may start again"
+
+
+def test_the_successor_of_the_only_worker_is_waited_for_a_while() -> None:
+    """It may be a restart; if no worker of the model comes, the answer ends."""
+    world = World(Mixing(), "never", Rules().resuming)
+    first = world.join(DECODE)
+    world.submit("r")
+    world.begin("r")
+    world.leave(first)
+    world.pass_time(STRANDED_S - 1)
+    back = world.join(DECODE)
+    assert world.begin("r") is back
+    world.leave(back)
+    world.pass_time(STRANDED_S - 1)
+    assert not world.events[-1].HasField("failed")
+    world.pass_time(1.0)
+    failed = world.events[-1].failed
+    assert failed.failure.code == pb.UNAVAILABLE
+    assert "weights that began this answer" in failed.failure.message
+
+
+def test_a_crashed_worker_of_withdrawn_weights_may_come_back() -> None:
+    world = World(Mixing(), "never", Rules().resuming)
+    crashes, drains = world.join(DECODE), world.join(DECODE)
+    crashes.busy_until = world.now + 1.0
+    world.submit("r")
+    assert world.begin("r") is drains
+    world.join(DECODE, **WEIGHTS)
+    world.die(crashes)
+    world.leave(drains)
+    assert not world.events[-1].HasField("failed")
+    world.pass_time(STRANDED_S / 2)
+    back = world.join(DECODE)
+    assert world.commands("admit")[-1][0] is back
+
+
+def test_withdrawn_weights_are_given_up_when_no_crashed_worker_came_back() -> None:
+    world = World(Mixing(), "never", Rules().resuming)
+    crashes, drains = world.join(DECODE), world.join(DECODE)
+    crashes.busy_until = world.now + 1.0
+    world.submit("r")
+    assert world.begin("r") is drains
+    world.die(crashes)
+    world.join(DECODE, **WEIGHTS)
+    world.pass_time(STRANDED_S - 1)
+    world.leave(drains)
+    assert not world.events[-1].HasField("failed")
+    world.pass_time(1.0)
+    assert world.events[-1].failed.failure.code == pb.UNAVAILABLE
+
+
+def test_tenants_take_turns_at_the_recompute_budget() -> None:
+    world = World(Mixing(), "never")
+    first = world.join(DECODE)
+    for request in ("a1", "a2", "a3", "b1"):
+        world.submit(request, tenant=request[:1].encode())
+        world.begin(request)
+    world.die(first)
+    world.join(DECODE)
+    for _ in range(3):
+        world.begin(world.commands("admit")[-1][1].start.request)
+        world.pass_time(0.05)
+    order = [admit.start.request for _, admit in world.commands("admit")[4:]]
+    assert "b1" in order[:2], "not behind all of the other tenant"
+    assert [request for request in order if request != "b1"] == ["a1", "a2", "a3"]

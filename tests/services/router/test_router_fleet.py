@@ -311,6 +311,17 @@ def test_it_does_not_suspect_itself_for_ever() -> None:
     assert not fleet.isolated
 
 
+def test_time_in_which_it_stood_still_while_it_suspected_itself_does_not_count() -> None:
+    fleet, _ = several(4)
+    fleet.tick(SILENCE_S)
+    assert fleet.isolated
+    now = SILENCE_S + 2 * ISOLATED_S
+    fleet.excuse(2 * ISOLATED_S, now)
+    assert fleet.tick(now) == []
+    assert fleet.isolated
+    assert len(fleet.tick(now + ISOLATED_S)) == 4
+
+
 def test_half_of_the_workers_may_well_be_dead() -> None:
     for num, heard in ((4, 2), (3, 0)):
         fleet, workers = several(num)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from eventually import LIMIT_S
 
+from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.main import run
 from pdserve.services.router.settings import RouterSettings
@@ -95,3 +96,20 @@ async def test_metrics_count_what_happened(make_cluster: Any) -> None:
     assert 'pdserve_router_prefills_total{where="local"} 1.0' in text
     assert 'pdserve_router_decisions_total{reason="short prompt"} 1.0' in text
     assert 'pdserve_router_workers{role="decode",state="live"} 1.0' in text
+
+
+def test_a_certificate_that_no_client_would_see_is_refused() -> None:
+    with pytest.raises(ValueError, match="--client-bind"):
+        RouterSettings(tls_cert="cert.pem", tls_key="key.pem")
+    RouterSettings(tls_cert="cert.pem", tls_key="key.pem", client_bind="127.0.0.1:0")
+
+
+def test_without_its_watch_of_the_keys_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(self: ApiKeys) -> None:
+        raise KeyError("no such file system")
+
+    monkeypatch.setattr(ApiKeys, "watch", fail)
+    assert run(RouterSettings(cluster_secret=("s" * 32,), log_level="warning")) == 1
+    assert "no such file system" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import hashlib
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -281,3 +282,82 @@ async def test_a_prompt_that_breaks_the_bounds_is_refused_whole(
     assert (await gateway.end("long")).failure.code == pb.OVERLOADED
     assert isinstance(await gateway.end("short"), pb.Finished)
     assert [a.start.request for a in decode.of("admit")] == ["short"]
+
+
+async def test_a_session_whose_message_cannot_be_read_leaves_nothing(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    decode.hold_at = 1
+    hello = rpc.GatewayMessage(hello=rpc.GatewayHello(boot=b"g" * 16))
+    params = pb.SamplingParams(max_tokens=8)
+    start = pb.Start(request="r", model="tiny", prompt_ids=PROMPT, seed=5, params=params)
+    admitted = asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield hello.SerializeToString()
+        yield rpc.GatewayMessage(start=start).SerializeToString()
+        await admitted.wait()
+        yield b"\xff" * 50
+
+    dispatcher = cluster.router.core.dispatcher
+    async with open_channel(cluster.router.address) as channel:
+        call = channel.stream_stream("/pdserve.v1.Router/Session")(messages())
+        await eventually(lambda: dispatcher.num_attended == 1)
+        admitted.set()
+        assert (await failure_of(call)).code == pb.INVALID_ARGUMENT
+        await eventually(lambda: not dispatcher.num_attended)
+
+
+async def test_a_prompt_beyond_the_context_is_refused(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    cluster.router.core.fleet.get(decode.boot).hello.card.context_len = len(PROMPT) - 1
+    async with open_channel(cluster.router.address) as channel:
+        for name in ("", "tiny"):
+            error = await failure_of(RouterStub(channel).Generate(generate(name)))
+            assert (error.code, error.param) == (pb.CONTEXT_LENGTH_EXCEEDED, "prompt_ids")
+    assert not decode.of("admit")
+
+
+async def test_open_prompts_are_bounded_and_each_key_has_a_share(make_cluster: Any) -> None:
+    cluster = await make_cluster(max_generate_bytes=2000, api_keys=("one", "two"))
+    decode = await cluster.decode()
+    decode.hold_at = 1
+    async with open_channel(cluster.router.address, "one") as channel:
+        stub = RouterStub(channel)
+        first = stub.Generate(generate())
+        await anext(aiter(first))
+        second = stub.Generate(generate())
+        await anext(aiter(second))
+        error = await failure_of(stub.Generate(generate()))
+        assert error.code == pb.OVERLOADED
+        assert error.retry_after_s
+        async with open_channel(cluster.router.address, "two") as other:
+            assert await anext(aiter(RouterStub(other).Generate(generate())))
+        first.cancel()
+        decode.released.set()
+        assert [reply async for reply in second]
+        assert [reply async for reply in stub.Generate(generate())], "there is room again"
+
+
+async def test_generate_is_limited_by_key(make_cluster: Any) -> None:
+    cluster = await make_cluster(
+        api_keys=("one", "two"), requests_per_minute=2, tokens_per_minute=1000
+    )
+    await cluster.decode()
+    async with open_channel(cluster.router.address, "one") as channel:
+        stub = RouterStub(channel)
+        first = stub.Generate(generate(max_tokens=6))
+        assert [reply async for reply in first]
+        told = dict(await first.trailing_metadata())
+        assert told["x-ratelimit-remaining-requests"] == "1"
+        assert told["x-ratelimit-remaining-tokens"] == str(1000 - len(PROMPT))
+        second = stub.Generate(generate())
+        assert [reply async for reply in second]
+        told = dict(await second.trailing_metadata())
+        assert told["x-ratelimit-remaining-tokens"] == str(1000 - 2 * len(PROMPT) - 6)
+        third = stub.Generate(generate())
+        assert (await failure_of(third)).code == pb.OVERLOADED
+        assert dict(await third.trailing_metadata())["x-ratelimit-remaining-requests"] == "0"
+    async with open_channel(cluster.router.address, "two") as channel:
+        assert [reply async for reply in RouterStub(channel).Generate(generate())]

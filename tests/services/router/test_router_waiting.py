@@ -73,3 +73,13 @@ def test_tenants_take_turns() -> None:
         assert {asker.tenant for asker in order[:3]} == set(sizes)
         assert [a.tenant for a in order[:9]].count(b"flood") == 3
         assert {asker.tenant for asker in order[13:]} == {b"flood"}
+
+
+def test_tenants_take_turns_in_every_line() -> None:
+    queue: WaitingQueue[Asker] = WaitingQueue()
+    for ordinal in range(6):
+        queue.add(Asker(ordinal, "ab"[ordinal % 2], b"flood"), WaitReason.BUDGET, 0.0)
+    queue.add(Asker(6, "a", b"one"), WaitReason.BUDGET, 0.0)
+    assert [asker.ordinal for asker in queue.of(WaitReason.BUDGET)] == [0, 6, 1, 2, 3, 4, 5]
+    queue.remove(queue.of(WaitReason.BUDGET)[0])
+    assert queue.of(WaitReason.BUDGET)[1].ordinal == 6

@@ -6,13 +6,13 @@ from random import Random
 import pytest
 from eventually import eventually
 
-from pdserve.services.host.tenants.turns import FairTurns
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_owners_are_served_in_turn(anyio_backend: str) -> None:
-    turns, served, go_on = FairTurns(1), list[bytes](), asyncio.Event()
+    turns, served, go_on = FairSemaphore(1), list[bytes](), asyncio.Event()
 
     async def one(owner: bytes) -> None:
         async with turns.turn(owner):
@@ -30,9 +30,9 @@ async def test_owners_are_served_in_turn(anyio_backend: str) -> None:
 
 async def test_no_turn_is_lost_with_those_who_leave(anyio_backend: str) -> None:
     for seed in range(30):
-        rng, turns, running, most = Random(seed), FairTurns(2), 0, 0
+        rng, turns, running, most = Random(seed), FairSemaphore(2), 0, 0
 
-        async def one(turns: FairTurns = turns, rng: Random = rng) -> None:
+        async def one(turns: FairSemaphore = turns, rng: Random = rng) -> None:
             nonlocal running, most
             async with turns.turn(b"%d" % rng.randrange(3)):
                 running += 1

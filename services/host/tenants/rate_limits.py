@@ -1,8 +1,8 @@
 """How much each API key may ask for in a minute: requests, tokens, seconds of preparing its texts.
 
 Minutes are fixed windows. What is only known afterwards (tokens of an answer, seconds) is counted
-when it is, so one request may go beyond a limit, and the next one is refused. Counts are kept in
-this process, or in a Redis that several gateways share.
+when it is, so one request may go beyond a limit, and the next one is refused; what is refused is
+not counted. Counts are kept in this process, or in a Redis that several processes share.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.options import PublicSettings
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 MEMORY = "memory://"
 MILLI = 1000  # seconds are counted in thousandths
 STORAGE_S = 0.5  # for an answer of the storage
-SILENT_S = 10.0  # between two warnings that it does not answer
+SKIP_S = 5.0  # it is not asked for so long after a failure
 
 
 class RateSettings(NamedTuple):
@@ -45,10 +46,10 @@ class RateLimits:
         }
         self._items: dict[str, Any] = {}
         self._counting: set[asyncio.Task[bool]] = set()  # the loop keeps weak references only
-        self._warn_at = 0.0
+        self._skip_until = 0.0
         if not any(amounts.values()):
             return
-        # Few gateways have limits, and these imports take a while.
+        # Few systems have limits, and these imports take a while.
         from limits import RateLimitItemPerMinute
         from limits.aio.strategies import FixedWindowRateLimiter
         from limits.errors import ConfigurationError
@@ -87,7 +88,7 @@ class RateLimits:
     async def check_text(self, owner: bytes) -> None:
         """Raises ServiceError OVERLOADED if preparing texts took too long in this minute."""
         if (item := self._items.get("text")) is not None:
-            remaining, reset_s = await self._window(item, owner)
+            remaining, reset_s = await self._ask(self._window(item, owner), (item.amount, 0.0))
             if not remaining:
                 raise _refused("seconds of preparing texts", reset_s)
 
@@ -97,21 +98,32 @@ class RateLimits:
 
     async def headers(self, owner: bytes) -> dict[str, str]:
         """OpenAI's headers: what is left of this minute, as far as it is limited."""
+        items = {what: self._items[what] for what in ("requests", "tokens") if what in self._items}
+        asked = (
+            self._ask(self._window(item, owner), (item.amount, 0.0)) for item in items.values()
+        )
         found = {}
-        for what in ("requests", "tokens"):
-            if (item := self._items.get(what)) is not None:
-                remaining, reset_s = await self._window(item, owner)
-                found[f"x-ratelimit-limit-{what}"] = str(item.amount)
-                found[f"x-ratelimit-remaining-{what}"] = str(remaining)
-                found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
+        windows = await asyncio.gather(*asked)
+        for (what, item), (remaining, reset_s) in zip(items.items(), windows, strict=True):
+            found[f"x-ratelimit-limit-{what}"] = str(item.amount)
+            found[f"x-ratelimit-remaining-{what}"] = str(remaining)
+            found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
         return found
 
     async def _count(self, what: str, owner: bytes, num: int) -> None:
-        item = self._items.get(what)
-        if item is None or await self._ask(self._limiter.hit(item, owner.hex(), cost=num), True):
+        if (item := self._items.get(what)) is None:
             return
-        _, reset_s = await self._window(item, owner)
-        raise _refused(what, reset_s)
+        refused_s = await self._ask(self._hit_if_it_fits(item, owner, num), None)
+        if refused_s is not None:
+            raise _refused(what, refused_s)
+
+    async def _hit_if_it_fits(self, item: Any, owner: bytes, num: int) -> float | None:
+        """None once it is counted; otherwise in how many seconds all is back."""
+        if await self._limiter.test(item, owner.hex(), cost=num) and await self._limiter.hit(
+            item, owner.hex(), cost=num
+        ):
+            return None
+        return (await self._window(item, owner))[1]
 
     def _add(self, what: str, owner: bytes, num: int) -> None:
         if num and (item := self._items.get(what)) is not None:
@@ -122,23 +134,32 @@ class RateLimits:
 
     async def _window(self, item: Any, owner: bytes) -> tuple[int, float]:
         """What is left, and in how many seconds all of it is back."""
-        nothing = (time.time(), item.amount)
-        reset_at, remaining = await self._ask(
-            self._limiter.get_window_stats(item, owner.hex()), nothing
-        )
+        reset_at, remaining = await self._limiter.get_window_stats(item, owner.hex())
         return max(0, remaining), max(0.0, reset_at - time.time())
 
     async def _ask(self, asked: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """A storage that cannot be reached, or is late, limits nobody."""
+        """A storage that cannot be reached, or is late, limits nobody for SKIP_S."""
+        if time.monotonic() < self._skip_until:
+            asked.close()
+            return otherwise
         try:
             async with asyncio.timeout(STORAGE_S):
                 return await asked
         except Exception as error:  # each storage has exceptions of its own
-            if time.monotonic() >= self._warn_at:
-                self._warn_at = time.monotonic() + SILENT_S
+            if time.monotonic() >= self._skip_until:
+                self._skip_until = time.monotonic() + SKIP_S
                 why = str(error) or f"no answer within {STORAGE_S:g} s"
-                log.warning("rate limits are not counted: %s", why)
+                log.warning("rate limits are not counted for %g s: %s", SKIP_S, why)
             return otherwise
+
+
+def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
+    """Raises ValueError for a storage that is not known."""
+    return RateLimits(
+        RateSettings(
+            settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage
+        )
+    )
 
 
 def _refused(what: str, reset_s: float) -> ServiceError:

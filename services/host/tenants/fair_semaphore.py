@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pdserve.services.host.tenants.fairness import FairQueue
 
 
-class FairTurns:
+class FairSemaphore:
     """At most `most` at once; of those who wait each owner has one turn after the other."""
 
     def __init__(self, most: int) -> None:

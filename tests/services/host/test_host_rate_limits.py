@@ -1,0 +1,79 @@
+"""Requests, tokens and seconds of text per key and minute."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, RateSettings
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
+    rates = RateLimits(RateSettings(tokens=10_000))
+    await rates.count_tokens(b"one", 9000)
+    with pytest.raises(ServiceError, match="tokens per minute"):
+        await rates.count_tokens(b"one", 2000)
+    await rates.count_tokens(b"one", 500)
+    assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "500"
+
+
+async def test_seconds_of_text_are_limited(anyio_backend: str) -> None:
+    rates = RateLimits(RateSettings(text_s=0.5))
+    await rates.check_text(b"one")
+    rates.text_spent(b"one", 0.2)
+    await rates.close()
+    await rates.check_text(b"one")
+    rates.text_spent(b"one", 0.7)
+    await rates.close()
+    with pytest.raises(ServiceError, match="seconds of preparing texts") as caught:
+        await rates.check_text(b"one")
+    assert caught.value.code == OVERLOADED
+    await rates.check_text(b"two")
+
+
+def test_an_unknown_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match="--rate-storage nowhere") as caught:
+        RateLimits(RateSettings(requests=1, storage="nowhere://:password@x"))
+    assert "password" not in str(caught.value)
+
+
+async def test_a_storage_that_is_down_limits_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
+) -> None:
+    rates = RateLimits(RateSettings(requests=1))
+
+    async def fail(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route")
+
+    for name in ("hit", "test", "get_window_stats"):
+        monkeypatch.setattr(f"limits.aio.strategies.FixedWindowRateLimiter.{name}", fail)
+    for _ in range(3):
+        await rates.count_request(b"one")
+    assert (await rates.headers(b"one"))["x-ratelimit-remaining-requests"] == "1"
+    assert caplog.text.count("rate limits are not counted for 5 s: no route") == 1
+
+
+async def test_a_storage_that_hangs_limits_nobody_and_is_not_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
+) -> None:
+    rates = RateLimits(RateSettings(requests=1, tokens=1))
+    num_asked = 0
+
+    async def hang(*_: Any, **__: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.Event().wait()
+
+    for name in ("hit", "test", "get_window_stats"):
+        monkeypatch.setattr(f"limits.aio.strategies.FixedWindowRateLimiter.{name}", hang)
+    async with asyncio.timeout(10 * STORAGE_S):
+        for _ in range(30):
+            await rates.count_request(b"one")
+            await rates.count_tokens(b"one", 1)
+            assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "1"
+    assert num_asked == 1
+    assert "rate limits are not counted for 5 s: no answer within 0.5 s" in caplog.text
