@@ -1,4 +1,4 @@
-"""Whose a request is, and its names."""
+"""A Caller says whose a request is, and by which names it goes."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
 
 MAX_LOADED = 32
+REFUSED_S = 60.0  # for which files that cannot be loaded are not tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Catalog:
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
         self._loads: dict[Key, asyncio.Task[LoadedText]] = {}
+        self._refused: dict[Key, tuple[str, float]] = {}  # why, and since when
         self._closing: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}  # by model, as logged
 
@@ -118,7 +120,13 @@ class Catalog:
         ]
 
     async def _text(self, card: ModelCard) -> LoadedText:
-        """A load that has failed is tried again, and so is one whose processes have died."""
+        """A load that has failed is tried again, after a while if its files are the reason, and so
+        is one whose processes have died."""
+        if refused := self._refused.get(_key(card)):
+            why, since = refused
+            left_s = since + REFUSED_S - asyncio.get_running_loop().time()
+            if left_s > 0:
+                raise ServiceError(UNAVAILABLE, why, retry_after_s=left_s)
         load = self._load(card)
         if load.done() and (
             load.cancelled() or load.exception() is not None or not load.result().processes.alive
@@ -143,6 +151,7 @@ class Catalog:
 
     def _drop(self, key: Key) -> None:
         """Forgets a load and ends the processes that it may have."""
+        self._refused.pop(key, None)
         closing = asyncio.create_task(_close(self._loads.pop(key)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -171,7 +180,9 @@ class Catalog:
         try:
             return await self._text_pool.load(text_card, files)
         except UnsupportedTokenizer as error:
-            raise ServiceError(UNAVAILABLE, f"the model cannot be served: {error}") from error
+            why = f"the model cannot be served: {error}"
+            self._refused[key] = why, asyncio.get_running_loop().time()
+            raise ServiceError(UNAVAILABLE, why) from error
 
     async def close(self) -> None:
         """Ends the text processes."""

@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
@@ -16,19 +17,21 @@ from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.rate_limits import RateLimits
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.turns import FairTurns
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.host.tenants.rate_limits import RateLimits
+
+T = TypeVar("T")
 
 # Longer texts are refused unread: real text has about 4 characters a token, the longest runs
 # of spaces in vocabularies of today some 64.
 CHARS_PER_TOKEN = 64
-DECODING_THREADS = 2  # that turn ids into text, of all models
+IDS_AT_ONCE = 256  # that are turned into text before others have the loop
 MAX_TOTAL_CHOICES = 512
 
 
@@ -56,7 +59,7 @@ class TextCompletionRequest:
 
 
 class Service:
-    """What the APIs call; holds no state of its own."""
+    """What the APIs call."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Service:
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
-        self._decoding = FairTurns(DECODING_THREADS)
+        self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
     async def prepare(
@@ -181,19 +184,27 @@ class Service:
         """The text of token ids, at most as many as the model's context has; owners take turns."""
         if len(ids) > model.card.context_len:
             raise _too_long(len(ids), model, param)
-        vocabulary = model.text.vocabulary
-        try:
-            vocabulary.check_ids(ids)
-        except TextError as error:
-            raise refuse(param, str(error)) from error
-        async with self._decoding.turn(owner):
-            return await asyncio.to_thread(vocabulary.decode, ids, skip_special_tokens=skip_special)
+        _check_ids(ids, model, param)
+        detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
+        parts = await self._in_turn(ids, owner, detokenizer.push)
+        return "".join((*parts, detokenizer.flush()))
 
     async def token_texts(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
         """The text of each id by itself; owners take turns."""
         text_of = model.text.vocabulary.token_text
+        parts = await self._in_turn(ids, owner, lambda some: [text_of(token) for token in some])
+        return list(chain.from_iterable(parts))
+
+    async def _in_turn(
+        self, ids: Sequence[int], owner: bytes, take: Callable[[Sequence[int]], T]
+    ) -> list[T]:
+        """What `take` makes of the ids, part by part: others have the loop between two of them."""
+        made = []
         async with self._decoding.turn(owner):
-            return await asyncio.to_thread(lambda: [text_of(token) for token in ids])
+            for start in range(0, len(ids), IDS_AT_ONCE):
+                made.append(take(ids[start : start + IDS_AT_ONCE]))
+                await asyncio.sleep(0)
+        return made
 
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
@@ -231,11 +242,15 @@ class Service:
     ) -> str:
         if asked.echo:
             return await self.decode(model, ids, "prompt", owner, skip_special=False)
-        try:
-            model.text.vocabulary.check_ids(ids)
-        except TextError as error:
-            raise refuse("prompt", str(error)) from error
+        _check_ids(ids, model, "prompt")
         return ""
+
+
+def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    try:
+        model.text.vocabulary.check_ids(ids)
+    except TextError as error:
+        raise refuse(param, str(error)) from error
 
 
 def _check_len(count: int, model: ServedModel, param: str) -> None:

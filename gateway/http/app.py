@@ -14,18 +14,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.http.guard import REQUEST_ID, Guard
+from pdserve.gateway.http.guard import REQUEST_ID, Guard, caller_of
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import ApiKeys
-from pdserve.services.host.tenants.turns import FairTurns
 
 log = logging.getLogger("pdserve.gateway.http")
 
+# Headers of answers that pages of allowed origins may read.
+EXPOSED = (
+    REQUEST_ID,
+    "retry-after",
+    *(
+        f"x-ratelimit-{figure}-{what}"
+        for figure in ("limit", "remaining", "reset")
+        for what in ("requests", "tokens")
+    ),
+)
 SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
 
 
@@ -49,15 +58,16 @@ def create_app(
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
-    if allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
-        )
-    return Guard(app, keys, open_paths, dialects, local, allowed_origins)
+    guard = Guard(app, keys, open_paths, dialects, local, allowed_origins)
+    if not allowed_origins:
+        return guard
+    return CORSMiddleware(  # outside, so that a page can read why it is refused
+        guard,
+        allow_origins=allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED,
+    )
 
 
 def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
@@ -67,17 +77,16 @@ def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> Non
 
     @app.get("/ready")
     async def ready() -> Response:
-        models = await readiness.models()
-        if not models:
-            raise ServiceError(UNAVAILABLE, await readiness.why_not(), retry_after_s=1.0)
-        return JSONResponse({"status": "ready", "models": models})
+        found = await readiness.check()
+        if not found.models:
+            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": found.models})
 
-    scraping = FairTurns(1)
+    scraping = FairSemaphore(1)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        caller: Caller = request.state.caller
-        async with scraping.turn(caller.tenant.id):
+        async with scraping.turn(caller_of(request).tenant.id):
             page = await _metrics_page(service)
             await asyncio.sleep(SCRAPE_PAUSE_S)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
@@ -112,6 +121,4 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
             message = f"method not allowed: {what}"
             found = HttpError(405, message, "method_not_allowed", headers=headers)
             return respond(request, found)
-        # Whatever the client still sends is not read: the connection cannot go on.
-        headers["connection"] = "close"
         return respond(request, HttpError(status, str(error.detail), headers=headers))

@@ -1,11 +1,13 @@
 """Reads JSON bodies within bounds: bytes of one and of all, seconds, depth, and no NaN.
 
 Depth is bounded by the parser (200 levels), numbers by their fields later. The event loop parses,
-so a body's values are bounded too: it is their number, not its bytes, that takes the time.
+so a body's values are bounded too: it is their number, not its bytes, that takes the time. In each
+of its passes it parses one body that is not small, and tenants take turns.
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -13,24 +15,31 @@ from starlette.requests import ClientDisconnect, Request
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.guard import caller_of
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT, OVERLOADED
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.fairness import FairShare
 
 MAX_VALUES = 1 << 19  # of one body; parsing that many takes about 0.1 s
+SMALL_BYTES = 1 << 13  # of a body that is parsed at once: within 2 ms, whatever is in it
+VALUE_BYTES = 64  # of memory that a parsed value takes, about
+
+T = TypeVar("T")
 
 
 class BodyReader:
-    """Reads the bodies of all dialects. Together they have at most `max_bodies_bytes`, from their
-    first byte until they are answered, of which each tenant has a share."""
+    """Reads the bodies of all dialects. Together they have `max_bodies_bytes`, parsed values
+    included, from their first byte until they are answered; each tenant has a share (FairShare)."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._max_bytes = limits.max_body_bytes
         self._limit_s = limits.body_timeout_s
         self._held = FairShare(limits.max_bodies_bytes)
+        self._parsing = FairSemaphore(1)
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a body.
+    async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
+        """What `check` makes of the JSON object of a body; it may take long, too.
 
         Raises HTTPException 415 (another content type: a page of any origin may send those), 413
         (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and OVERLOADED if there is no
@@ -42,17 +51,33 @@ class BodyReader:
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._max_bytes:
             raise self._too_large()
-        caller: Caller = request.state.caller  # set by the Guard
+        caller = caller_of(request)
+        owner = caller.tenant.id
         data = bytearray()
         try:
-            await self._receive(request, caller.tenant.id, data)
+            await self._receive(request, owner, data)
         finally:
-            caller.at_end.callback(self._give_back, caller.tenant.id, len(data))
-        return parse_object(bytes(data))
+            self._return_at_end(caller, len(data))
+        if len(data) <= SMALL_BYTES:
+            return check(self._parse(caller, data))
+        async with self._parsing.turn(owner):
+            await asyncio.sleep(0)  # what was parsed before goes on
+            return check(self._parse(caller, data))
 
-    def _give_back(self, owner: bytes, amount: int) -> None:
+    def _parse(self, caller: Caller, data: bytearray) -> dict[str, Any]:
+        parsed_bytes = num_values(data) * VALUE_BYTES
+        self._take(caller.tenant.id, parsed_bytes)
+        self._return_at_end(caller, parsed_bytes)
+        return parse_object(data)
+
+    def _take(self, owner: bytes, amount: int) -> None:
+        if not self._held.has_room(owner, amount):
+            raise ServiceError(OVERLOADED, "too many bodies at once", retry_after_s=1.0)
+        self._held.take(owner, amount)
+
+    def _return_at_end(self, caller: Caller, amount: int) -> None:
         if amount:
-            self._held.give_back(owner, amount)
+            caller.at_end.callback(self._held.give_back, caller.tenant.id, amount)
 
     async def _receive(self, request: Request, owner: bytes, data: bytearray) -> None:
         try:
@@ -60,9 +85,7 @@ class BodyReader:
                 async for chunk in request.stream():
                     if len(data) + len(chunk) > self._max_bytes:
                         raise self._too_large()
-                    if not self._held.has_room(owner, len(chunk)):
-                        raise ServiceError(OVERLOADED, "too many bodies at once", retry_after_s=1.0)
-                    self._held.take(owner, len(chunk))
+                    self._take(owner, len(chunk))
                     data += chunk
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {self._limit_s:g} s") from None
@@ -73,13 +96,18 @@ class BodyReader:
         return HTTPException(413, f"the body may have at most {self._max_bytes} bytes")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Raises ServiceError INVALID_ARGUMENT.
-
-    A value is counted by the comma or bracket before it, so those within strings count too.
-    """
-    if sum(data.count(mark) for mark in b",[{") > MAX_VALUES:
+def num_values(data: bytes | bytearray) -> int:
+    """At least as many as the values of a JSON text, and the keys, which take as long. Each is
+    counted by the mark before it, so marks within strings count too. Raises ServiceError
+    INVALID_ARGUMENT for too many."""
+    found = sum(data.count(mark) for mark in b",:[{")
+    if found > MAX_VALUES:
         raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values")
+    return found
+
+
+def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+    """Raises ServiceError INVALID_ARGUMENT."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:

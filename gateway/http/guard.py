@@ -1,7 +1,7 @@
 """The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
 
 One request enters in each pass of the event loop, and keys take turns: what a flood has sent at
-once would else all be computed before anything of another key goes on.
+once would else all be computed before anything of another key goes on. Open paths have no turns.
 
 Invariants: with keys set, a request without one reaches no route but the open ones; a server of
 this machine alone that has none answers no page of another origin.
@@ -14,13 +14,14 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
 from pdserve.gateway.http.origin import foreign
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.host.tenants.turns import FairTurns
 
 REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -45,7 +46,7 @@ class Guard:
         self._dialects = dialects
         self._local = local
         self._allowed_origins = frozenset(allowed_origins)
-        self._entering = FairTurns(1)
+        self._entering = FairSemaphore(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +66,9 @@ class Guard:
             await send(message)
 
         tenant = self._keys.tenant(headers.get("authorization", ""))
-        async with self._entering.turn((tenant or EVERYBODY).id):
-            await asyncio.sleep(0)  # what has entered before goes on
+        if scope["path"] not in self._open_paths:  # a probe waits for no stranger
+            async with self._entering.turn((tenant or EVERYBODY).id):
+                await asyncio.sleep(0)  # what has entered before goes on
         if error := self._refusal(scope, headers, tenant):
             denial = error_response(dialect_of(self._dialects, scope["path"]), error)
             await denial(scope, receive, send_with_id)
@@ -79,8 +81,6 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> HttpError | None:
         """Why the request reaches no route; None if it does."""
-        if scope["method"] == "OPTIONS" and self._allowed_origins:
-            return None  # what a browser asks before a call, without the key; no route has it
         if self._local and not self._keys.required:
             why = foreign(headers, self._allowed_origins)
             return HttpError(403, why, "forbidden") if why else None
@@ -92,3 +92,9 @@ class Guard:
             "unauthenticated",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+def caller_of(request: Request) -> Caller:
+    """Whose a request is that the Guard has let in."""
+    caller: Caller = request.state.caller
+    return caller

@@ -7,7 +7,9 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
 from pdserve.gateway.http.replies import DROP
@@ -21,30 +23,35 @@ HEAD_TIMEOUT_S = 10.0
 class BoundedProtocol(HttpToolsProtocol):
     """Refuses a head over MAX_HEAD_BYTES with 431, and drops one that takes too long.
 
-    `dialect` gives shape to errors of requests whose path is not known yet.
+    An answer before the end of its request's body is the connection's last; the rest of the body
+    may take as long as a head. `dialect` gives shape to errors of requests whose path is not known
+    yet; `lost` is set at the end.
     """
 
     _head_bytes = 0
     _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
+    _last = False  # the request is answered, or is being answered, before its body's end
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
         super().__init__(*args, **options)
         self._dialect = dialect
+        self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.lost.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             if self._timer is None:  # a further request on a kept connection
-                self._expect_head()
+                self._start_timer()
             self._head_bytes += len(data)
             # A body may follow in the same packet; without one the head alone fills it.
             if self._head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data[:MAX_HEAD_BYTES]:
@@ -83,8 +90,33 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
+        if self._last and self.cycle.response_complete:
+            self.transport.close()
 
-    def _expect_head(self) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        """Called by uvicorn for each request."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_last(message: Message) -> None:
+                early = message["type"] == "http.response.start" and cycle.more_body
+                if early:
+                    MutableHeaders(scope=message)["connection"] = "close"
+                await send(message)
+                if early:  # closed below: uvicorn would do so before the client reads the answer
+                    self._last, cycle.keep_alive = True, True
+
+            await app(scope, receive, send_last)
+
+        super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._last and self.cycle.more_body:
+            self._start_timer()  # for the rest of the body
+        elif self._last:
+            self.transport.close()
+
+    def _start_timer(self) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
 

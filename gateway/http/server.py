@@ -7,20 +7,23 @@ import logging
 import socket
 import ssl
 from collections.abc import Generator
+from typing import Any
 
 import uvicorn
 
 from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.listener import HttpListener, max_connections
 from pdserve.gateway.http.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than the minute after which common proxies drop an idle connection
+HANDSHAKE_S = 15.0  # of TLS
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which is the process's own.
+    """uvicorn without its signal handling, which is the process's own, and without its listener.
 
     `dialect` gives shape to the errors of what is no request. With the paths of a certificate and
     its key, both PEM, it serves TLS.
@@ -28,6 +31,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: object, dialect: Dialect, certificate: str = "", key: str = "") -> None:
         self._files = certificate, key
+        self._listeners: list[HttpListener] = []
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -44,6 +48,34 @@ class HttpServer(uvicorn.Server):
                 ssl_keyfile=key or None,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn."""
+        for sock in sockets or ():
+            sock.listen(self.config.backlog)
+            self._listeners.append(HttpListener(sock, self._connection, max_connections()))
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn."""
+        for listener in self._listeners:
+            listener.close()
+        await super().shutdown(sockets)
+
+    async def _connection(self, sock: socket.socket) -> None:
+        config: Any = self.config
+        served: BoundedProtocol = config.http_protocol_class(
+            config=config, server_state=self.server_state, app_state={}
+        )
+        with contextlib.suppress(OSError):  # the peer has gone, or shows no TLS in time
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: served,
+                sock,
+                ssl=config.ssl,
+                ssl_handshake_timeout=HANDSHAKE_S if config.ssl else None,
+            )
+            await served.lost.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,6 +1,9 @@
 """Says whether the gateway can answer: a router must be there, with a live decode worker, and the
 tokenizer of its model must be loaded."""
 
+import asyncio
+from typing import NamedTuple
+
 from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.protos.common_pb2 import ModelCard
@@ -11,6 +14,14 @@ from pdserve.services.host.errors import ServiceError
 LOAD_S = 0.5  # how long one check waits for the first tokenizer
 
 
+class Found(NamedTuple):
+    """What a check has found: sorted names of the models that can be asked; if there is none, the
+    reason as a sentence for people."""
+
+    models: list[str]
+    why_not: str = ""
+
+
 class Readiness:
     """Ready while some model can be asked, until `drain` is called."""
 
@@ -18,33 +29,32 @@ class Readiness:
         self._upstream = upstream
         self._catalog = catalog
         self._draining = False
+        self._checking: asyncio.Task[Found] | None = None
 
     def drain(self) -> None:
         """Be not ready from now on: the process is about to end."""
         self._draining = True
 
     async def models(self) -> list[str]:
-        """Sorted names of the models that can be asked now; empty: not ready."""
-        if self._draining:
-            return []
-        try:
-            view = await self._upstream.fleet()
-        except ServiceError:
-            return []
-        cards = _live(view)
-        return await self._catalog.ready([cards[name] for name in sorted(cards)], LOAD_S)
+        """The models that can be asked now; none: not ready."""
+        return (await self.check()).models
 
-    async def why_not(self) -> str:
-        """The reason for not being ready, as a sentence for people."""
-        if self._draining:
-            return "the server is shutting down"
+    async def check(self) -> Found:
+        """Asks the routers; calls that come meanwhile share the answer."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check(), name="readiness")
+        found = await asyncio.shield(self._checking)
+        return Found([], "the server is shutting down") if self._draining else found
+
+    async def _check(self) -> Found:
         try:
-            view = await self._upstream.fleet()
+            cards = _live(await self._upstream.fleet())
         except ServiceError as error:
-            return error.message
-        return (
-            "no model's tokenizer is loaded yet" if _live(view) else "no decode worker is live yet"
-        )
+            return Found([], error.message)
+        if not cards:
+            return Found([], "no decode worker is live yet")
+        models = await self._catalog.ready([cards[name] for name in sorted(cards)], LOAD_S)
+        return Found(models, "" if models else "no model's tokenizer is loaded yet")
 
 
 def _live(view: FleetView) -> dict[str, ModelCard]:

@@ -2,15 +2,16 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
@@ -52,22 +53,22 @@ class OpenAiDialect:
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
             body = await self._read(request, ChatBody)
-            return self._answer(ChatReply(service, body, _caller(request)), body.stream)
+            return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
         @app.post("/v1/completions")
         async def completions(request: Request) -> Response:
             body = await self._read(request, CompletionBody)
-            return self._answer(CompletionReply(service, body, _caller(request)), body.stream)
+            return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
         @app.post("/tokenize")
         async def tokenize_route(request: Request) -> Response:
             body = await self._read(request, TokenizeBody)
-            return Reply(tokenize(service, body, _caller(request)), self, self._limits)
+            return Reply(tokenize(service, body, caller_of(request)), self, self._limits)
 
         @app.post("/detokenize")
         async def detokenize_route(request: Request) -> Response:
             body = await self._read(request, DetokenizeBody)
-            return Reply(detokenize(service, body, _caller(request)), self, self._limits)
+            return Reply(detokenize(service, body, caller_of(request)), self, self._limits)
 
         @app.get("/v1/models")
         async def models() -> Response:
@@ -80,17 +81,12 @@ class OpenAiDialect:
             return JSONResponse(model_object(await service.catalog.card(name)))
 
     async def _read(self, request: Request, kind: type[B]) -> B:
-        return parse(kind, await self._bodies.read(request))
+        return await self._bodies.read(request, partial(parse, kind))
 
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
             return EventStream(_events(reply.chunks()), self, self._limits)
         return Reply(reply.whole(), self, self._limits)
-
-
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller  # set by the Guard
-    return caller
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -8,15 +8,25 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+)
 
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
 from pdserve.gateway.sampling import RequestedSampling, refuse
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
+MAX_FIELDS = 1024  # of a body, unknown ones too
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 # Values that ask for nothing; any other value of these fields is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -80,6 +90,18 @@ def _prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
 
 
+def _few(name: str) -> BeforeValidator:
+    """Refuses too many entries of a field unseen: an error for each takes long."""
+    most = MAX_ENTRIES[name]
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > most:
+            raise ValueError(f"at most {most} entries, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Body(BaseModel):
     """Strict types: no "5" for 5, no true for 1, no NaN."""
 
@@ -105,10 +127,10 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
     seed: int | None = None
     stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
@@ -219,7 +241,7 @@ class DetokenizeBody(Body):
     """Body of /detokenize."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool = False
 
 
@@ -228,6 +250,8 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
     for name, nothing in _UNSUPPORTED.items():
         if name in body and not any(
             type(body[name]) is type(value) and body[name] == value for value in nothing
@@ -249,6 +273,7 @@ def _first_error(error: ValidationError) -> ServiceError:
     param = ""
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
     if first["type"] == "missing":
         return refuse(param, f"{param} is required")
     message = first["msg"].removeprefix("Value error, ")

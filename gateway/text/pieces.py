@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 
+MAX_STEPS = 16  # of a decoder; known models have up to 5
 MAX_REWRITE = 64  # characters that a decoder may write for what it replaces
 MAX_TOKEN_CHARS = 4096  # of one token, as tokenizer.json writes it and as it is spelled
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -39,7 +40,12 @@ class Pieces:
         self._rewrites: list[Callable[[str], str]] = []
         self.strip = 0
         self.strip_within_first = False
-        for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        if len(steps) > MAX_STEPS:
+            raise UnsupportedTokenizer(
+                f"tokenizer.json has a decoder of {len(steps)} steps, more than {MAX_STEPS}"
+            )
+        for step in steps:
             self._add(step)
 
     def _add(self, step: Mapping[str, Any]) -> None:

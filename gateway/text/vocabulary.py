@@ -56,8 +56,8 @@ class Vocabulary:
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TextError for an id outside [0, vocab_size)."""
         size = self.card.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < size), None)
-        if wrong is not None:
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(token for token in ids if not 0 <= token < size)
             raise TextError(f"token id {wrong} is outside the vocabulary of {size} tokens")
 
     def token_bytes(self, token: int) -> bytes:

@@ -1,23 +1,20 @@
 """The gateway's side of the text processes: a model's processes, and a spare one for the next.
 
-Ownership: `TextPool` owns the spare process, each `ModelText` the process of its model, and that
-process its workers. A worker serves one prompt at a time; one that dies or is late is replaced.
+Ownership: `TextPool` owns the spare process, each `TextProcesses` the process of its model, and
+that process its children. A child serves one prompt at a time; one that dies or is late is
+replaced.
 """
 
 import asyncio
-import json
 import logging
-import os
 import socket
-import sys
-from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.vocabulary import (
     StoredTokens,
@@ -25,144 +22,44 @@ from pdserve.gateway.text.vocabulary import (
     Vocabulary,
     stored_vocabulary,
 )
-from pdserve.gateway.text_processes import protocol
-from pdserve.gateway.text_processes.protocol import (
-    FORK,
-    SIZE_BYTES,
-    TextLimits,
-    TextMessage,
-    head_of,
-    pack,
-    size_of,
+from pdserve.gateway.text_processes.host import (
+    GONE,
+    MessageStream,
+    TextChild,
+    TextHost,
+    late,
+    no_process,
 )
+from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairQueue
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 16 << 20
-# All that a text process hears of the gateway's environment, which has secrets.
-ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
-ENDED_S = 1.0  # for the news how a worker ended, once its socket is closed
-SLACK_S = 2.0  # for the kernel to have killed a worker that is late
-TOO_LONG = {
-    -protocol.RENDER_SIGNAL: "the chat template ran for too long",
-    -protocol.PROMPT_SIGNAL: "the prompt takes too long to be prepared",
-}
-
-
-class MessageStream:
-    """Messages over one end of a socket pair."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def over(cls, sock: socket.socket) -> "MessageStream":
-        return cls(*await asyncio.open_unix_connection(sock=sock))
-
-    async def send(self, message: TextMessage) -> None:
-        """Raises OSError if the other side has gone."""
-        self._writer.write(pack(message))
-        await self._writer.drain()
-
-    async def receive(self) -> TextMessage:
-        """Raises asyncio.IncompleteReadError or OSError if the other side has gone, or says more
-        than it has to."""
-        size = size_of(await self._reader.readexactly(SIZE_BYTES))
-        if size > MAX_HEAD_BYTES:
-            raise OSError(f"a head of {size} bytes")
-        head = head_of(await self._reader.readexactly(size))
-        return TextMessage(head, [await self._reader.readexactly(size) for size in head["sizes"]])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
+SLACK_S = 2.0  # for the kernel to have killed a child that is late
+WAIT_S = 60.0  # of a prompt, for a child
 Spent = Callable[[bytes, float], None]  # (owner, seconds)
-GONE = (asyncio.IncompleteReadError, OSError)
 
 
-class _Worker:
-    def __init__(self, stream: MessageStream) -> None:
-        self.stream = stream
-        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
-        """Raises TextError for what cannot be prepared, ServiceError for what could be later."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.stream.send(message)
-                return await self.stream.receive()
-        except TimeoutError:
-            raise _late() from None
-        except GONE:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ENDED_S):
-                    await asyncio.shield(self.code)
-            raise self._failure() from None
-
-    def _failure(self) -> Exception:
-        code = self.code.result() if self.code.done() else 0
-        if code in TOO_LONG:
-            return TextError(TOO_LONG[code])
-        if code == -protocol.LATE_SIGNAL:
-            return _late()
-        log.warning("a text process ended while it prepared a prompt: code %d", code)
-        return TextError("the prompt cannot be prepared: it needs too much memory, or it is broken")
-
-
-class _Host:
-    """The process of a model, or of none yet (process.py)."""
-
-    def __init__(self, process: Process, control: socket.socket, stream: MessageStream) -> None:
-        self.control = control
-        self.stream = stream
-        self._process = process
-
-    @classmethod
-    async def start(cls, limits: TextLimits) -> "_Host":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "pdserve.gateway.text_processes.process"),
-                *(str(theirs.fileno()), json.dumps(asdict(limits))),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # a terminal's Ctrl-C is for the gateway
-            )
-        return cls(process, ours, await MessageStream.over(ours.dup()))
-
-    def fork(self, sock: socket.socket) -> None:
-        """A worker at the other end of the socket. Raises OSError if the process has ended."""
-        socket.send_fds(self.control, [FORK], [sock.fileno()])
-
-    async def close(self) -> None:
-        """Ends the process, and with it its workers."""
-        self.stream.close()
-        self.control.close()
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-
-
-class ModelText:
+class TextProcesses:
     """The processes of one model, which turn its prompts into token ids."""
 
-    def __init__(self, host: _Host, workers: int, limit_s: float, spent: Spent) -> None:
+    def __init__(
+        self, host: TextHost, most: int, limit_s: float, wait_s: float, spent: Spent
+    ) -> None:
+        """`most` children; a prompt may take `limit_s` in one, after `wait_s` for it."""
         self.alive = True
         self._host = host
-        self._free = workers  # that may still be started
+        self._most = most
+        self._free = most  # children that may still be started
         self._limit_s = limit_s
+        self._wait_s = wait_s
         self._spent = spent
-        self._workers: dict[int, _Worker] = {}  # by pid
+        self._children: dict[int, TextChild] = {}  # by pid
         self._starting: deque[socket.socket] = deque()
-        self._idle: list[_Worker] = []
-        self._waiting: FairQueue[asyncio.Future[_Worker]] = FairQueue()
+        self._idle: list[TextChild] = []
+        self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
         self._asking: set[asyncio.Task[TextMessage]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
@@ -183,33 +80,38 @@ class ModelText:
     async def _ids(self, owner: bytes, message: TextMessage) -> list[int]:
         """Owners take turns. Raises TextError, also for more than `most` ids; ServiceError
         UNAVAILABLE."""
-        worker = await self._take(owner)
-        asking = asyncio.create_task(self._ask(owner, worker, message))
+        child = await self._take(owner)
+        asking = asyncio.create_task(self._ask(owner, child, message))
         self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
-        answer = await asyncio.shield(asking)  # its worker is busy though the client goes
+        asking.add_done_callback(self._asked)
+        answer = await asyncio.shield(asking)  # its child is busy though the client goes
         if "error" in answer.head:
             raise TextError(answer.head["error"], answer.head.get("param", ""))
         return list(memoryview(answer.parts[0]).cast("I"))
+
+    def _asked(self, asking: asyncio.Task[TextMessage]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # its client may have gone, and asyncio would log it
 
     async def close(self) -> None:
         """Ends the processes, and fails the prompts that they work on."""
         self.alive = False
         self._listening.cancel()
-        for worker in self._workers.values():
-            worker.stream.close()
+        for child in self._children.values():
+            child.stream.close()
         for sock in self._starting:
             sock.close()
-        self._fail_waiting()
+        self._fail_waiting(_ended)
         await self._host.close()
 
-    async def _ask(self, owner: bytes, worker: _Worker, message: TextMessage) -> TextMessage:
+    async def _ask(self, owner: bytes, child: TextChild, message: TextMessage) -> TextMessage:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            answer = await worker.ask(message, self._limit_s)
+            answer = await child.ask(message, self._limit_s)
         except BaseException:
-            worker.stream.close()
+            child.stream.close()
             self._replace()
             if not self.alive:
                 raise _ended() from None
@@ -219,85 +121,88 @@ class ModelText:
         if "last" in answer.head:  # it ends, with what it holds
             self._replace()
         else:
-            self._offer(worker)
+            self._offer(child)
         return answer
 
-    async def _take(self, owner: bytes) -> _Worker:
+    async def _take(self, owner: bytes) -> TextChild:
         if not self.alive:
             raise _ended()
         while self._idle:
-            if not (worker := self._idle.pop()).code.done():
-                return worker
+            if not (child := self._idle.pop()).code.done():
+                return child
             self._free += 1
-        mine: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        mine: asyncio.Future[TextChild] = asyncio.get_running_loop().create_future()
         self._waiting.push(owner, mine)
         if self._free:
-            self._free -= 1
             self._fork()
         try:
-            return await mine
-        except asyncio.CancelledError:
-            if not mine.cancelled():  # it came at the same time
-                self._offer(mine.result())
-            raise
+            async with asyncio.timeout(self._wait_s):
+                try:
+                    return await mine
+                except asyncio.CancelledError:
+                    if mine.done() and not mine.cancelled() and mine.exception() is None:
+                        self._offer(mine.result())  # it came at the same time
+                    raise
+        except TimeoutError:
+            raise late() from None
 
-    def _offer(self, worker: _Worker) -> None:
-        """A worker that has nothing to do."""
-        if worker.code.done():
+    def _offer(self, child: TextChild) -> None:
+        """A child that has nothing to do."""
+        if child.code.done():
             self._replace()
             return
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():  # otherwise its client has gone
-                waiting.set_result(worker)
+                waiting.set_result(child)
                 return
-        self._idle.append(worker)
+        self._idle.append(child)
 
     def _replace(self) -> None:
-        """A worker has gone."""
+        """A child has gone."""
+        self._free += 1
         if self._waiting and self.alive:
             self._fork()
-        else:
-            self._free += 1
 
     def _fork(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._host.fork(theirs)
-            except OSError:  # `_listen` hears of it, too
-                ours.close()
-                return
-        self._starting.append(ours)
+        """Starts one of the free children. If that fails, those that run serve all who wait."""
+        try:
+            self._starting.append(self._host.fork())
+        except OSError as error:
+            log.warning("a text process cannot be started: %s", error)
+            if self._free == self._most:
+                self._fail_waiting(no_process)
+        else:
+            self._free -= 1
 
     async def _listen(self) -> None:
-        """Hears of workers that begin and end."""
+        """Hears of children that begin and end."""
         with suppress(*GONE):
             while True:
                 head = (await self._host.stream.receive()).head
                 if "forked" in head:
-                    worker = _Worker(await MessageStream.over(self._starting.popleft()))
-                    self._workers[head["forked"]] = worker
-                    self._offer(worker)
+                    child = TextChild(await MessageStream.over(self._starting.popleft()))
+                    self._children[head["forked"]] = child
+                    self._offer(child)
                 else:
-                    worker = self._workers.pop(head["ended"])
-                    worker.code.set_result(head["code"])
-                    worker.stream.close()
+                    child = self._children.pop(head["ended"])
+                    child.code.set_result(head["code"])
+                    child.stream.close()
         log.error("the text processes of a model have ended")
         self.alive = False
-        self._fail_waiting()
+        self._fail_waiting(_ended)
 
-    def _fail_waiting(self) -> None:
+    def _fail_waiting(self, why: Callable[[], ServiceError]) -> None:
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():
-                waiting.set_exception(_ended())
+                waiting.set_exception(why())
 
 
 class LoadedText(NamedTuple):
     """What a model's text files say."""
 
-    processes: ModelText
+    processes: TextProcesses
     vocabulary: Vocabulary
     has_template: bool
     defaults: GenerationDefaults
@@ -308,53 +213,56 @@ class TextPool:
     while."""
 
     def __init__(
-        self, limits: TextLimits, workers: int, spent: Spent = lambda owner, seconds: None
+        self,
+        limits: TextLimits,
+        num_children: int,
+        spent: Spent = lambda owner, seconds: None,
+        wait_s: float = WAIT_S,
     ) -> None:
-        """`workers`: of each model; `spent` hears whose prompt took how many seconds."""
+        """`num_children`: of each model; `spent` hears whose prompt took how many seconds;
+        `wait_s`: how long a prompt may wait for a child."""
         self._limits = limits
         self._spent = spent
-        self._workers = workers
-        self._spare: asyncio.Task[_Host] | None = None
+        self._num_children = num_children
+        self._wait_s = wait_s
+        self._spare: asyncio.Task[TextHost] | None = None
 
     def prepare(self) -> None:
-        """Starts the process of the next model, if there is none."""
+        """Starts a process for the next `load`, unless one waits for it."""
         if self._spare is None:
-            self._spare = asyncio.create_task(_Host.start(self._limits))
+            self._spare = asyncio.create_task(TextHost.start(self._limits))
 
     async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
-        """Loads tokenizer, template and generation defaults. Raises UnsupportedTokenizer."""
+        """Loads tokenizer, template and generation defaults. Raises UnsupportedTokenizer, and
+        ServiceError UNAVAILABLE if there is no process for it now."""
         self.prepare()
         assert self._spare is not None
         spare, self._spare = self._spare, None
-        host = await spare
+        try:
+            host = await spare
+        except OSError as error:
+            log.warning("a text process cannot be started: %s", error)
+            raise no_process() from None
         asked = TextMessage({"card": asdict(card), "files": list(files)}, list(files.values()))
         try:
-            async with asyncio.timeout(self._limits.load_s + SLACK_S):
-                await host.stream.send(asked)
-                answer = await host.stream.receive()
-            if "error" in answer.head:
-                raise UnsupportedTokenizer(answer.head["error"])
+            answer = await host.load(asked, self._limits.load_s + SLACK_S)
             head = dict(answer.head)
             tokens = StoredTokens(*answer.parts)
             vocabulary = stored_vocabulary(card, head["decoder"], head["special_ids"], tokens)
-        except (*GONE, TimeoutError):
-            await host.close()
-            raise UnsupportedTokenizer("its files need too much time or memory") from None
         except BaseException:
             await host.close()
             raise
-        processes = ModelText(host, self._workers, self._limits.late_s + SLACK_S, self._spent)
+        processes = TextProcesses(
+            host, self._num_children, self._limits.late_s + SLACK_S, self._wait_s, self._spent
+        )
         defaults = GenerationDefaults(**head["defaults"])
         return LoadedText(processes, vocabulary, head["has_template"], defaults)
 
     async def close(self) -> None:
         """Ends the spare process."""
         if self._spare is not None:
-            await (await self._spare).close()
-
-
-def _late() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "the prompt could not be prepared in time", retry_after_s=1.0)
+            with suppress(OSError):
+                await (await self._spare).close()
 
 
 def _ended() -> ServiceError:

@@ -1,8 +1,8 @@
-"""A text process: it loads one model's tokenizer and template, and forks workers that use them.
+"""A text process: it loads one model's tokenizer and template, and forks children that use them.
 
 A model's files come from strangers, and one operation of theirs can take all memory or never end
 (a regular expression, a comparison of nested lists). So they are used here only, under limits that
-the kernel holds: a worker that passes one of time is killed by its timer's signal. Workers share
+the kernel holds: a child that passes one of time is killed by its timer's signal. Children share
 the memory of what was loaded. Messages come one at a time, so a process has one thread.
 """
 
@@ -36,14 +36,14 @@ from pdserve.gateway.text_processes.protocol import (
     pack,
     size_of,
 )
-from pdserve.services.host.errors import MAX_MESSAGE, cut
+from pdserve.services.host.errors import MAX_MESSAGE, MAX_QUOTED, cut
 from pdserve.services.host.process import die_with, show_as
 
-MAX_FILES = 256  # that a text process may have open: a few, and one for each worker
+MAX_FILES = 256  # that a text process may have open: a few, and one for each child
 
 
 class TextModel:
-    """What a worker has: everything that a model's files say about text."""
+    """What a child has: everything that a model's files say about text."""
 
     def __init__(self, card: TextCard, files: dict[str, bytes]) -> None:
         """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
@@ -80,6 +80,7 @@ def main() -> None:
     asked = _receive(control)
     if asked is None:
         return
+    control.sendall(pack(TextMessage({"received": True})))  # what kills it now is in the files
     try:
         _bound_memory(limits.load_bytes)
         _set_timer(LATE_SIGNAL, limits.load_s)
@@ -96,12 +97,12 @@ def main() -> None:
     control.sendall(pack(answer))
     if "error" not in answer.head:
         gc.collect()
-        gc.freeze()  # a collection in a worker would copy the pages that all share
+        gc.freeze()  # a collection in a child would copy the pages that all share
         _serve_forks(control, lambda sock: work(sock, model, limits))
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Forks a worker for each socket that comes, and says how each ends."""
+    """Forks a child for each socket that comes, and says how each ends."""
     here = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -130,7 +131,7 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
 
 
 def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
-    """Answers until the gateway closes the socket, or this worker cannot go on."""
+    """Answers until the gateway closes the socket, or this child cannot go on."""
     _bound_memory(limits.prompt_bytes)
     while (asked := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
@@ -140,7 +141,8 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
                 raise TextError(f"the prompt has {len(ids)} tokens")
             answer = TextMessage({}, [array("I", ids).tobytes()])
         except TextError as error:
-            answer = TextMessage({"error": cut(str(error), MAX_MESSAGE), "param": error.param})
+            # It may quote the client.
+            answer = TextMessage({"error": cut(str(error), MAX_QUOTED), "param": error.param})
         except MemoryError:
             text = "the prompt needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})

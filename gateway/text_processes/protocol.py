@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-FORK = b"f"  # to the process of a model: comes with the socket of a new worker
-# How a worker ends that passes a limit of time; no handler is set, so the kernel kills it.
+FORK = b"f"  # to the process of a model: comes with the socket of a new child
+# How a child ends that passes a limit of time; no handler is set, so the kernel kills it.
 RENDER_SIGNAL = signal.SIGPROF
 PROMPT_SIGNAL = signal.SIGVTALRM
 LATE_SIGNAL = signal.SIGALRM

@@ -1,13 +1,14 @@
 """Preparing prompts: off the event loop, in bounded time, from blobs that are loaded once."""
 
 import asyncio
-import json
-import threading
+from functools import partial
 
 import pytest
-from eventually import LIMIT_S, eventually
+from broken_tokenizers import panics_on_load, panics_on_text
+from eventually import LIMIT_S
 from fake_router import FakeRouter, saying, served
 from in_process_text import InProcessPool
+from text_pools import Pool, workers
 
 from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.merge import merge
@@ -19,21 +20,52 @@ pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http):
-    slow, go_on = threading.Event(), threading.Event()
+class CountingPool(InProcessPool):
+    loads = 0
 
-    def slowly():
-        slow.set()
-        assert go_on.wait(LIMIT_S / 2), "the loop was held up"
+    async def load(self, card, files):
+        self.loads += 1
+        return await super().load(card, files)
 
-    client = make_http(saying("hello"), text_pool=InProcessPool(slowly))
-    asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": HI}))
-    await eventually(slow.is_set)
+
+@pytest.fixture
+async def pool(anyio_backend):
+    """One whose models have a single worker."""
+    pool = Pool(workers=1)
+    yield pool
+    await pool.close()
+
+
+async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, pool):
+    """It is slower than slow: its process is stopped."""
+    client = make_http(saying("hello"), text_pool=pool)
+    chat = partial(client.post, "/v1/chat/completions", json={"messages": HI})
+    assert (await chat()).status_code == 200
+    (worker,) = workers()
+    worker.suspend()
+    asked = asyncio.create_task(chat())
     for _ in range(5):
         assert (await client.get("/health")).status_code == 200
     assert not asked.done()
-    go_on.set()
+    worker.resume()
     assert (await asked).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_panic_while_a_prompt_is_prepared_is_one_error(make_http, pool, stream):
+    card, blobs = served()
+    blobs[card.tokenizer_digest] = panics_on_text(blobs[card.tokenizer_digest])
+    client = make_http(FakeRouter(saying("hello"), [card], blobs), text_pool=pool)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+    ):
+        reply = await client.post(path, json=body | {"stream": stream})
+        assert reply.status_code == 400
+        assert set(reply.json()) == {"error"}
+        assert "cannot be prepared: PanicException" in reply.json()["error"]["message"]
+    assert (await client.post("/tokenize", json={"prompt": "A"})).status_code == 200
 
 
 async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
@@ -46,34 +78,23 @@ async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
     assert (one.card.name, two.card.name) == ("one", "two")
 
 
-def panicking(words: bytes) -> bytes:
-    """A tokenizer.json whose post-processor names a special token that it does not define."""
-    tokenizer = json.loads(words)
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {},
-    }
-    return json.dumps(tokenizer).encode()
-
-
 @pytest.mark.parametrize(
     ("broken", "change"),
     [
         ("tokenizer_digest", lambda _: b"\xff{{"),
-        ("tokenizer_digest", panicking),
+        ("tokenizer_digest", panics_on_load),
         ("template_digest", lambda _: b"\xff{{"),
         ("template_digest", lambda _: b"{{ " + b"9" * 5000 + b" }}"),
     ],
 )
-async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, broken, change):
-    """Its requests say so; the gateway stays ready."""
+async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, monkeypatch, broken, change):
+    """Its requests say so; the gateway stays ready. It is tried again after a while."""
     card, blobs = served()
     digest = getattr(card, broken)
     good = blobs[digest]
     blobs[digest] = change(good)
-    client = make_http(FakeRouter(saying("x"), [card], blobs))
+    pool = CountingPool()
+    client = make_http(FakeRouter(saying("x"), [card], blobs), text_pool=pool)
     for _ in range(2):
         assert (await client.get("/ready")).status_code == 200
     assert caplog.text.count("model 'tiny': its tokenizer could not be loaded") == 1
@@ -82,7 +103,11 @@ async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, broken, cha
         answer = await client.post("/v1/chat/completions", json={**asked["json"], "stream": stream})
         assert answer.status_code == 503
         assert set(answer.json()) == {"error"}
+        assert int(answer.headers["retry-after"]) in range(50, 61)
+    assert pool.loads == 1
     blobs[digest] = good
+    assert (await client.post("/v1/chat/completions", **asked)).status_code == 503
+    monkeypatch.setattr("pdserve.gateway.catalog.REFUSED_S", 0.0)
     assert (await client.post("/v1/chat/completions", **asked)).status_code == 200
 
 
@@ -159,6 +184,27 @@ async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
     monkeypatch.setattr("pdserve.gateway.observability.readiness.LOAD_S", LIMIT_S)
     arrives.set()
     assert (await client.get("/ready")).json()["models"] == ["tiny"]
+
+
+async def test_those_who_ask_together_whether_it_is_ready_share_a_check(make_http):
+    router, asked = FakeRouter(saying("x")), 0
+    fleet = router.fleet
+
+    async def slow():
+        nonlocal asked
+        asked += 1
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return await fleet()
+
+    router.fleet = slow
+    client = make_http(router)
+    router.view = None
+    replies = await asyncio.gather(*(client.get("/ready") for _ in range(10)))
+    assert {reply.status_code for reply in replies} == {503}
+    assert "no router can be reached" in replies[0].text
+    assert asked < 5
+    assert (await client.get("/ready")).status_code == 503
 
 
 async def test_merge_closes_all_when_one_fails(anyio_backend):

@@ -1,36 +1,35 @@
 """Text processes: what strangers' files do, they do under limits, and to nobody else."""
 
 import asyncio
+import errno
+import gc
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import psutil
+import hostile_templates
 import pytest
 from eventually import LIMIT_S, eventually
 from hostile_templates import ENDLESS, HUGE
+from text_pools import LIMITS, Pool, text_processes, workers
 from tiny_spm import spm_metadata, spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText, TextPool
-from pdserve.gateway.text_processes.protocol import TextLimits
+from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 
-LIMITS = TextLimits(
-    load_s=LIMIT_S,
-    load_bytes=1 << 30,
-    render_s=0.5,
-    prompt_s=LIMIT_S,
-    prompt_bytes=64 << 20,
-    late_s=LIMIT_S,
-)
 HI = [{"role": "user", "content": "hi <s> you"}]
 PLAIN = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
 
@@ -39,36 +38,18 @@ def files(tokenizer: bytes, template: str = PLAIN) -> dict[str, bytes]:
     return {"tokenizer": tokenizer, "template": template.encode(), "generation": b""}
 
 
-class Pool(TextPool):
-    """A pool that ends what it has loaded."""
-
-    def __init__(self, limits: TextLimits = LIMITS, workers: int = 2) -> None:
-        super().__init__(limits, workers)
-        self.loaded: list[LoadedText] = []
-
-    async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
-        text = await super().load(card, files)
-        self.loaded.append(text)
-        return text
-
-    async def close(self) -> None:
-        for text in self.loaded:
-            await text.processes.close()
-        await super().close()
-
-
 @pytest.fixture
 async def make_pool(anyio_backend: str) -> AsyncIterator[Callable[..., Pool]]:
     pools: list[Pool] = []
 
-    def make(workers: int = 2, **limits: Any) -> Pool:
-        pools.append(Pool(replace(LIMITS, **limits), workers))
+    def make(workers: int = 2, wait_s: float = LIMIT_S, **limits: Any) -> Pool:
+        pools.append(Pool(replace(LIMITS, **limits), workers, wait_s))
         return pools[-1]
 
     yield make
     for pool in pools:
         await pool.close()
-    assert not psutil.Process().children(recursive=True)
+    assert not text_processes()
 
 
 @pytest.fixture
@@ -91,9 +72,11 @@ async def chat(text: LoadedText, owner: bytes = b"", messages: Any = HI) -> list
     return await text.processes.chat_ids(owner, messages, answer=True, most=1 << 20)
 
 
-def workers() -> list[psutil.Process]:
-    """Of the only model."""
-    return [w for p in psutil.Process().children() for w in p.children()]
+async def in_time(text: LoadedText) -> list[int]:
+    """An answer, which on a busy machine does not always come at once."""
+    with suppress(ServiceError):
+        return await chat(text)
+    return []
 
 
 async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
@@ -119,29 +102,48 @@ async def test_a_lone_surrogate_is_the_clients_fault(pool: Pool) -> None:
         await chat(text, messages=[{"role": "\ud800", "content": ""}])
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-async def test_an_endless_template_is_stopped(pool: Pool, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ENDLESS["comparison"], "ran for too long"),
+        (HUGE["sum"], r"ran for too long|needs too much memory"),
+        (HUGE["times"], "needs too much memory"),
+    ],
+    ids=["comparison", "sum", "times"],
+)
+async def test_a_hostile_template_is_stopped(pool: Pool, template: str, said: str) -> None:
     text = await loaded(pool, template)
-    with pytest.raises(TextError, match=r"ran for too long|needs too much memory"):
+    with pytest.raises(TextError, match=said):
         await chat(text)
     ids = await text.processes.text_ids(b"", "hello", add_special_tokens=False, most=99)
     assert text.vocabulary.decode(ids) == "hello"
 
 
-@pytest.mark.parametrize("template", HUGE.values(), ids=HUGE)
-async def test_a_template_that_needs_all_memory_is_stopped(pool: Pool, template: str) -> None:
-    text = await loaded(pool, template)
-    with pytest.raises(TextError, match=r"ran for too long|needs too much memory|template fails"):
-        await chat(text)
-    ids = await text.processes.text_ids(b"", "hello", add_special_tokens=False, most=99)
-    assert text.vocabulary.decode(ids) == "hello"
+@pytest.fixture(scope="module")
+def ends() -> Any:
+    """How workers ended at each template of each kind, and what they said."""
+    script = hostile_templates.__file__
+    assert script is not None
+    env = os.environ | {"PYTHONPATH": str(Path(script).parent)}
+    done = subprocess.run([sys.executable, script], capture_output=True, env=env, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_the_timer_of_a_template_ends_it(ends: Any, name: str) -> None:
+    assert ends["endless"][name] == ["SIGPROF", ""]
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_template_that_needs_all_memory_is_refused(ends: Any, name: str) -> None:
+    assert ends["huge"][name] == ["refused", "the prompt needs too much memory to be prepared"]
 
 
 async def test_what_a_template_raises_is_cut(pool: Pool) -> None:
     text = await loaded(pool, "{{ raise_exception('\x01' * 9999999) }}")
     with pytest.raises(TextError) as raised:
         await chat(text)
-    assert len(str(raised.value)) < 3000
+    assert len(str(raised.value)) < 300
 
 
 async def test_a_text_process_knows_no_secret_of_the_gateway(
@@ -149,7 +151,8 @@ async def test_a_text_process_knows_no_secret_of_the_gateway(
 ) -> None:
     monkeypatch.setenv("PDSERVE_API_KEY", "sk-secret")
     await loaded(make_pool())
-    for process in psutil.Process().children(recursive=True):
+    assert text_processes()
+    for process in (*text_processes(), *workers()):
         assert "sk-secret" not in process.environ().values()
 
 
@@ -219,34 +222,109 @@ async def test_a_client_that_goes_costs_no_worker(pool: Pool) -> None:
     assert len(workers()) <= 2
 
 
+async def test_a_prompt_that_fails_once_its_client_has_gone_is_no_news(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = await loaded(pool)
+    await chat(text)
+    (worker,) = workers()
+    worker.suspend()
+    asked = asyncio.create_task(chat(text))
+    await asyncio.sleep(0)  # it has the worker
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    worker.kill()
+    await eventually(lambda: "a text process ended" in caplog.text)
+    assert await chat(text)
+    gc.collect()  # whoever asks for no result of a task is told so now
+
+
 async def test_one_that_is_late_is_left_alone(
     make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped, so not even the kernel's timer ends it."""
     monkeypatch.setattr("pdserve.gateway.text_processes.pool.SLACK_S", 0.0)
     text = await loaded(make_pool(1, late_s=0.5))
-
-    async def in_time() -> list[int]:
-        """On a busy machine not always at once."""
-        with suppress(ServiceError):
-            return await chat(text)
-        return []
-
-    await eventually(in_time)
+    await eventually(lambda: in_time(text))
     (worker,) = workers()
     worker.suspend()
     with pytest.raises(ServiceError, match="could not be prepared in time"):
         await chat(text)
-    await eventually(in_time)
+    await eventually(lambda: in_time(text))
     assert worker in workers()
     worker.resume()
     await eventually(lambda: worker not in workers())
 
 
+async def test_a_prompt_waits_for_a_worker_only_so_long(make_pool: Callable[..., Pool]) -> None:
+    text = await loaded(make_pool(1, wait_s=0.05))
+    await eventually(lambda: in_time(text))
+    (worker,) = workers()
+    worker.suspend()
+    asked = asyncio.create_task(chat(text))
+    await asyncio.sleep(0)  # it has the worker
+    with pytest.raises(ServiceError, match="could not be prepared in time"):
+        await chat(text)
+    worker.resume()
+    assert await asked == await chat(text)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process can open no further socket, until `undo`."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    return monkeypatch
+
+
+async def test_without_room_for_a_worker_prompts_are_refused(
+    make_pool: Callable[..., Pool], request: pytest.FixtureRequest
+) -> None:
+    text = await loaded(make_pool(1))
+    full = request.getfixturevalue("full")
+    for _ in range(3):
+        with pytest.raises(ServiceError, match="no text process can be started"):
+            await chat(text)
+    full.undo()
+    assert await chat(text)
+
+
+async def test_without_room_for_a_second_worker_the_first_serves_all(
+    pool: Pool, request: pytest.FixtureRequest
+) -> None:
+    text = await loaded(pool)
+    await chat(text)
+    request.getfixturevalue("full")
+    assert all(await asyncio.gather(*(chat(text) for _ in range(5))))
+    assert len(workers()) == 1
+
+
+async def test_without_room_for_a_process_a_model_is_loaded_later(
+    pool: Pool, full: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ServiceError, match="no text process can be started"):
+        await loaded(pool)
+    full.undo()
+    assert await chat(await loaded(pool))
+
+
+async def test_a_spare_process_that_dies_says_nothing_of_a_models_files(pool: Pool) -> None:
+    pool.prepare()
+    (spare,) = await eventually(text_processes)
+    spare.kill()
+    with pytest.raises(ServiceError, match="no text process can be started"):
+        await loaded(pool)
+    assert await chat(await loaded(pool))
+
+
 async def test_its_process_dies(pool: Pool) -> None:
     text = await loaded(pool)
     await chat(text)
-    (process,) = psutil.Process().children()
+    (process,) = text_processes()
     process.kill()
     await eventually(lambda: not text.processes.alive)
     with pytest.raises(ServiceError, match="have ended"):

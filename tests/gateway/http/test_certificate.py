@@ -5,8 +5,10 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from eventually import eventually
+import uvloop
+from eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http import server
 from pdserve.services.host.auth.certificates import Identity, issue, make_authority
@@ -33,6 +35,41 @@ def der(identity: Identity) -> bytes:
     return ssl.PEM_cert_to_DER_cert(identity.certificate.decode())
 
 
+async def say_ok(scope: Any, receive: Any, send: Any) -> None:
+    """An application."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def test_a_peer_that_begins_no_handshake_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it holds up nobody."""
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
+    identity = issue(make_authority(), Role.GATEWAY)
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    certificate.write_bytes(identity.certificate)
+    key.write_bytes(identity.key)
+
+    async def run() -> None:
+        http = server.HttpServer(say_ok, None, str(certificate), str(key))  # type: ignore[arg-type]
+        listener = server.listen("127.0.0.1", 0)
+        serving = asyncio.create_task(http.serve([listener]))
+        await eventually(lambda: http.started)
+        host, port = listener.getsockname()
+        reader, writer = await asyncio.open_connection(host, port)
+        async with httpx.AsyncClient(verify=False) as client:
+            assert (await client.get(f"https://{host}:{port}/")).text == "ok"
+        assert await asyncio.wait_for(reader.read(), LIMIT_S / 3) == b""
+        writer.close()
+        http.should_exit = True
+        await serving
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_new_certificate_is_taken_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     anyio_backend: str,
@@ -43,11 +80,7 @@ async def test_a_new_certificate_is_taken_with_its_key(
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     certificate.write_bytes(old.certificate)
     key.write_bytes(old.key)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        """Nobody asks anything."""
-
-    http = server.HttpServer(app, None, str(certificate), str(key))  # type: ignore[arg-type]
+    http = server.HttpServer(say_ok, None, str(certificate), str(key))  # type: ignore[arg-type]
     listener = server.listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve([listener]))
     watching = asyncio.create_task(http.watch_certificate())

@@ -246,6 +246,36 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
         assert json.loads(await reader.readexactly(length))["choices"]
 
 
+@pytest.mark.parametrize("asked", ["POST /v1/completions", "GET /health", "GET /ready"])
+@pytest.mark.parametrize("rest", [1, 1000, 5000])
+async def test_an_answer_before_the_end_of_a_body_is_the_last(connect, monkeypatch, asked, rest):
+    if rest == 1:  # and then nothing
+        monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
+    writer.write(f"{asked} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
+    assert b"\r\nconnection: close\r\n" in head
+    writer.write(b"x" * rest)
+    await asyncio.wait_for(reader.read(), LIMIT_S / 3)
+
+
+async def test_a_large_body_does_not_hide_its_refusal(connect):
+    reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
+    writer.write(f"{HEAD}content-length: {8 << 20}\r\n\r\n".encode() + b"x" * (8 << 20))
+    await asyncio.wait_for(writer.drain(), LIMIT_S)
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), LIMIT_S)
+
+
+async def test_a_refusal_after_the_body_keeps_the_connection(connect):
+    reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
+    for _ in range(2):
+        writer.write(post({"messages": HI}))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 401 " in head
+        assert b"connection: close" not in head
+        await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+
 @pytest.mark.parametrize("filler", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
 async def test_a_chunked_body_has_no_endless_lines(connect, filler):
     _, writer = await connect(FakeRouter(saying("x")), keys=("secret",))

@@ -35,7 +35,7 @@ class Lines:
     def add_routes(self, app: Any) -> None:
         @app.post("/lines")
         async def lines(request: Request) -> Any:
-            body = await BodyReader(LIMITS).read(request)
+            body = await BodyReader(LIMITS).read(request, dict)
             return EventStream(self._count(body["count"], body["fails"]), self, LIMITS)
 
         @app.post("/lines/whole")

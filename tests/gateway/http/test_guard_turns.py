@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -35,12 +36,12 @@ class Application:
             await asyncio.sleep(0)
 
 
-def call(guard: Guard, key: str) -> "asyncio.Task[None]":
+def call(guard: Guard, key: str, path: str = "/v1/models") -> "asyncio.Task[None]":
     async def send(message: Any) -> None:
         pass
 
     scope = {
-        "type": "http", "method": "GET", "path": "/v1/models",
+        "type": "http", "method": "GET", "path": path,
         "headers": [(b"authorization", f"Bearer {key}".encode())],
     }  # fmt: skip
     return asyncio.create_task(guard(scope, send, send))  # type: ignore[arg-type]
@@ -57,6 +58,16 @@ async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
     at = [number for number, who in enumerate(app.entered) if who.endswith("other")]
     assert max(at) <= 5
     assert set(app.together.values()) == {1}
+
+
+async def test_a_probe_waits_for_no_stranger(anyio_backend: str) -> None:
+    app, dialect = Application(), Mock(paths=("/",), error_object=lambda error: {})
+    guard = Guard(app, ApiKeys(("k",)), ("/health",), [dialect], False, ())
+    flood = [call(guard, "") for _ in range(50)]
+    await call(guard, "", "/health")
+    assert len(app.entered) == 1
+    assert sum(task.done() for task in flood) < 5
+    await asyncio.gather(*flood)
 
 
 async def test_scrapes_are_paused_between(make_http: Callable[..., Any]) -> None:

@@ -1,8 +1,12 @@
 """/tokenize, /detokenize, /health, /ready and /metrics."""
 
+import asyncio
+
 import pytest
 from fake_router import FakeRouter, saying
 from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.gateway import service as service_module
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -105,3 +109,33 @@ async def test_metrics_without_a_router(make_http):
     router = FakeRouter(saying("x"))
     router.view = None
     assert (await make_http(router).get("/metrics")).status_code == 200
+
+
+async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypatch):
+    """Owners take turns, and other work runs between two parts of one list."""
+    monkeypatch.setattr(service_module, "IDS_AT_ONCE", 4)
+    router = FakeRouter(saying("x"))
+    service = make_service(router)
+    model = await service.catalog.get("tiny")
+    ids = router.encode("hello world " * 40)
+    passes, ended = 0, []
+
+    async def others():
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    async def decode(owner: bytes):
+        text = await service.decode(model, ids, "tokens", owner, skip_special=True)
+        ended.append(owner)
+        return text
+
+    async with asyncio.TaskGroup() as group:
+        other_work = group.create_task(others())
+        decoding = [group.create_task(decode(owner)) for owner in (b"a", b"a", b"a", b"b")]
+        texts = await asyncio.gather(*decoding)
+        other_work.cancel()
+    assert texts == [model.text.vocabulary.decode(ids)] * 4
+    assert ended == [b"a", b"a", b"b", b"a"], "the last of a waits for b"
+    assert passes >= 4 * len(ids) // 4

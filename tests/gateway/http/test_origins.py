@@ -65,6 +65,10 @@ async def test_with_keys_a_page_shows_one(make_http):
     ask = {"host": "any.example", "origin": page, "access-control-request-method": "POST"}
     assert (await client.options(CHAT, headers=ask)).status_code == 200
     headers = {"host": "any.example", "origin": page}
-    assert (await client.post(CHAT, json=ASKED, headers=headers)).status_code == 401
+    refused = await client.post(CHAT, json=ASKED, headers=headers)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == page, "the page can read why"
+    shown = refused.headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(shown)
     headers["authorization"] = "Bearer k"
     assert (await client.post(CHAT, json=ASKED, headers=headers)).status_code == 200

@@ -2,11 +2,14 @@
 
 from itertools import pairwise
 
+import pytest
 import tokenizers
 from hard_strings import HARD_STRINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.gateway.text.errors import UnsupportedTokenizer
+from pdserve.gateway.text.pieces import Pieces
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
@@ -109,6 +112,17 @@ def test_equals_the_library_where_bytes_are_valid(smollm_json: bytes, smollm: To
     for text in HARD_STRINGS:
         ids = encode(smollm, text)
         assert smollm.decode(ids) == library.decode(ids) == text
+
+
+def test_a_decoder_has_few_steps() -> None:
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 64}
+    for num_steps in (16, 17, 150_000):
+        decoder = {"type": "Sequence", "decoders": [step] * num_steps}
+        if num_steps == 16:
+            assert Pieces(lambda token: "a", decoder).bytes_of(0) == b"b" * 64
+        else:
+            with pytest.raises(UnsupportedTokenizer, match=f"{num_steps} steps"):
+                Pieces(lambda token: "a", decoder)
 
 
 def test_ids_without_a_token_have_no_text(smollm_json: bytes) -> None:

@@ -1,0 +1,95 @@
+"""The listener of the HTTP port: it takes connections until it is closed, whatever happens.
+
+One address may have half of all connections, others have shares of the rest (FairShare); what is
+over is closed at once. An IPv6 network of 64 bits counts as one address: its owner has them all.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+
+from pdserve.services.host.tenants.fairness import FairShare
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+OTHER_FILES = 1256  # of the process: sessions, text processes, 1,000 connections of gRPC
+PAUSE_S = 1.0  # while no connection can be taken
+BATCH = 64  # in one pass of the loop
+
+
+class HttpListener:
+    """Takes connections and hands each to `serve`, which returns when the connection has ended.
+
+    uvloop's own server would close its socket on some errors, and drop the connections that wait
+    while the process can open no file.
+    """
+
+    def __init__(
+        self, sock: socket.socket, serve: Callable[[socket.socket], Awaitable[None]], most: int
+    ) -> None:
+        """`sock` is bound and listens; it stays the caller's."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._serve = serve
+        self._open = FairShare(most // 2)  # of which all may have twice as much
+        self._serving: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Takes no more; those that are taken go on."""
+        self._loop.remove_reader(self._sock)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(BATCH):
+            try:
+                connection, address = self._sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                log.warning("new HTTP connections wait: %s", error)
+                self._loop.remove_reader(self._sock)
+                self._pause = self._loop.call_later(
+                    PAUSE_S, self._loop.add_reader, self._sock, self._accept
+                )
+                return
+            owner = _owner(address[0])
+            if not self._open.has_room(owner):
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._open.take(owner)
+            task = self._loop.create_task(self._hold(connection, owner))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _hold(self, connection: socket.socket, owner: bytes) -> None:
+        try:
+            await self._serve(connection)
+        finally:
+            self._open.give_back(owner)
+
+
+def max_connections() -> int:
+    """As many as the process may have files open, without those that it has for others."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(files // 2, files - OTHER_FILES))
+
+
+def _owner(host: str) -> bytes:
+    """With whose connections one from this address counts."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return address.packed[:8]
+    return address.packed

@@ -1,0 +1,124 @@
+"""The HTTP port takes connections whatever happens, and leaves room for those of others."""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import uvloop
+from eventually import LIMIT_S, eventually
+
+from pdserve.gateway.http import listener
+from pdserve.gateway.http.listener import HttpListener, max_connections
+
+GREETING = b"hello"
+
+
+async def greet(connection: socket.socket) -> None:
+    """Says hello, and holds the connection until the client leaves."""
+    loop = asyncio.get_running_loop()
+    with connection:
+        await loop.sock_sendall(connection, GREETING)
+        await loop.sock_recv(connection, 1)
+
+
+@pytest.fixture
+def port() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+async def said(client: socket.socket) -> bytes:
+    """What the server says; nothing if it has closed the connection."""
+    async with asyncio.timeout(LIMIT_S):
+        try:
+            return await asyncio.get_running_loop().sock_recv(client, len(GREETING))
+        except ConnectionError:
+            return b""
+
+
+def test_it_takes_connections_again_when_a_descriptor_is_free(
+    port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "PAUSE_S", 0.05)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run() -> None:
+        taking = HttpListener(port, greet, 100)
+        client = socket.socket()
+        free = os.dup(client.fileno())
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            client.connect(port.getsockname())
+            await eventually(lambda: "connections wait: [Errno 24]" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.setblocking(False)
+        assert await said(client) == GREETING
+        client.close()
+        taking.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+class Clients:
+    """Connections to a listener that takes at most eight."""
+
+    def __init__(self, port: socket.socket) -> None:
+        self._port = port
+        self._taking = HttpListener(port, greet, 8)
+        self._open: list[socket.socket] = []
+
+    async def connect(self, address: str = "127.0.0.1") -> socket.socket:
+        client = socket.socket()
+        self._open.append(client)
+        client.bind((address, 0))
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, self._port.getsockname())
+        return client
+
+    def close(self) -> None:
+        self._taking.close()
+        for client in self._open:
+            client.close()
+
+
+@pytest.fixture
+async def clients(port: socket.socket, anyio_backend: str) -> AsyncIterator[Clients]:
+    clients = Clients(port)
+    yield clients
+    clients.close()
+
+
+@pytest.mark.anyio
+async def test_one_address_has_half_of_all(clients: Clients) -> None:
+    first = [await clients.connect() for _ in range(5)]
+    assert [await said(client) for client in first] == [GREETING] * 4 + [b""]
+    other = [await clients.connect("127.0.0.2") for _ in range(3)]
+    assert [await said(client) for client in other] == [GREETING] * 2 + [b""]
+    assert await said(await clients.connect("127.0.0.3")) == GREETING
+
+
+@pytest.mark.anyio
+async def test_one_that_leaves_makes_room(clients: Clients) -> None:
+    first = [await clients.connect() for _ in range(4)]
+    assert [await said(client) for client in first] == [GREETING] * 4
+    assert await said(await clients.connect()) == b""
+    first[0].close()
+
+    async def is_taken() -> bool:
+        return await said(await clients.connect()) == GREETING
+
+    await eventually(is_taken)
+
+
+def test_files_are_left_for_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = {}
+    for files in (64, 1024, 1 << 20, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        most[files] = max_connections()
+    assert list(most.values()) == [32, 512, 4096, 4096]
