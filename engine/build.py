@@ -23,7 +23,7 @@ from pdserve.engine.scheduling.limits import EngineLimits
 log = logging.getLogger(__name__)
 
 CHUNK_S = 0.1  # what a prefill chunk should take
-SHARED_STEP_S = 0.016  # what the rows of a step should take while several tenants are active
+SHARED_STEP_S = 0.01  # what the rows of a step should take while several tenants are active
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 
 

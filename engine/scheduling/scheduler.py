@@ -7,8 +7,9 @@ passes a long one, none starves, and of two alike the older comes first. Tenants
 (turns.py).
 
 While several tenants are active, steps have a smaller budget, so that the first token of one does
-not wait long for a step of another. Chunks and decode rows then come first in turn, and the prompt
-of a tenant that runs nothing comes before both.
+not wait long for a step of another. Chunks and decode rows then come first in turn. A prompt of a
+tenant that runs nothing does not wait for its turn, and shares the step with no decode rows; at
+most every second step is such a one.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
 request is preempted: it loses its blocks, keeps its tokens and is computed again later.
@@ -76,13 +77,16 @@ class Scheduler:
         budget = self._limits.shared_step_tokens
         running = {job.request.tenant for job in self._jobs.running}
         newcomer = any(job.request.tenant not in running for job in self._jobs.waiting.values())
-        chunks_lead = not self._chunks_led or (newcomer and not self._newcomer_led)
-        if chunks_lead:
+        alone = newcomer and not self._newcomer_led
+        if alone or not self._chunks_led:
             self._add_chunks(now_s, plan, in_step, budget)
-        self._chunks_led = bool(plan.rows)
-        self._newcomer_led = newcomer and self._chunks_led
-        self._add_decode_rows(plan, in_step, budget)
-        if not chunks_lead:
+            self._chunks_led = bool(plan.rows)
+            self._newcomer_led = alone and self._chunks_led
+            if not self._newcomer_led:
+                self._add_decode_rows(plan, in_step, budget)
+        else:
+            self._chunks_led = self._newcomer_led = False
+            self._add_decode_rows(plan, in_step, budget)
             self._add_chunks(now_s, plan, in_step, budget)
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], budget: int) -> None:
