@@ -37,7 +37,7 @@ help:
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
-	@echo "make accept-security  the acceptance lines of tenants, doors and the wire; some need root"
+	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"

@@ -146,7 +146,7 @@ class Service:
         most = _most_chars(chars, model, "messages")
         await self.rates.check_text(owner)
         with _client_errors():
-            return await model.text.processes.chat_ids(owner, messages, answer=answer, most=most)
+            return await model.text.processes.chat_ids(owner, messages, answer=answer, max_len=most)
 
     async def text_ids(
         self,
@@ -162,7 +162,7 @@ class Service:
         await self.rates.check_text(owner)
         with _client_errors():
             return await model.text.processes.text_ids(
-                owner, text, add_special_tokens=add_special_tokens, most=most
+                owner, text, add_special_tokens=add_special_tokens, max_len=most
             )
 
     async def count(self, caller: Caller) -> None:

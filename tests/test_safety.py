@@ -3,13 +3,16 @@
 import ast
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor
 from prometheus_client import CollectorRegistry
 
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.openai import schema
+from pdserve.protos import fleet_pb2, router_pb2, text_pb2
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.options.options import Option
 from pdserve.services.router.core import RouterCore
@@ -95,6 +98,35 @@ def test_nothing_that_serves_can_fetch_a_url() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module in clients)
     ]
     assert found == []
+
+
+def fields(message: Descriptor) -> set[str]:
+    """Names of all fields of a message and of those within it."""
+    inner = [field.message_type for field in message.fields if field.message_type]
+    return {field.name for field in message.fields}.union(*map(fields, inner))
+
+
+def test_no_client_can_name_an_address() -> None:
+    """Neither over gRPC nor over HTTP; workers, which the cluster trusts, name their own."""
+    places = {"address", "host", "port", "url", "uri", "endpoint", "router", "worker", "peer"}
+
+    def named(names: Iterable[str]) -> set[str]:
+        return {name for name in names if places & set(name.lower().split("_"))}
+
+    asked = (
+        text_pb2.ChatRequest,
+        text_pb2.CompleteRequest,
+        router_pb2.GenerateRequest,
+        router_pb2.ListModelsRequest,
+    )
+    bodies = (schema.ChatBody, schema.CompletionBody, schema.TokenizeBody, schema.DetokenizeBody)
+    for request in asked:
+        assert named(fields(request.DESCRIPTOR)) == set()
+    for body in bodies:
+        within = body.model_json_schema().get("$defs", {}).values()
+        names = set(body.model_fields).union(*(part.get("properties", {}) for part in within))
+        assert named(names) == set()
+    assert named(fields(fleet_pb2.WorkerReport.DESCRIPTOR)) >= {"address", "data_address"}
 
 
 def all_options() -> dict[str, list[Option]]:

@@ -5,8 +5,9 @@ requests: the model is tiny and random, so that the gateway is what is measured;
 process that computes most. Both systems run, and are asked in turns: by WORKERS clients for
 SECONDS, then by one for ALONE_S, each time for one token of a short chat, streamed; the other
 system must be at rest then. They are started STARTS times, since two starts of one commit differ,
-too. The ratio is of a pair of turns, now to before. transfers: the same for `make bench-transfer`'s
-copies of both commits. Words: names of parts, both without any; `--any-load` as in cpu/bench.py.
+too. The ratio is of a pair of turns, now to before. transfers: the same for the copies by tcp and
+by shm that `make bench-transfer ARGS="quick copies"` measures; its other rows are not compared.
+Words: names of parts, both without any; `--any-load` as in cpu/bench.py.
 """
 
 import argparse

@@ -1,9 +1,12 @@
 """Line 5: a tokenizer.json of 64 KB that took gigabytes takes less than 10 MB; a panic of a library
-is one error, streamed or not, and one line of a worker whose load it ends."""
+is one error, streamed or not, and one line of a worker process whose load it ends, with exit code
+1."""
 
 import json
+import os
 import subprocess
 import sys
+from typing import Any
 
 from pytest_line import run_tests
 
@@ -31,11 +34,37 @@ kept = Tokenizer(hostile, card)
 kept.encode("<aaa bbb>", add_special_tokens=False, parse_special=True)
 print(json.dumps({"file": len(hostile), "bytes": process.memory_info().rss - before}))
 """
+# A decode worker whose weights are read by a library in Rust that panics.
+WORKER = """
+import sys
+from broken_tokenizers import panics_on_load
+from fake_router import tokenizer_json
+from pdserve.services.cli.main import main
+from pdserve.services.worker import role
+from tokenizers import Tokenizer
+
+broken = panics_on_load(tokenizer_json())
+role.build_engine = lambda config, progress: Tokenizer.from_buffer(broken).encode("a")
+words = ["--cluster-secret", "s" * 32, "--bind", "127.0.0.1:0", "--routers", "127.0.0.1:1"]
+sys.exit(main(["decode", *words]))
+"""
 TESTS = (
     "tests/gateway/test_service.py::test_a_broken_blob_is_the_servers_fault",
+    "tests/gateway/test_service.py::test_a_panic_while_a_prompt_is_prepared_is_one_error",
     "tests/gateway/test_text_processes.py::test_what_cannot_be_loaded",
     "tests/services/worker/test_worker_process.py::test_a_panic_while_loading_is_one_line",
 )
+
+
+def worker() -> dict[str, Any]:
+    """How the process ends, and all that pdserve says; the library's own message is beside it."""
+    environment = os.environ | {"RUST_BACKTRACE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=120, env=environment
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("pdserve")]
+    whole = len(said) == 1 and "PanicException" in said[0] and "Traceback" not in done.stderr
+    return {"ok": done.returncode == 1 and whole, "exit_code": done.returncode, "said": said}
 
 
 def main() -> None:
@@ -45,8 +74,9 @@ def main() -> None:
     )
     tokenizer = json.loads(done.stdout)
     small = tokenizer["bytes"] < MOST_BYTES and tokenizer["file"] >= SIZE
-    panics = run_tests(*TESTS)
-    print(json.dumps({"ok": small and panics["ok"], "tokenizer": tokenizer, "panics": panics}))
+    parts = {"panics": run_tests(*TESTS), "worker": worker()}
+    ok = small and all(part["ok"] for part in parts.values())
+    print(json.dumps({"ok": ok, "tokenizer": tokenizer, **parts}))
 
 
 if __name__ == "__main__":

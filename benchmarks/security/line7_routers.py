@@ -3,11 +3,10 @@ added under load has its share after SOON_S.
 
 processes: real ones, in a mount and a network namespace of their own (so it needs root, or user
 namespaces). Their /etc/hosts has one name for all routers, which leads nowhere when the gateways
-start; the added router is one address more of it. Workers only talk (talker_process.py).
+start; the added router is one address more of it. Workers have no engine (one_token_process.py).
 HTTP clients ask through all gateways, half of the requests in conversations of which each is more
 than a router's share. The added router is compared with the mean of all, over SPAN_S from SOON_S
-after its address was added on. Then the same in the simulation, in one process, and of the choice
-alone.
+after its address was added on. Then the same in the simulation, and of the choice alone.
 """
 
 import asyncio
@@ -100,7 +99,7 @@ class System:
         return address
 
     def start_workers(self) -> None:
-        script = str(Path(__file__).with_name("talker_process.py"))
+        script = str(Path(__file__).with_name("one_token_process.py"))
         for _ in range(WORKERS):
             own = (sys.executable, script, f"{NAME}:{PORT}", *trust("decode", self._certificates))
             process = subprocess.Popen(own)
@@ -263,7 +262,6 @@ def main() -> None:
     found = {
         "processes": json.loads(done.stdout.strip().splitlines()[-1]),
         "simulation": run_tests("tests/simulation/test_shares.py"),
-        "in one process": run_tests("tests/services/test_many_routers.py"),
         "policy": run_tests("tests/gateway/test_choice.py"),
     }
     print(json.dumps({"ok": all(part["ok"] for part in found.values()), **found}))

@@ -129,7 +129,7 @@ class AuthorityChange:
 
     @property
     def right(self) -> bool:
-        """Each step changed for whom the doors are open, and at each all was connected anew."""
+        """Each step changed which certificates are let in, and at each all was connected anew."""
         seen = [(r["let_an_old_certificate_in"], r["show_and_take_new_ones"]) for r in self.rows]
         expected = [(3, 0), (3, 0), (3, 0), (3, 1), (3, 2), (3, 3), (0, 3)]
         return seen == expected and all(row["reset_connections"] >= SESSIONS for row in self.rows)
@@ -230,15 +230,15 @@ async def _secret(stack: ExitStack) -> dict[str, Any]:
                     restarts.append(row)
                     print(json.dumps(row), file=sys.stderr, flush=True)
             remote = await balancer.remote_prefills()
-    doors = len(system.hosts(Role.ROUTER, Role.PREFILL, Role.DECODE))
+    servers = len(system.hosts(Role.ROUTER, Role.PREFILL, Role.DECODE))
     old, new = refused(system, OLD), refused(system, NEW)
     codes = [row["exit_code"] for row in restarts]
     return {
-        "ok": clients.whole and (old, new) == (doors, 0) and remote > 0 and not any(codes),
+        "ok": clients.whole and (old, new) == (servers, 0) and remote > 0 and not any(codes),
         **clients.figures,
         "restarts": restarts,
         "remote_prefills_since": remote,
-        "doors": doors,
+        "servers": servers,
         "refuse_the_old_secret": old,
         "refuse_the_new_secret": new,
     }

@@ -64,22 +64,22 @@ class TextProcesses:
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
     async def chat_ids(
-        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, most: int
+        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, max_len: int
     ) -> list[int]:
         """The token ids of a conversation; `answer` opens the assistant's turn. See `_ids`."""
-        head = {"op": "chat", "messages": messages, "answer": answer, "most": most}
+        head = {"op": "chat", "messages": messages, "answer": answer, "max_len": max_len}
         return await self._ids(owner, TextMessage(head))
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, most: int
+        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
     ) -> list[int]:
         """The token ids of a text, special tokens in it parsed. See `_ids`."""
-        head = {"op": "text", "add_special_tokens": add_special_tokens, "most": most}
+        head = {"op": "text", "add_special_tokens": add_special_tokens, "max_len": max_len}
         return await self._ids(owner, TextMessage(head, [text.encode("utf-8", "surrogatepass")]))
 
     async def _ids(self, owner: bytes, message: TextMessage) -> list[int]:
-        """Owners take turns. Raises TextError, also for more than `most` ids; ServiceError
-        UNAVAILABLE."""
+        """Owners take turns. Raises TextError, also for more than `max_len` ids, and for more
+        characters of a template; ServiceError UNAVAILABLE."""
         child = await self._take(owner)
         asking = asyncio.create_task(self._ask(owner, child, message))
         self._asking.add(asking)

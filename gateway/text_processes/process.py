@@ -137,7 +137,7 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
         _set_timer(LATE_SIGNAL, limits.late_s)
         try:
             ids = _ids(asked, model, limits)
-            if len(ids) > asked.head["most"]:  # only a hostile template writes so much
+            if len(ids) > asked.head["max_len"]:  # only a hostile template writes so much
                 raise TextError(f"the prompt has {len(ids)} tokens")
             answer = TextMessage({}, [array("I", ids).tobytes()])
         except TextError as error:
@@ -170,6 +170,9 @@ def _ids(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
     _set_timer(RENDER_SIGNAL, limits.render_s)
     rendered = model.template.render(head["messages"], add_generation_prompt=head["answer"])
     _set_timer(RENDER_SIGNAL, 0)
+    length = len(rendered.marked.replace(rendered.mark, ""))
+    if length > head["max_len"]:  # of characters; the tokenizer would take seconds for them
+        raise TextError(f"the chat template writes {length} characters, which cannot fit")
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)
 

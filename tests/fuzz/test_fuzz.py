@@ -7,6 +7,7 @@ from fuzz.run import TARGETS, run
 CASES = 2000
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_input_ends_in_order(name: str) -> None:
     outcomes, error = run(name, 0, CASES)

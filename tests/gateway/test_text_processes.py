@@ -69,7 +69,7 @@ def spm_file() -> tuple[bytes, TextCard]:
 
 
 async def chat(text: LoadedText, owner: bytes = b"", messages: Any = HI) -> list[int]:
-    return await text.processes.chat_ids(owner, messages, answer=True, most=1 << 20)
+    return await text.processes.chat_ids(owner, messages, answer=True, max_len=1 << 20)
 
 
 async def in_time(text: LoadedText) -> list[int]:
@@ -85,7 +85,7 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
     assert await chat(text) == expected
     for words in ("", "hello <s> world", "é日 [INST]"):
         for add in (False, True):
-            ids = await text.processes.text_ids(b"", words, add_special_tokens=add, most=99)
+            ids = await text.processes.text_ids(b"", words, add_special_tokens=add, max_len=99)
             assert ids == spm.encode(words, add_special_tokens=add, parse_special=True)
             for skip in (False, True):
                 spelled = text.vocabulary.decode(ids, skip_special_tokens=skip)
@@ -97,7 +97,7 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
 async def test_a_lone_surrogate_is_the_clients_fault(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TextError, match="not valid Unicode"):
-        await text.processes.text_ids(b"", "\ud800", add_special_tokens=True, most=99)
+        await text.processes.text_ids(b"", "\ud800", add_special_tokens=True, max_len=99)
     with pytest.raises(TextError, match="role"):
         await chat(text, messages=[{"role": "\ud800", "content": ""}])
 
@@ -115,7 +115,7 @@ async def test_a_hostile_template_is_stopped(pool: Pool, template: str, said: st
     text = await loaded(pool, template)
     with pytest.raises(TextError, match=said):
         await chat(text)
-    ids = await text.processes.text_ids(b"", "hello", add_special_tokens=False, most=99)
+    ids = await text.processes.text_ids(b"", "hello", add_special_tokens=False, max_len=99)
     assert text.vocabulary.decode(ids) == "hello"
 
 
@@ -159,7 +159,13 @@ async def test_a_text_process_knows_no_secret_of_the_gateway(
 async def test_more_tokens_than_any_prompt_has_stay_there(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TextError, match="the prompt has 13 tokens"):
-        await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, most=11)
+        await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
+
+
+async def test_more_characters_than_any_prompt_has_are_not_tokenized(pool: Pool) -> None:
+    text = await loaded(pool, "{{ 'a' * 2000000 }}")
+    with pytest.raises(TextError, match="writes 2000000 characters, which cannot fit"):
+        await chat(text)
 
 
 async def test_prompts_are_many_and_processes_few(pool: Pool) -> None:

@@ -231,14 +231,25 @@ def test_the_secret_is_never_written_down(manifests: list[Manifest]) -> None:
     for role, deployment in of_kind(manifests, "Deployment").items():
         secret = {o.env for o in options(role).values() if o.secret}
         given = {n: e for n, e in environment(deployment).items() if n in secret}
-        assert all("secretKeyRef" in e["valueFrom"] for e in given.values())
-        assert ("PDSERVE_API_KEY" in given) == (role == "gateway")
+        assert not given, "a variable cannot be replaced while its process runs"
+        assert ("PDSERVE_API_KEY_FILE" in environment(deployment)) == (role == "gateway")
+
+
+def test_the_keys_of_clients_are_a_file_that_is_read_again(manifests: list[Manifest]) -> None:
+    gateway = of_kind(manifests, "Deployment")["gateway"]
+    path = environment(gateway)["PDSERVE_API_KEY_FILE"]["value"]
+    (mount,) = [m for m in container(gateway)["volumeMounts"] if path.startswith(m["mountPath"])]
+    assert "subPath" not in mount, "it would stay as it was"
+    (volume,) = [v for v in pod(gateway)["volumes"] if v["name"] == mount["name"]]
+    assert not volume["secret"].get("optional"), "without it everybody could ask"
 
 
 def test_each_role_has_its_own_certificate(manifests: list[Manifest]) -> None:
     certificates = of_kind(manifests, "Certificate")
     for role, deployment in of_kind(manifests, "Deployment").items():
-        (secret,) = [v["secret"]["secretName"] for v in pod(deployment)["volumes"] if "secret" in v]
+        (secret,) = [
+            v["secret"]["secretName"] for v in pod(deployment)["volumes"] if v["name"] == "tls"
+        ]
         (certificate,) = [c for c in certificates.values() if c["spec"]["secretName"] == secret]
         assert certificate["spec"]["dnsNames"] == [Role(role).dns_name]
         assert {"server auth", "client auth"} <= set(certificate["spec"]["usages"])

@@ -1,15 +1,15 @@
-"""Several routers and gateways, with workers that only talk: everybody has its share."""
+"""Several routers and gateways, with workers that have no engine: a router that goes is missed by
+nobody."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
 from cluster_secret import ACCESS, SECRET
 from eventually import eventually
+from one_token_worker import OneTokenWorker
 from router_workers import card
-from talker import Talker
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
@@ -18,7 +18,7 @@ from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
-ROUTERS, GATEWAYS, WORKERS, REQUESTS = 10, 3, 2, 1000
+ROUTERS, GATEWAYS, WORKERS, REQUESTS = 4, 3, 2, 600
 
 
 class System:
@@ -41,9 +41,9 @@ class System:
         return router
 
     async def add_worker(self) -> None:
-        talker = Talker(["routers:1"], ACCESS, card())
-        await talker.start()
-        self._stack.push_async_callback(talker.close)
+        worker = OneTokenWorker(["routers:1"], ACCESS, card())
+        await worker.start()
+        self._stack.push_async_callback(worker.close)
 
     async def add_gateway(self, number: int) -> None:
         client = RouterClient(["routers:1"], ACCESS, number.to_bytes(16))
@@ -51,11 +51,13 @@ class System:
         self._stack.push_async_callback(client.close)
         self.gateways.append(client)
 
-    def counts(self) -> Counter[str]:
-        """Requests that each router has ended."""
-        return Counter({r.address: r.core.dispatcher.outcomes["ok"] for r in self.routers})
+    @staticmethod
+    def has_work(router: RouterProcess) -> bool:
+        """It has ended requests, and has others open."""
+        dispatcher = router.core.dispatcher
+        return dispatcher.num_running > 0 and dispatcher.outcomes["ok"] > 0
 
-    async def ask(self, first: int, count: int, width: int = 20) -> None:
+    async def ask(self, count: int, width: int = 20) -> None:
         """Requests through the gateways in turn, some of which begin alike."""
         gate = asyncio.Semaphore(width)
 
@@ -73,7 +75,7 @@ class System:
                 events = [e async for e in self.gateways[number % GATEWAYS].open(start)]
             assert events[-1].HasField("finished"), events[-1]
 
-        await asyncio.gather(*(one(number) for number in range(first, first + count)))
+        await asyncio.gather(*(one(number) for number in range(count)))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -92,6 +94,7 @@ async def system(anyio_backend: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     for number in range(GATEWAYS):
         await made.add_gateway(number)
     await eventually(lambda: all(_ready(r) for r in made.routers))
+    await eventually(lambda: all(g.num_connected == ROUTERS for g in made.gateways))
     yield made
     await made.close()
 
@@ -101,29 +104,11 @@ def _ready(router: RouterProcess) -> bool:
     return len(workers) == WORKERS and all(worker.connected for worker in workers)
 
 
-async def test_the_busiest_router_has_little_more_than_the_mean(system: System) -> None:
-    await system.ask(0, REQUESTS)
-    counts = system.counts()
-    assert sum(counts.values()) == REQUESTS
-    assert max(counts.values()) <= 1.2 * REQUESTS / ROUTERS, counts
-
-
-async def test_a_router_that_is_added_has_its_share_soon(system: System) -> None:
-    await system.ask(0, 300)
-    added = await system.add_router()
-    await eventually(lambda: _ready(added))
-    await system.ask(1000, 300)  # meanwhile the gateways find it
-    before = system.counts()
-    await system.ask(2000, 660)
-    now = system.counts()
-    share = now[added.address] - before[added.address]
-    assert 0.8 * 60 <= share <= 1.6 * 60, now - before
-
-
 async def test_a_router_that_goes_takes_no_request_with_it(system: System) -> None:
-    asking = asyncio.create_task(system.ask(0, REQUESTS))
-    await eventually(lambda: sum(system.counts().values()) > 100)
-    gone = system.routers.pop()
+    asking = asyncio.create_task(system.ask(REQUESTS))
+    busy = await eventually(lambda: [r for r in system.routers if system.has_work(r)])
+    gone = busy[0]
+    system.routers.remove(gone)
     await gone.stop(0)
+    assert not asking.done()
     await asking
-    assert len(system.addresses) == ROUTERS - 1

@@ -20,8 +20,8 @@ def tried(path):
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISSOCK(mode):
-            with socket.socket(socket.AF_UNIX) as door:
-                door.connect(path)
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
         elif stat.S_ISDIR(mode):
             os.listdir(path)
         else:

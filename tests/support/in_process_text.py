@@ -1,7 +1,7 @@
 """A text pool without processes, for tests of what uses one."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
@@ -11,19 +11,17 @@ from pdserve.gateway.text_processes.process import TextModel
 
 
 class InProcessText:
-    """A model's tokenizer on a thread; `before` is called there for each prompt."""
+    """A model's tokenizer on a thread."""
 
     alive = True
 
-    def __init__(self, model: TextModel, before: Callable[[], None]) -> None:
+    def __init__(self, model: TextModel) -> None:
         self._model = model
-        self._before = before
 
     async def chat_ids(
-        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, most: int
+        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, max_len: int
     ) -> list[int]:
         def work() -> list[int]:
-            self._before()
             template = self._model.template
             assert template is not None
             rendered = template.render(messages, add_generation_prompt=answer)
@@ -32,10 +30,9 @@ class InProcessText:
         return await asyncio.to_thread(work)
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, most: int
+        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
     ) -> list[int]:
         def work() -> list[int]:
-            self._before()
             return self._model.tokenizer.encode(
                 text, add_special_tokens=add_special_tokens, parse_special=True
             )
@@ -49,9 +46,6 @@ class InProcessText:
 class InProcessPool:
     """Loads as a text process does."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
-        self._before = before
-
     async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
         try:
             model = await asyncio.to_thread(TextModel, card, dict(files))
@@ -59,7 +53,7 @@ class InProcessPool:
             raise
         except BaseException as error:
             raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from None
-        processes: Any = InProcessText(model, self._before)
+        processes: Any = InProcessText(model)
         return LoadedText(processes, model.tokenizer, model.template is not None, model.defaults)
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
-"""A peer at the doors of a decode process that runs: it introduces itself as prefill does, and
-shows a ticket or none. With `admitted` decode makes one, as for a router."""
+"""A peer of a decode process that runs: it introduces itself as prefill does, and shows a ticket or
+none. With `admitted` decode makes one, as for a router."""
 
 import os
 import time
@@ -43,11 +43,14 @@ class KvPeer:
         self.welcome = self.reply()
 
     def reply(self) -> messages.Message | None:
-        """The next record; None: the connection is closed."""
+        """The next record; None: decode has closed the connection. Raises TimeoutError."""
         try:
             head = self.wire.take(PREFIX_BYTES)
             return messages.decode(head + self.wire.take(Prefix.unpack(head).length))
-        except WireClosed:
+        except WireClosed as error:
+            assert self.wire.deadline is not None
+            if time.monotonic() >= self.wire.deadline:
+                raise TimeoutError("decode has not closed the connection") from error
             return None
 
     def claim(self, ticket: Ticket) -> messages.Message | messages.Body | None:

@@ -16,7 +16,7 @@ def rows(head: str) -> list[list[str]]:
 
 ROUTES = rows("| Route | Who |")
 METHODS = rows("| Method | At | Who |")
-DOORS = rows("| What | At | Who |")
+LISTENERS = rows("| What | At | Who |")
 
 
 def status(channel: grpc.Channel, method: str, **metadata: str) -> grpc.StatusCode:

@@ -1,10 +1,12 @@
 """Every system of these tests notes its hand-offs; what it noted must be what the machine says."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rings import assert_conform
+from whole_system import WholeSystem
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -15,3 +17,15 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PDSERVE_TRACE_DIR", str(folder))
         yield folder
     assert_conform(folder)
+
+
+@pytest.fixture(scope="session")
+def system() -> Iterator[WholeSystem]:
+    """One for all tests that only ask who gets what. Not in pytest's folder, which other users
+    cannot enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        with WholeSystem(Path(folder)) as system:
+            system.start_all()
+            yield system
+        assert_conform(system.rings)

@@ -5,9 +5,7 @@ import os
 import re
 import socket
 import struct
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,12 @@ import httpx
 import psutil
 import pytest
 from another_user import tried_by_another_user
-from doors import BACKENDS, KEY, KEY_SHOWN, MARK, SECRET, Doors
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kv_peer import admitted, guessed
 from listening import listening
-from rights_tables import DOORS, METHODS, status
-from rings import assert_conform
+from rights_tables import LISTENERS, METHODS, status
 from single_processes import WORKERS
+from whole_system import BACKENDS, KEY, KEY_SHOWN, MARK, SECRET, WholeSystem
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.recorder.ring import read_ring
@@ -44,21 +41,8 @@ def shows(what: str, who: str) -> Callable[[Any], Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rings() -> Iterator[Path]:
-    """Where the rings are: not in pytest's folder, which other users cannot enter."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-        assert_conform(Path(folder))
-
-
-@pytest.fixture(scope="module")
-def doors(rings: Path) -> Iterator[Doors]:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        with Doors(Path(folder), rings) as doors:
-            doors.start_all()
-            yield doors
+def rings() -> None:
+    """Those of `system` are checked at its end."""
 
 
 def options_of(what: str) -> str:
@@ -68,66 +52,54 @@ def options_of(what: str) -> str:
 
 
 def test_every_row_has_a_test() -> None:
-    assert {(what, who) for what, _, who in DOORS} == set(SHOWN)
+    assert {(what, who) for what, _, who in LISTENERS} == set(SHOWN)
     assert set(SHOWN.values()) <= set(globals())
 
 
-def test_nothing_listens_that_is_in_no_table(doors: Doors) -> None:
+def test_nothing_listens_that_is_in_no_table(system: WholeSystem) -> None:
     """And all that the third table has is there, at the roles that it says."""
-    places = doors.places()
-    table = {options_of(what): set(at.split(", ")) for what, at, _ in DOORS}
+    places = system.places()
+    table = {options_of(what): set(at.split(", ")) for what, at, _ in LISTENERS}
     assert table == {option: set(by_role) for option, by_role in places.items()}
     del places["--trace-dir"]  # files
-    known = {role: {doors.address[role]} for role in BACKENDS}
-    known[Role.GATEWAY] = {doors.http, doors.grpc}
+    known = {role: {system.address[role]} for role in BACKENDS}
+    known[Role.GATEWAY] = {system.http, system.grpc}
     for role in Role:
         named = {by_role[role] for by_role in places.values() if role in by_role}
-        assert listening(doors.parent(role)) == known[role] | named, role
+        assert listening(system.parent(role)) == known[role] | named, role
 
 
 @shows("KV port (`--data-bind`)", "whoever has the ticket of a hand-off")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_ticket_nothing_is_granted(doors: Doors, transport: str) -> None:
+def test_without_a_ticket_nothing_is_granted(system: WholeSystem, transport: str) -> None:
     """To whoever knows all that a worker tells of itself, and even a ticket's id."""
     boot, thief = os.urandom(16), os.urandom(16)
-    credentials = doors.access(Role.ROUTER)
-    address = doors.address[Role.DECODE]
+    credentials = system.access(Role.ROUTER)
+    address = system.address[Role.DECODE]
     with (
         credentials.open_blocking_channel(address, Role.DECODE) as channel,
         admitted(channel, boot) as ticket,
     ):
-        with doors.peer(transport, boot) as peer:
+        with system.peer(transport, boot) as peer:
             assert isinstance(peer.welcome, messages.Welcome)
-            unknown = guessed(doors.decode, boot)
+            unknown = guessed(system.decode, boot)
             assert peer.claim(unknown) == messages.Gone(unknown.id)
-        with doors.peer(transport, boot) as peer:
-            assert peer.claim(guessed(doors.decode, boot, ticket.id)) is None, "a wrong secret"
-        with doors.peer(transport, thief) as peer:
+        with system.peer(transport, boot) as peer:
+            assert peer.claim(guessed(system.decode, boot, ticket.id)) is None, "a wrong secret"
+        with system.peer(transport, thief) as peer:
             assert peer.claim(ticket) is None, "the ticket is another process's"
-        with doors.peer(transport, boot) as peer:
+        with system.peer(transport, boot) as peer:
             peer.send_frame()
             assert peer.reply() is None, "a frame under no ticket"
-        with doors.peer(transport, boot) as peer:
+        with system.peer(transport, boot) as peer:
             assert isinstance(peer.claim(ticket), messages.Granted)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_garbage_ends_a_connection(doors: Doors, transport: str) -> None:
-    for garbage in (b"GET /metrics HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000)):
-        with doors.connect(transport) as sock:
-            sock.sendall(garbage)
-            with suppress(ConnectionResetError):
-                assert sock.recv(1) == b""
-
-
-def test_silence_ends_a_connection(doors: Doors) -> None:
-    """Before and after the introduction, which proves nothing."""
-    silent = [doors.connect(transport) for transport in TRANSPORTS]
-    with doors.peer("tcp", os.urandom(16)) as one, doors.peer("shm", os.urandom(16)) as other:
-        assert [sock.recv(1) for sock in silent] == [b"", b""]
-        assert one.reply() is other.reply() is None
-    for sock in silent:
-        sock.close()
+def test_an_introduction_proves_nothing(system: WholeSystem) -> None:
+    """Who says no more after it is silent, and is not waited for."""
+    with system.peer("tcp", os.urandom(16)) as one, system.peer("shm", os.urandom(16)) as other:
+        assert one.reply() is None
+        assert other.reply() is None
 
 
 def is_private(path: Path) -> bool:
@@ -139,10 +111,10 @@ def is_private(path: Path) -> bool:
     "unix sockets of `shm` and `cuda_ipc` (`--shm-dir`)",
     "processes of the same user, with a ticket",
 )
-def test_the_socket_is_this_users(doors: Doors) -> None:
+def test_the_socket_is_this_users(system: WholeSystem) -> None:
     """What this user gets without a ticket is above."""
-    assert doors.unix.is_socket()
-    assert is_private(doors.unix)
+    assert system.unix.is_socket()
+    assert is_private(system.unix)
 
 
 def shared_memory(process: psutil.Process) -> list[Path]:
@@ -152,9 +124,9 @@ def shared_memory(process: psutil.Process) -> list[Path]:
 
 
 @pytest.mark.parametrize("role", WORKERS)
-def test_the_shared_memory_has_no_name(doors: Doors, role: Role) -> None:
+def test_the_shared_memory_has_no_name(system: WholeSystem, role: Role) -> None:
     """So only the processes that were given it can open it."""
-    process = doors.parent(role)
+    process = system.parent(role)
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "/memfd:pdserve-kv (deleted)" in maps
     assert "/dev/shm" not in maps
@@ -162,46 +134,45 @@ def test_the_shared_memory_has_no_name(doors: Doors, role: Role) -> None:
 
 
 @root_only
-def test_another_user_opens_nothing(doors: Doors) -> None:
+def test_another_user_opens_nothing(system: WholeSystem) -> None:
     """Neither sockets nor rings nor keys, nor what /proc has of the processes with their memory."""
-    closed = [doors.unix, *doors.rings.iterdir(), *doors.certificates.glob("*-key.pem")]
-    parents = [doors.parent(role) for role in Role]
+    closed = [system.unix, *system.rings.iterdir(), *system.certificates.glob("*-key.pem")]
+    parents = [system.parent(role) for role in Role]
     for process in (*parents, *(child for one in parents for child in one.children())):
         names = ("fd", "mem", "maps", "environ", "map_files")
         closed += [Path(f"/proc/{process.pid}") / name for name in names]
         closed += shared_memory(process)
-    open_file = doors.rings / "open"
+    open_file = system.rings / "open"
     with socket.socket(socket.AF_UNIX) as control:
-        control.bind(str(doors.folder / "control"))
+        control.bind(str(system.folder / "control"))
         control.listen()
-        (doors.folder / "control").chmod(0o666)
+        (system.folder / "control").chmod(0o666)
         open_file.write_bytes(b"open")
         open_file.chmod(0o644)
         try:
-            found = tried_by_another_user([*closed, open_file, doors.folder / "control"])
+            found = tried_by_another_user([*closed, open_file, system.folder / "control"])
         finally:
             open_file.unlink()
     reached = [path for path, outcome in found.items() if outcome == "reached"]
-    assert reached == [open_file, doors.folder / "control"], "these two are open, to show it"
+    assert reached == [open_file, system.folder / "control"], "these two are open, to show it"
     assert {found[path] for path in closed} == {"PermissionError"}
     assert len(closed) > 3 + 5 * len(Role)
 
 
-def betrayed(data: bytes) -> list[str]:
-    """What must not be in it: words of the prompt, the client's key, the cluster's secret or any
-    private key."""
+def secrets_in(data: bytes) -> list[str]:
+    """Words of the prompt, the client's key, the cluster's secret or any private key."""
     words = (*MARK.split(), KEY, SECRET, "PRIVATE KEY")
     return [word for word in words if word.encode() in data]
 
 
 @shows("rings of events (`--trace-dir`)", "the same user; they hold no prompt and no secret")
 @pytest.mark.parametrize("role", BACKENDS)
-def test_a_ring_holds_no_prompt_and_no_secret(doors: Doors, role: Role) -> None:
-    path = doors.ring(role)
+def test_a_ring_holds_no_prompt_and_no_secret(system: WholeSystem, role: Role) -> None:
+    path = system.ring(role)
     assert is_private(path)
     assert read_ring(path).records, "the hand-off"
-    data, ids = path.read_bytes(), doors.mark_ids()
-    assert betrayed(data) == []
+    data, ids = path.read_bytes(), system.mark_ids()
+    assert secrets_in(data) == []
     assert len(ids) > 3
     assert not any(struct.pack(f"<{len(ids)}{kind}", *ids) in data for kind in "HIQ")
 
@@ -211,29 +182,29 @@ def test_a_ring_holds_no_prompt_and_no_secret(doors: Doors, role: Role) -> None:
     "everybody; no prompt and no secret is in it, but addresses are",
 )
 @pytest.mark.parametrize("role", BACKENDS)
-def test_a_metrics_port_has_metrics_alone(doors: Doors, role: Role) -> None:
-    with httpx.Client(base_url=f"http://{doors.metrics[role]}") as client:
+def test_a_metrics_port_has_metrics_alone(system: WholeSystem, role: Role) -> None:
+    with httpx.Client(base_url=f"http://{system.metrics[role]}") as client:
         answer = client.get("/metrics")
         assert answer.status_code == 200
         assert "pdserve_" in answer.text
-        assert role is Role.ROUTER or doors.address[role] in answer.text
-        assert betrayed(answer.content) == []
+        assert role is Role.ROUTER or system.address[role] in answer.text
+        assert secrets_in(answer.content) == []
         for path in ("/", "/health", "/metrics/", "/v1/models", "/debug", "/..%2fmetrics"):
             assert client.get(path).status_code == 404
         for method in ("POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):
             assert client.request(method, "/metrics").status_code == 501
 
 
-def test_the_gateways_metrics_betray_nothing(doors: Doors) -> None:
-    answer = httpx.get(f"http://{doors.http}/metrics", headers=KEY_SHOWN)
+def test_the_gateways_metrics_show_no_secret(system: WholeSystem) -> None:
+    answer = httpx.get(f"http://{system.http}/metrics", headers=KEY_SHOWN)
     assert "pdserve_prefill_requests_total" in answer.text
-    assert betrayed(answer.content) == []
+    assert secrets_in(answer.content) == []
 
 
 @shows("probe port (`--probe-port`)", "everybody; it answers health checks and nothing else")
 @pytest.mark.parametrize("role", BACKENDS)
-def test_a_probe_port_answers_health_checks_alone(doors: Doors, role: Role) -> None:
-    with grpc.insecure_channel(doors.probes[role]) as channel:
+def test_a_probe_port_answers_health_checks_alone(system: WholeSystem, role: Role) -> None:
+    with grpc.insecure_channel(system.probes[role]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest()
         assert stub.Check(asked, timeout=20).status == health_pb2.HealthCheckResponse.SERVING
@@ -242,4 +213,4 @@ def test_a_probe_port_answers_health_checks_alone(doors: Doors, role: Role) -> N
             wanted = grpc.StatusCode.OK if checks else grpc.StatusCode.UNIMPLEMENTED
             assert status(channel, method) is wanted, method
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://{doors.probes[role]}/metrics")
+        httpx.get(f"http://{system.probes[role]}/metrics")

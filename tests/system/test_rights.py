@@ -14,6 +14,7 @@ from rights_tables import METHODS, REFUSED, ROUTES, status
 
 from pdserve.gateway.grpc_text import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
+from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.host.auth.roles import EVERY_ROLE, RIGHTS, Role
 from pdserve.services.host.server import HEALTH_CHECK
 from pdserve.services.router.service import OPEN_METHODS
@@ -24,7 +25,7 @@ OTHERS = {"POST", "PUT", "DELETE", "PATCH"}
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet("--api-key", "KEY", certificates=True) as fleet:
+    with Fleet("--api-key", "KEY", "--api-key", "OTHER-KEY", certificates=True) as fleet:
         yield fleet
 
 
@@ -67,7 +68,7 @@ def test_the_methods_are_those_of_the_protos() -> None:
         elif f"/{method}" in OPEN_METHODS:
             assert who == "client, gateway"
         else:
-            assert (f"/{method}", who) == (HEALTH_CHECK, "everybody")
+            assert (f"/{method}", who.split(";")[0]) == (HEALTH_CHECK, "everybody")
 
 
 @pytest.mark.parametrize(("route", "who"), ROUTES)
@@ -163,6 +164,33 @@ def test_a_hand_off_goes_over_it(fleet: Fleet) -> None:
     text = httpx.get(f"{fleet.url}/metrics", headers=KEY).text
     (remote,) = re.findall(r'pdserve_prefill_requests_total{where="remote"} (\S+)', text)
     assert float(remote) == 1
+
+
+def test_what_a_key_has_cached_is_not_there_for_another(fleet: Fleet) -> None:
+    """Over HTTP and gRPC, though it is there for the key itself."""
+    prompt = "once upon a time " * 20
+
+    def http(key: str) -> int:
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": 1}
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def rpc(key: str) -> int:
+        request = text_pb2.CompleteRequest(prompt=prompt)
+        request.options.params.max_tokens = 1
+        with grpc.insecure_channel(fleet.grpc) as channel:
+            metadata = (("authorization", f"Bearer {key}"),)
+            chunks = list(TextStub(channel).Complete(request, metadata=metadata, timeout=60))
+        return int(chunks[-1].usage.cached_tokens)
+
+    assert http("KEY") == 0
+    assert rpc("OTHER-KEY") == 0
+    assert http("KEY") > 0
+    assert rpc("KEY") > 0
+    prompt = "in a land far away " * 20
+    assert rpc("KEY") == 0
+    assert http("OTHER-KEY") == 0
 
 
 def test_no_secret_stands_in_a_command_line(fleet: Fleet) -> None:

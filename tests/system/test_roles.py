@@ -4,41 +4,35 @@ methods of docs/security.md, row by row, where it is served and where it is not.
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import count, islice, product
+from itertools import product
 from pathlib import Path
 
 import grpc
 import pytest
 from rights_tables import METHODS, REFUSED, status
-from single_processes import SingleProcesses, files_of, make_certificates, trusted
+from single_processes import files_of, make_certificates, trusted
+from whole_system import KEY_SHOWN, WholeSystem
 
-from pdserve.protos import common_pb2, fleet_pb2, router_pb2
+from pdserve.protos import fleet_pb2
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.auth.roles import RIGHTS, Role
+from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.host.server import HEALTH_CHECK
 
 PLACES = (Role.ROUTER, Role.PREFILL, Role.DECODE)
-KEY = {"authorization": "Bearer KEY"}
 CODE = grpc.StatusCode
 # What an empty message gets that has come to the method itself.
 HEARD = (CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND)
 Channels = dict[tuple[Role, Role], grpc.Channel]
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleProcesses]:
-    worker = ("--kv-tokens", "4096", "--threads", "1")
-    with SingleProcesses(tmp_path_factory.mktemp("system")) as system:
-        system.start(Role.ROUTER, "--remote-prefill", "always", "--api-key", "KEY")
-        system.start(Role.PREFILL, *worker)
-        system.start(Role.DECODE, *worker)
-        system.wait_joined()
-        yield system
+@pytest.fixture(scope="module", autouse=True)
+def rings() -> None:
+    """Those of `system` are checked at its end."""
 
 
 @pytest.fixture(scope="module")
-def channels(system: SingleProcesses) -> Iterator[Channels]:
+def channels(system: WholeSystem) -> Iterator[Channels]:
     """By the role that calls and the one that is called."""
     with ExitStack() as stack:
         yield {
@@ -47,20 +41,6 @@ def channels(system: SingleProcesses) -> Iterator[Channels]:
             )
             for caller, place in product(Role, PLACES)
         }
-
-
-def test_it_is_a_system_that_works(system: SingleProcesses, channels: Channels) -> None:
-    """By the roles' own rights alone a prompt is handed off."""
-    router, first = RouterStub(channels[Role.GATEWAY, Role.ROUTER]), count(50)
-
-    def handed_off() -> bool:
-        params = common_pb2.SamplingParams(max_tokens=2, ignore_eos=True)
-        request = router_pb2.GenerateRequest(prompt_ids=islice(first, 40), params=params)
-        ids = [i for answer in router.Generate(request, timeout=60) for i in answer.tokens.ids]
-        assert len(ids) == 2
-        return system.fleet().prefill_remote > 0
-
-    system.wait_for(handed_off, "a hand-off")
 
 
 @pytest.mark.parametrize("caller", Role)
@@ -77,7 +57,7 @@ def test_a_role_gets_what_the_table_says(
             assert found in HEARD, place
         elif "client" in names:
             assert found is CODE.UNAUTHENTICATED, place
-            assert status(channels[caller, place], method, **KEY) not in REFUSED, place
+            assert status(channels[caller, place], method, **KEY_SHOWN) not in REFUSED, place
         else:
             assert found is CODE.PERMISSION_DENIED, place
 
@@ -89,22 +69,20 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("method", [*RIGHTS, "/grpc.health.v1.Health/Check"])
 def test_a_certificate_of_another_authority_is_refused_by_tls(
-    system: SingleProcesses, foreign: Path, method: str, place: Role
+    system: WholeSystem, foreign: Path, place: Role, role: Role
 ) -> None:
-    """Of whatever role. The caller itself trusts the server, so it is the server that refuses."""
-    authority = str(system.certificates / "ca.pem")
-    for role in RIGHTS.get(method, Role):
-        _, own, key = files_of(foreign, role)
-        access = TlsAccess(authority, own, key)
-        with access.open_blocking_channel(system.address[place], place) as channel:
-            assert status(channel, method.lstrip("/")) is CODE.UNAVAILABLE, role
+    """The caller itself trusts the server, so it is the server that refuses."""
+    _, own, key = files_of(foreign, role)
+    access = TlsAccess(str(system.certificates / "ca.pem"), own, key)
+    with access.open_blocking_channel(system.address[place], place) as channel:
+        assert status(channel, HEALTH_CHECK.lstrip("/")) is CODE.UNAVAILABLE
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_certificate_is_refused_by_tls(system: SingleProcesses, place: Role) -> None:
+def test_no_certificate_is_refused_by_tls(system: WholeSystem, place: Role) -> None:
     authority = (system.certificates / "ca.pem").read_bytes()
     name = [("grpc.ssl_target_name_override", place.dns_name)]
     credentials = grpc.ssl_channel_credentials(authority)
@@ -119,7 +97,7 @@ def test_no_certificate_is_refused_by_tls(system: SingleProcesses, place: Role) 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_process_that_is_of_another_role_is_not_talked_to(
-    system: SingleProcesses, foreign: Path, place: Role
+    system: WholeSystem, foreign: Path, place: Role
 ) -> None:
     """Nor one of another authority: it is the caller that refuses."""
     address = system.address[place]
@@ -130,7 +108,7 @@ def test_a_process_that_is_of_another_role_is_not_talked_to(
 
 
 def test_a_worker_joins_as_what_its_certificate_says(
-    system: SingleProcesses, channels: Channels
+    system: WholeSystem, channels: Channels
 ) -> None:
     """Prefill with decode's own hello is refused, so a key that is lost lets in one role."""
     hello = system.hello(Role.DECODE)

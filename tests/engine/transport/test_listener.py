@@ -1,8 +1,10 @@
 """A listener outlives what ends a single accept."""
 
+import errno
 import resource
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from eventually import wait_until
@@ -57,3 +59,30 @@ def test_a_connection_that_cannot_begin_is_closed(
     assert caplog.messages == [f"cannot accept a connection on here: {error}"]
     for sock in (*clients, accepted[2]):
         sock.close()
+
+
+class Aborting(socket.socket):
+    """The first clients have gone again before they are accepted."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.num_gone = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.num_gone < 3:
+            self.num_gone += 1
+            raise ConnectionAbortedError(errno.ECONNABORTED, "Software caused connection abort")
+        return super().accept()
+
+
+def test_a_client_that_has_gone_again_ends_nothing(
+    port: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    aborting, accepted = Aborting(port), list[socket.socket]()
+    listener = Listener(aborting, "here", accepted.append)
+    with socket.create_connection(aborting.getsockname()):
+        wait_until(lambda: accepted)
+    listener.close()
+    assert aborting.num_gone == 3
+    assert caplog.messages == []
+    accepted[0].close()

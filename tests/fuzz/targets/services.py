@@ -35,7 +35,8 @@ METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a 
     "Decode/Session": (worker_pb2.DecodeCommand, True),
     "Prefill/Session": (worker_pb2.PrefillCommand, True),
 }
-CALL_S = 0.05  # an answer that takes longer is not waited for
+CALL_S = 0.01  # an answer that takes longer is not waited for
+LOOK = 10  # after the first case, and after so many each time, all must serve
 
 
 class Findings(logging.Handler):
@@ -65,6 +66,7 @@ class Fuzzed:
         patch = mock.patch("pdserve.services.worker.role.build_engine", self._build)
         patch.start()
         self._addresses = self._runner.run(self._start(folder))
+        self._cases = 0
 
     @staticmethod
     def _build(config: object, progress: object) -> object:
@@ -78,17 +80,24 @@ class Fuzzed:
         pair = await self._stack.enter_async_context(
             worker_kit.worker_pair(folder, routers=(router.address,), trace_mb=0)
         )
-        return {
+        addresses = {
             "Router": router.address,
             "Fleet": router.address,
             "Blobs": router.address,
             "Decode": pair.decode_worker.address,
             "Prefill": pair.prefill_worker.address,
         }
+        self._healths = [
+            health_pb2_grpc.HealthStub(await self._stack.enter_async_context(open_channel(address)))
+            for address in set(addresses.values())
+        ]
+        return addresses
 
     def case(self, rng: Random) -> str:
         found = self._runner.run(self._call(rng))
-        self._runner.run(self._look())
+        if self._cases % LOOK == 0:
+            self._runner.run(self._look())
+        self._cases += 1
         assert not self._findings.found, self._findings.found[0]
         return found
 
@@ -132,8 +141,6 @@ class Fuzzed:
         return mutate(rng, data) if rng.random() < 0.2 else data
 
     async def _look(self) -> None:
-        for address in set(self._addresses.values()):
-            async with open_channel(address) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        for health in self._healths:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING

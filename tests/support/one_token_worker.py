@@ -1,4 +1,4 @@
-"""A decode worker that only talks: it answers each request at once with one token."""
+"""A decode worker without an engine: it answers each request at once with one token."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from pdserve.services.worker.membership import Membership
 TOKEN = 7
 
 
-class Talker(DecodeServicer):
+class OneTokenWorker(DecodeServicer):
     """Joins every router that the names stand for, between `start` and `close`."""
 
     def __init__(self, routers: Sequence[str], access: Access, card: pb.ModelCard) -> None:
@@ -60,3 +60,5 @@ class Talker(DecodeServicer):
                 outbox.put(wire.DecodeEvent(admitted=wire.Admitted(attempt=attempt)))
                 outbox.put(wire.DecodeEvent(tokens=tokens))
                 outbox.put(wire.DecodeEvent(finished=pb.Finished(attempt=attempt)))
+            elif command.HasField("resume"):
+                outbox.put(wire.DecodeEvent(gone=wire.Gone(attempt=command.resume.attempt)))

@@ -1,7 +1,7 @@
-"""A decode worker of line 7 that only talks, with the files of a tiny model: joins every router
+"""A decode worker of line 7 without an engine, with the files of a tiny model: joins every router
 that a name stands for, until it is stopped.
 
-`python talker_process.py NAME:PORT --cluster-ca FILE --cluster-cert FILE --cluster-key FILE`
+`python one_token_process.py NAME:PORT --cluster-ca FILE --cluster-cert FILE --cluster-key FILE`
 """
 
 import argparse
@@ -9,7 +9,7 @@ import asyncio
 import signal
 
 from fake_router import served
-from talker import Talker
+from one_token_worker import OneTokenWorker
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
@@ -26,13 +26,13 @@ async def run(routers: str, access: TlsAccess) -> None:
     blobs = BlobCache()
     for data in files.values():
         blobs.add(data)
-    talker = Talker([routers], access, card)
-    add_BlobsServicer_to_server(BlobService(blobs.get), talker.host.server)
+    worker = OneTokenWorker([routers], access, card)
+    add_BlobsServicer_to_server(BlobService(blobs.get), worker.host.server)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    await talker.start()
+    await worker.start()
     await stop.wait()
-    await talker.close()
+    await worker.close()
 
 
 def main() -> None:

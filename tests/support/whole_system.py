@@ -1,13 +1,11 @@
-"""A whole system of single processes with every door that docs/security.md has a row for."""
+"""A whole system of single processes with everything that docs/security.md has a row for."""
 
-import socket
 from contextlib import closing
 from itertools import count
 from pathlib import Path
 
 import httpx
 import psutil
-from eventually import LIMIT_S
 from kv_peer import KvPeer
 from single_processes import WORKERS, SingleProcesses
 
@@ -23,13 +21,14 @@ SECRET = "the-secret-of-the-cluster-that-nobody-may-see"
 BACKENDS = (Role.ROUTER, *WORKERS)
 
 
-class Doors(SingleProcesses):
-    """A whole system with every door of the table. The folders of sockets and rings are open to all
+class WholeSystem(SingleProcesses):
+    """Every port, socket and file of the tables. The folders of sockets and rings are open to all
     users, so that only the files themselves keep them out."""
 
-    def __init__(self, folder: Path, rings: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.rings, self.shm = rings, folder / "shm"
+        self.rings, self.shm = folder / "rings", folder / "shm"
+        self.rings.mkdir()
         self.shm.mkdir()
         self.metrics = {role: self.new_address() for role in BACKENDS}
         self.probes = {role: self.new_address() for role in BACKENDS}
@@ -103,12 +102,3 @@ class Doors(SingleProcesses):
     def peer(self, transport: str, boot: bytes) -> "closing[KvPeer]":
         """One that has introduced itself to decode with that boot id."""
         return closing(KvPeer(self.decode, transport, str(self.shm), boot))
-
-    def connect(self, transport: str) -> socket.socket:
-        """A bare connection that waits for at most LIMIT_S."""
-        family = socket.AF_UNIX if transport == "shm" else socket.AF_INET
-        host, _, port = self.kv.partition(":")
-        sock = socket.socket(family)
-        sock.settimeout(LIMIT_S)
-        sock.connect(str(self.unix) if transport == "shm" else (host, int(port)))
-        return sock
