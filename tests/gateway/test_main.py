@@ -152,6 +152,7 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
             yield event
 
     servicer[0].router.play = play
+    assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
         await eventually(lambda: servicer[0].router.starts)
@@ -193,6 +194,7 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
         await asyncio.Event().wait()
 
     servicer[0].router.play = play
+    assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
         await eventually(lambda: servicer[0].router.starts)
