@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from pdserve.engine.scheduling.limits import EngineLimits
 log = logging.getLogger(__name__)
 
 CHUNK_S = 0.1  # what a prefill chunk should take
-SHARED_STEP_S = 0.01  # what the rows of a step should take while several tenants are active
+LEAST_SHARE = 8  # rows of a step that a tenant may have beside others, however slow they are
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 
 
@@ -42,8 +43,8 @@ def build_engine(
     context_len = min(card.context_len, num_blocks * spec.block_size)
     kv = backend.kv_cache(spec, num_blocks)
     progress("warming up", 0.0)
-    measured, token_s = measure(decoder, kv, context_len)
-    chunk_size = config.chunk_size or measured
+    measured = measure(decoder, kv, context_len)
+    chunk_size = config.chunk_size or measured.chunk_size
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -57,7 +58,8 @@ def build_engine(
             max_running=config.max_running,
             chunk_size=chunk_size,
             step_tokens=config.step_tokens,
-            shared_step_tokens=max(1, round(SHARED_STEP_S / token_s)),
+            # As many as take as long as one alone, for which all weights are read.
+            shared_step_tokens=max(LEAST_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
         ),
@@ -65,7 +67,7 @@ def build_engine(
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
-        token_s=token_s,
+        token_s=measured.token_s,
     )
     log.info(
         "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",
@@ -91,9 +93,16 @@ def _pool_blocks(config: EngineConfig, backend: Backend, spec: KvSpec, context_l
     return min(room, most)
 
 
-def measure(model: Model, kv: KvCache, context_len: int) -> tuple[int, float]:
-    """(the power of two from 64 to 2048 whose chunk takes nearest to 100 ms, seconds that a token
-    of a chunk takes); warms the model up. What takes longer than that is not tried."""
+class Measured(NamedTuple):
+    """How fast a model is."""
+
+    chunk_size: int  # the power of two from 64 to 2048 whose chunk takes nearest to 100 ms
+    token_s: float  # of a token in a chunk
+    row_s: float  # of a token alone
+
+
+def measure(model: Model, kv: KvCache, context_len: int) -> Measured:
+    """Warms the model up; chunks that take longer than 100 ms are not tried."""
     most = min(context_len, kv.num_blocks * kv.spec.block_size)
     first = min(CHUNKS[0], most)
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
@@ -106,7 +115,11 @@ def measure(model: Model, kv: KvCache, context_len: int) -> tuple[int, float]:
             break
         taken[size] = _chunk_seconds(model, kv, size)
     best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
-    return max(best, CHUNKS[0]), min(seconds / size for size, seconds in taken.items())
+    return Measured(
+        max(best, CHUNKS[0]),
+        min(seconds / size for size, seconds in taken.items()),
+        min(_chunk_seconds(model, kv, 1) for _ in range(2)),
+    )
 
 
 def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:

@@ -1,4 +1,4 @@
-"""A Caller says whose a request is, and by which names it goes."""
+"""A Caller says whose a request is, and which ids it has."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -40,7 +40,6 @@ log = logging.getLogger("pdserve.gateway")
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 READY_S = 1.0  # between two checks which models can be asked
 START_S = 0.05  # until there is one
-SPARE_CALLS = 64  # of gRPC beside requests: health, reflection
 LOAD_S = 60.0  # for a model's tokenizer and template
 RENDER_S = 1.5  # of processor time for a chat template
 
@@ -106,7 +105,6 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
         interceptors=(KeyInterceptor(keys),),
-        max_calls=settings.max_requests + SPARE_CALLS,
     )
     backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
     text = TextServicer(service, keys, backpressure, settings.max_bodies_bytes)

@@ -19,8 +19,8 @@ class EngineLimits:
     max_running: int  # rows of a batch
     chunk_size: int  # tokens; chunks end at its multiples
     step_tokens: int = 0  # 0: max_running + chunk_size
-    # Of a step while several tenants are active, so that none waits long for a step of another;
-    # 0: no other budget than step_tokens. One row runs whatever its size.
+    # What one tenant may have of a step while several are active: decode rows, and prompt tokens
+    # beyond the first chunk of the step; 0: step_tokens.
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
@@ -28,6 +28,8 @@ class EngineLimits:
     def __post_init__(self) -> None:
         if not self.step_tokens:
             object.__setattr__(self, "step_tokens", self.max_running + self.chunk_size)
+        if not self.shared_step_tokens:
+            object.__setattr__(self, "shared_step_tokens", self.step_tokens)
         if self.step_tokens < self.max_running + self.chunk_size:
             raise ValueError(
                 f"step_tokens {self.step_tokens} is less than max_running {self.max_running} "

@@ -6,16 +6,18 @@ waiting time divided by length (highest response ratio, Brinch Hansen 1971): a s
 passes a long one, none starves, and of two alike the older comes first. Tenants take turns
 (turns.py).
 
-While several tenants are active, steps have a smaller budget, so that the first token of one does
-not wait long for a step of another. Chunks and decode rows then come first in turn. A prompt of a
-tenant that runs nothing does not wait for its turn, and shares the step with no decode rows; at
-most every second step is such a one.
+While several tenants are active, each has a share of a step, so that nobody's first token waits
+long for a step that another fills: so many decode rows, and so many prompt tokens. A chunk larger
+than the share runs if it is the first of its step. If its tenant had none for that reason, it runs
+in the next step. A tenant with more decode rows than its share has none beside the first prompt of
+another, in every second step at most.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
 request is preempted: it loses its blocks, keeps its tokens and is computed again later.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
@@ -37,10 +39,10 @@ class Scheduler:
         self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
         # The order of arrival of a reservation that was refused since the last step.
         self._refused_order: int | None = None
-        self._left_out = 0  # order of the job whose decode rows had no room in the last step
-        # What came first in the last step that several tenants shared.
-        self._chunks_led = False
-        self._newcomer_led = False
+        # Of tenants that had more decode rows than a step has for one: who is the next.
+        self._left_out: dict[bytes, int] = {}
+        self._gave_way = False  # whether rows were left out in the last step for another's prompt
+        self._kept_out = False  # whether a tenant had no chunk in the last step for its size
 
     def comes_first(self, order: int) -> bool:
         """Whether a queued job that lacks blocks arrived before a reservation of this order."""
@@ -61,67 +63,65 @@ class Scheduler:
         """The next step, with `events` to be sent first; None when there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
-        jobs, limits = self._jobs, self._limits
-        present = (job.request.tenant for job in chain(jobs.running, jobs.waiting.values()))
-        if limits.shared_step_tokens and self._turns.are_shared(present, now_s):
-            self._plan_shared_step(now_s, plan, in_step)
-        else:
-            self._add_decode_rows(plan, in_step, limits.step_tokens)
-            self._add_chunks(now_s, plan, in_step, limits.step_tokens)
+        limits, jobs = self._limits, chain(self._jobs.running, self._jobs.waiting.values())
+        shared = self._turns.are_shared((job.request.tenant for job in jobs), now_s)
+        # What one tenant may have of the step, of either kind.
+        share = limits.shared_step_tokens if shared else limits.step_tokens
+        self._add_decode_rows(plan, in_step, share)
+        self._add_chunks(now_s, plan, in_step, share)
+        if not plan.rows and self._gave_way:  # that prompt cannot run yet
+            self._add_decode_rows(plan, in_step, share)
         plan.rows.sort(key=lambda row: row.num_tokens > 1)
         plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
         return plan if plan.rows or plan.events else None
 
-    def _plan_shared_step(self, now_s: float, plan: Plan, in_step: set[int]) -> None:
-        """A short step. Its first job has its rows whatever their size."""
-        budget = self._limits.shared_step_tokens
-        running = {job.request.tenant for job in self._jobs.running}
-        newcomer = any(job.request.tenant not in running for job in self._jobs.waiting.values())
-        alone = newcomer and not self._newcomer_led
-        if alone or not self._chunks_led:
-            self._add_chunks(now_s, plan, in_step, budget)
-            self._chunks_led = bool(plan.rows)
-            self._newcomer_led = alone and self._chunks_led
-            if not self._newcomer_led:
-                self._add_decode_rows(plan, in_step, budget)
-        else:
-            self._chunks_led = self._newcomer_led = False
-            self._add_decode_rows(plan, in_step, budget)
-            self._add_chunks(now_s, plan, in_step, budget)
-
-    def _add_decode_rows(self, plan: Plan, in_step: set[int], budget: int) -> None:
-        """Adds the rows of one token, as many as the step has room for; who is left out comes first
-        the next time."""
-        room = budget - plan.num_tokens
-        running = self._jobs.running
-        first = bisect_left(running, self._left_out, key=lambda job: job.order)
-        self._left_out = 0
-        for job in running[first:] + running[:first]:
-            if job.order in in_step:
+    def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
+        """Adds the rows of one token. Of a tenant with more of them than its share those come first
+        the next time that are left out now, and all are in a step with the first prompt of another
+        tenant, but not twice in a row."""
+        tenants: dict[bytes, list[RequestState]] = {}
+        for job in self._jobs.running:
+            tenants.setdefault(job.request.tenant, []).append(job)
+        newcomer = any(job.request.tenant not in tenants for job in self._jobs.waiting.values())
+        gives_way = newcomer and self._jobs.num_free_slots > 0 and not self._gave_way
+        self._gave_way = False
+        following, self._left_out = self._left_out, {}
+        for tenant, jobs in tenants.items():
+            if gives_way and tenant in following:
+                self._left_out[tenant] = following[tenant]
+                self._gave_way = True
                 continue
-            rows = [self._row(sequence) for sequence in job.sequences if sequence.num_left == 1]
-            if len(rows) > room and plan.rows:
-                self._left_out = job.order
-                break
-            if rows and self._grow(job, rows, plan, in_step):
-                plan.rows += rows
-                in_step.add(job.order)
-                room -= len(rows)
+            first = bisect_left(jobs, following.get(tenant, 0), key=lambda job: job.order)
+            room = share
+            for job in jobs[first:] + jobs[:first]:
+                rows = [self._row(sequence) for sequence in job.sequences if sequence.num_left == 1]
+                if len(rows) > room and room < share:
+                    self._left_out[tenant] = job.order
+                    break
+                if rows and self._grow(job, rows, plan, in_step):
+                    plan.rows += rows
+                    in_step.add(job.order)
+                    room -= len(rows)
 
-    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int], budget: int) -> None:
-        """Fills the token budget with chunks, the highest response ratio first. The first row of a
-        step may be larger.
+    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> None:
+        """Fills the token budget with chunks, the highest response ratio first.
+
+        The first chunk runs whatever its size, further ones as far as they are within their
+        tenant's share. After a step in which a tenant had none for that reason, the first chunk of
+        every tenant runs whatever its size.
 
         A job that cannot be admitted holds up those behind it. If it lacks blocks, jobs that have
         their blocks already still pass, since it waits for blocks that these will give back.
         """
+        catches_up, self._kept_out = self._kept_out, False
+        used: Counter[bytes] = Counter()
         in_prefill = [
             (job, sequence)
             for job in self._jobs.running
             for sequence in job.sequences
             if sequence.num_left > 1
         ]
-        budget -= plan.num_tokens
+        budget = self._limits.step_tokens - plan.num_tokens
         lacks_slots = False
         short: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
@@ -132,7 +132,7 @@ class Scheduler:
             if sequence is None:
                 if lacks_slots or (not job.sequences and (short or self._held_up(job))):
                     continue
-                if plan.rows and min(job.num_left, self._limits.chunk_size) > budget:
+                if min(job.num_left, self._limits.chunk_size) > budget:
                     continue
                 if job.num_places > self._jobs.num_free_slots:
                     lacks_slots = True
@@ -145,13 +145,18 @@ class Scheduler:
                 continue  # preempted in this step
             if not sequence.num_left:
                 continue
-            row = self._row(sequence)
-            fits = row.num_tokens <= budget or not plan.rows
-            if fits and self._grow(job, [row], plan, in_step):
+            row, tenant = self._row(sequence), job.request.tenant
+            if used[tenant] + row.num_tokens > share and (
+                used[tenant] or (used and not catches_up)
+            ):
+                self._kept_out |= not used[tenant]
+                continue
+            if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
                 plan.rows.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
-                self._turns.computed(job.request.tenant, row.num_tokens)
+                used[tenant] += row.num_tokens
+                self._turns.computed(tenant, row.num_tokens)
         self._short = short
         self._refused_order = None
 

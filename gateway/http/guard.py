@@ -47,6 +47,7 @@ class Guard:
         self._local = local
         self._allowed_origins = frozenset(allowed_origins)
         self._entering = FairSemaphore(1)
+        self._probing = FairSemaphore(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,9 +67,9 @@ class Guard:
             await send(message)
 
         tenant = self._keys.tenant(headers.get("authorization", ""))
-        if scope["path"] not in self._open_paths:  # a probe waits for no stranger
-            async with self._entering.turn((tenant or EVERYBODY).id):
-                await asyncio.sleep(0)  # what has entered before goes on
+        probe = scope["path"] in self._open_paths  # which waits for nobody but other probes
+        async with (self._probing if probe else self._entering).turn((tenant or EVERYBODY).id):
+            await asyncio.sleep(0)  # what has entered before goes on
         if error := self._refusal(scope, headers, tenant):
             denial = error_response(dialect_of(self._dialects, scope["path"]), error)
             await denial(scope, receive, send_with_id)

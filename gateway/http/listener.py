@@ -36,6 +36,8 @@ class HttpListener:
         self._sock = sock
         self._serve = serve
         self._open = FairShare(most // 2)  # of which all may have twice as much
+        self._most = most
+        self._full = False  # connections are being closed for lack of room
         self._serving: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -63,7 +65,7 @@ class HttpListener:
                 )
                 return
             owner = _owner(address[0])
-            if not self._open.has_room(owner):
+            if not self._has_room(owner):
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -71,6 +73,13 @@ class HttpListener:
             task = self._loop.create_task(self._hold(connection, owner))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
+
+    def _has_room(self, owner: bytes) -> bool:
+        room = self._open.total < self._most and self._open.has_room(owner)
+        if not room and not self._full:
+            log.warning("HTTP connections are closed at once: %d are open", self._open.total)
+        self._full = not room
+        return room
 
     async def _hold(self, connection: socket.socket, owner: bytes) -> None:
         try:

@@ -110,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
+        if self._last:
+            self.pipeline.clear()  # what came behind is not answered
         super().on_response_complete()
         if self._last and self.cycle.more_body:
             self._start_timer()  # for the rest of the body

@@ -22,6 +22,9 @@ class Found(NamedTuple):
     why_not: str = ""
 
 
+ENDING = Found([], "the server is shutting down")
+
+
 class Readiness:
     """Ready while some model can be asked, until `drain` is called."""
 
@@ -41,10 +44,12 @@ class Readiness:
 
     async def check(self) -> Found:
         """Asks the routers; calls that come meanwhile share the answer."""
+        if self._draining:
+            return ENDING
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check(), name="readiness")
         found = await asyncio.shield(self._checking)
-        return Found([], "the server is shutting down") if self._draining else found
+        return ENDING if self._draining else found
 
     async def _check(self) -> Found:
         try:

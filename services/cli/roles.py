@@ -99,8 +99,8 @@ def limit_threads(threads: int) -> None:
 
 def guarded(run: Callable[[], int]) -> int:
     """Runs a service; prints a failure that the person can mend as a line, without a traceback."""
-    raise_open_files()
     try:
+        raise_open_files()
         return run()
     except Exception as error:
         if not isinstance(error, OSError | ValueError) and not is_typed(error):

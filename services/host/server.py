@@ -43,8 +43,7 @@ class GrpcHost:
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
     servicer checks the caller itself. `services` are the full names that reflection lists. Health
-    is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read;
-    beyond `max_calls` at once a call is RESOURCE_EXHAUSTED.
+    is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class GrpcHost:
         services: Iterable[str] = (),
         max_connections: int = MAX_CONNECTIONS,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
-        max_calls: int | None = None,
     ) -> None:
         self._access = access
         self._health = health.aio.HealthServicer()
@@ -65,7 +63,6 @@ class GrpcHost:
         self.server = grpc.aio.server(
             interceptors=[guard, *interceptors, MalformedInterceptor()],
             options=[*_SERVER_OPTIONS, most],
-            maximum_concurrent_rpcs=max_calls,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

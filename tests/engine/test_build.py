@@ -36,6 +36,7 @@ def test_the_measured_chunk(
     kv: Any = SimpleNamespace(num_blocks=1024, spec=SimpleNamespace(block_size=16))
     model: Any = None
     monkeypatch.setattr(build, "_chunk_seconds", taken)
-    found, token_s = build.measure(model, kv, 4096)
-    assert (found, sizes) == (chunk, tried)
+    found, token_s, row_s = build.measure(model, kv, 4096)
+    assert (found, sizes) == (chunk, [*tried, 1, 1])
     assert token_s == pytest.approx(least)
+    assert row_s == 5.0

@@ -102,7 +102,7 @@ class ApiKeys:
 
     async def watch(self) -> None:
         """Reads the file again whenever it changes or SIGHUP comes; runs until it is cancelled.
-        Without a file SIGHUP changes nothing, rather than to end the process."""
+        Without a file SIGHUP changes nothing, and does not end the process."""
         changed = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
         if not self._file:

@@ -233,19 +233,3 @@ async def test_bytes_that_are_no_message_are_refused(
     await host.stop(0)
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
-
-
-async def test_calls_beyond_the_most_are_refused(anyio_backend: str) -> None:
-    host = GrpcHost(ACCESS, max_calls=1)
-    fleet = Fleet()
-    add_FleetServicer_to_server(fleet, host.server)
-    port = host.listen("127.0.0.1:0")
-    await host.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        first = FleetStub(channel).Join()
-        await eventually(lambda: fleet.calls)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await FleetStub(channel).Join().read()
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        first.cancel()
-    await host.stop(0)
