@@ -28,7 +28,7 @@ BEARER = (("authorization", f"Bearer {KEY}"),)
 # One that is flooded has a connection of its own for each of the flood's channels.
 APART = (("grpc.use_local_subchannel_pool", 1),)
 # The least answers a second of a flood: where each is given at once, and where the model runs.
-AT_ONCE_PER_S, MODEL_PER_S = 200.0, 1.0
+AT_ONCE_PER_S, MODEL_PER_S = 200.0, 0.5
 TEXT_PER_S = 50.0  # of thousands of tokens each
 PACED_PER_S = 4.0  # of metrics, which are answered ten times a second on purpose
 Ask = Callable[[int], Awaitable[str]]  # by a number of its own; the status

@@ -35,7 +35,7 @@ import machine
 
 TIMES = 2.0
 ROUNDS, BEGINS_S = 5, 1.0
-ASKS = {"short": 100, "typical": 30}  # in each part; of 30, p99 is nearly the longest
+ASKS = {"short": 100, "typical": 20}  # in each part; of 20, p99 is nearly the longest
 numbers = count()  # of the victims' prompts
 NICE = ("nice", "-n", "19")
 WORDS = LONG.split()[:12]
