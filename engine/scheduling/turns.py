@@ -12,12 +12,14 @@ ACTIVE_S = 1.0  # so long a tenant counts as active after its last request has e
 
 class Turns:
     """Counts the prompt tokens of each tenant that has some to compute, so that the one with the
-    fewest comes first. A tenant that comes anew comes before the others, but behind those that have
-    been passed over for more than MOST_PASSED steps."""
+    fewest comes first. A tenant that comes anew comes before those of which something has been
+    computed, and behind others that came before it and those that have been passed over for more
+    than MOST_PASSED steps."""
 
     def __init__(self) -> None:
         self._computed: dict[bytes, int] = {}
-        self._passed: Counter[bytes] = Counter()  # steps since some of it was computed
+        self._passed: Counter[bytes] = Counter()  # steps since some of it was computed, or it came
+        self._begun: set[bytes] = set()  # of which something has been computed since they came
         self._active: dict[bytes, float] = {}  # when each tenant last had a request
 
     def are_shared(self, tenants: Iterable[bytes], now_s: float) -> bool:
@@ -33,8 +35,13 @@ class Turns:
         """The first entry of each tenant, then the second of each, and so on. With one tenant all
         stays as it is."""
         tenants = {tenant(entry) for entry in entries}
-        least = min((n for name, n in self._computed.items() if name in tenants), default=0)
-        self._computed = {name: self._computed.get(name, least - 1) for name in tenants}
+        counts = {name: count for name, count in self._computed.items() if name in tenants}
+        self._begun &= tenants
+        if self._begun:
+            start = min(counts[name] for name in self._begun) - 1
+        else:
+            start = min(counts.values(), default=0)
+        self._computed = dict.fromkeys(tenants, start) | counts
         self._passed = Counter({name: self._passed[name] + 1 for name in tenants})
         if len(tenants) < 2:
             return entries
@@ -53,3 +60,4 @@ class Turns:
         if tenant in self._computed:
             self._computed[tenant] += tokens
             self._passed[tenant] = 0
+            self._begun.add(tenant)

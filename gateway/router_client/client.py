@@ -232,12 +232,7 @@ class RouterClient:
         once they are lost."""
         unknown: set[str] = set()
         while True:
-            found_by_name = asyncio.gather(
-                *(asyncio.to_thread(resolve, name) for name in self._routers)
-            )
-            while not (await asyncio.wait((found_by_name,), timeout=RESOLVE_S))[0]:
-                self._fail_those_that_waited(asyncio.get_running_loop().time())
-            resolved = dict(zip(self._routers, found_by_name.result(), strict=True))
+            resolved = {name: await asyncio.to_thread(resolve, name) for name in self._routers}
             nowhere = {name for name, addresses in resolved.items() if not addresses}
             for name in sorted(nowhere - unknown):
                 log.warning("router %s has no address; trying again", name)
