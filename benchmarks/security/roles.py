@@ -31,7 +31,7 @@ def files(role: str, certificates: Path) -> tuple[Path, Path, Path]:
 def trust(role: str, certificates: Path | None) -> list[str]:
     """The options by which a process is known to the others."""
     if certificates is None:
-        return ["--cluster-secret", SECRET]
+        return ["--cluster-secret", SECRET, "--trust-network"]  # several hosts on this machine
     ca, own, key = files(role, certificates)
     return ["--cluster-ca", f"{ca}", "--cluster-cert", f"{own}", "--cluster-key", f"{key}"]
 
@@ -39,7 +39,7 @@ def trust(role: str, certificates: Path | None) -> list[str]:
 def access_of(role: str, certificates: Path | None) -> Access:
     """The same for this process, which then calls as a process of that role."""
     if certificates is None:
-        return make_access(HostSettings(cluster_secret=(SECRET,)))
+        return make_access(HostSettings(cluster_secret=(SECRET,), trust_network=True))
     ca, own, key = map(str, files(role, certificates))
     return make_access(HostSettings(cluster_ca=ca, cluster_cert=own, cluster_key=key))
 
