@@ -49,6 +49,11 @@ def norm(seed: int, size: int = HIDDEN) -> Part:
     return "norm", {"weight": values(seed, size) * 0.2 + 1, "eps": 1e-5}
 
 
+def layer_norm(seed: int, bias: bool = True) -> Part:
+    weight, added = values(seed, HIDDEN) * 0.2 + 1, values(seed + 1, HIDDEN)
+    return "layer_norm", {"weight": weight, "bias": added if bias else None, "eps": 1e-5}
+
+
 def linear(seed: int, outputs: int, inputs: int, kind: str = "Q8_0", bias: bool = False) -> Part:
     """Of two matrices; `made` makes them."""
     half = outputs // 32 * 16
@@ -79,7 +84,9 @@ def attention(group: int = 0, window: int = 0) -> Part:
     }
 
 
-ADD: Part = ("add", {})
+ADD: Part = ("add", {"held": 0})
+HOLD: Part = ("hold", {})
+ADD_HELD: Part = ("add", {"held": 1})
 
 
 def plain_layer() -> list[Part]:
@@ -106,34 +113,44 @@ def layers(draw: st.DrawFn) -> list[Part]:
     windowed = draw(some)
 
     def around(inside: list[Part]) -> list[Part]:
-        before = [norm(seed + 1)] if draw(some) else []
-        after = [norm(seed + 2)] if draw(some) else []
-        return [*before, *inside, *after, ADD]
+        kinds = st.sampled_from([norm, layer_norm])
+        before = [draw(kinds)(seed + 1)] if draw(some) else []
+        after = [draw(kinds)(seed + 2)] if draw(some) else []
+        scaled: list[Part] = [("scale", {"factor": 0.3})] if draw(some) else []
+        return [*before, *inside, *after, *scaled, ADD]
 
-    def head_norm(first: int, heads: int) -> Part:
-        weight = values(seed + first, HEAD_DIM)
-        return "head_norm", {"weight": weight, "eps": 1e-6, "first": first, "heads": heads}
+    def head_norm(first: int, heads: int, of_heads: bool) -> Part:
+        """Of each head, or of all heads as one."""
+        weight = values(seed + first, HEAD_DIM if of_heads else heads * HEAD_DIM)
+        where = {"begin": first * HEAD_DIM, "heads": heads if of_heads else 1}
+        return "head_norm", {"weight": weight, "eps": 1e-6, **where}
+
+    def head_norms() -> list[Part]:
+        of_heads = draw(some)
+        return [head_norm(0, HEADS, of_heads), head_norm(HEADS, KV_HEADS, of_heads)]
 
     attend = around(
         [
             linear(seed + 3, QKV, HIDDEN, kind, draw(some)),
-            *([head_norm(0, HEADS), head_norm(HEADS, KV_HEADS)] if draw(some) else []),
+            *(head_norms() if draw(some) else []),
             *([rope()] if draw(some) else []),
             attention(group=int(windowed), window=40 if windowed else 0),
             linear(seed + 4, HIDDEN, HEADS * HEAD_DIM, kind, draw(some)),
         ]
     )
-    size = draw(st.sampled_from([32, 96]))
+    size, gated = draw(st.sampled_from([32, 96])), draw(some)
+    activation = {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh"]))}
     feed = around(
         [
-            linear(seed + 5, 2 * size, HIDDEN, kind),
-            ("gate", {"activation": draw(st.sampled_from(["silu", "gelu", "gelu_tanh"]))}),
+            linear(seed + 5, 2 * size if gated else size, HIDDEN, kind),
+            ("gate" if gated else "activate", activation),
             linear(seed + 6, HIDDEN, size, kind, draw(some)),
         ]
     )
-    return [
-        part for piece in draw(st.permutations([attend, feed][: 1 + draw(some)])) for part in piece
-    ]
+    if draw(some):  # both on the stream as it was
+        return [*attend[:-1], HOLD, *feed[:-1], ADD_HELD]
+    pieces = draw(st.permutations([attend, feed][: 1 + draw(some)]))
+    return [part for piece in pieces for part in piece]
 
 
 # --- both ways to run them
@@ -182,11 +199,13 @@ def head() -> native.Matrix:
     return matrix(8, VOCAB, HIDDEN)
 
 
-LAST = norm(9)[1]
+LAST = norm(9)
 
 
 def stack_of(context: native.Context, lists: list[list[Part]]) -> native.Stack:
-    stack = native.Stack(context, hidden=HIDDEN, embed_scale=1.5, logit_soft_cap=0.0)
+    stack = native.Stack(
+        context, hidden=HIDDEN, embed_scale=1.5, logit_scale=1.0, logit_soft_cap=0.0
+    )
     stack.set_embedding(embedding())
     stack.set_rope(0, COS, SIN)
     for parts in lists:
@@ -217,22 +236,28 @@ def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batc
     stream *= np.float32(1.5)
     for parts, pool in zip(lists, kv, strict=True):
         x = stream
+        held = np.zeros_like(stream)
         for kind, fields in parts:
-            x = operation(kind, fields, x, stream, pool, batch)
-            stream = x if kind == "add" else stream
-    out = np.empty_like(stream)
-    native.rms_norm(ONE, stream, LAST["weight"], LAST["eps"], out)
-    return out
+            if kind == "hold":
+                x, held = stream, x
+            elif kind == "add":
+                x = stream = (stream + held if fields["held"] else stream) + x
+            else:
+                x = operation(kind, fields, x, pool, batch)
+    return operation(*LAST, stream, None, batch)
 
 
-def operation(
-    kind: str, f: dict[str, Any], x: Floats, stream: Floats, pool: Any, batch: Batch
-) -> Floats:
+def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) -> Floats:
     tokens, out = len(x), np.empty_like(x)
     if kind == "norm":
         native.rms_norm(ONE, x, f["weight"], f["eps"], out)
-    elif kind == "add":
-        out = stream + x
+    elif kind == "layer_norm":
+        bias = np.zeros(HIDDEN, np.float32) if f["bias"] is None else f["bias"]
+        native.layer_norm(ONE, x, f["weight"], bias, f["eps"], out)
+    elif kind == "scale":
+        out = x * np.float32(f["factor"])
+    elif kind == "activate":
+        native.gated(ONE, x, np.ones_like(x), f["activation"], out)
     elif kind == "linear":
         out = product(x, f["matrices"], f["bias"])
     elif kind == "gate":
@@ -242,10 +267,11 @@ def operation(
     else:
         heads = x.reshape(tokens, -1, HEAD_DIM).copy()
         if kind == "head_norm":
-            own = slice(f["first"], f["first"] + f["heads"])
-            rows = np.ascontiguousarray(heads[:, own]).reshape(-1, HEAD_DIM)
+            flat, size = heads.reshape(tokens, -1), len(f["weight"])
+            own = slice(f["begin"], f["begin"] + f["heads"] * size)
+            rows = np.ascontiguousarray(flat[:, own]).reshape(-1, size)
             native.rms_norm(ONE, rows.copy(), f["weight"], f["eps"], rows)
-            heads[:, own] = rows.reshape(tokens, -1, HEAD_DIM)
+            flat[:, own] = rows.reshape(tokens, -1)
         elif kind == "rope":
             turned = heads[:, : f["heads"]]
             first, second = np.split(turned.copy(), 2, axis=2)
@@ -334,7 +360,10 @@ def fields(n: int, **other: Any) -> list[Part]:
     ("parts", "message"),
     [
         ([], "layer 1: it has no parts"),
-        (changed(0, ("nrom", {})), r"part 0 \(nrom\): no such kind of part; known: norm, linear, "),
+        (
+            changed(0, ("nrom", {})),
+            r"part 0 \(nrom\): no such kind of part; known: norm, layer_norm, ",
+        ),
         (changed(0, norm(1, 60)), r"part 0 \(norm\): weight of 60, not 64"),
         (without(0, "eps"), r"part 0 \(norm\): eps is missing"),
         (fields(0, wieght=1), r"part 0 \(norm\): it has no field wieght; it has weight, eps"),
@@ -357,11 +386,19 @@ def fields(n: int, **other: Any) -> list[Part]:
         (changed(4), r"part 4 \(add\): a row has 128 values, the stream 64"),
         (fields(8, activation="relu"), r"part 8 \(gate\): activation must be silu"),
         (changed(7, linear(5, 97, HIDDEN)), r"part 8 \(gate\): a row of 97 values has no halves"),
+        (changed(10, HOLD), r"part 10 \(hold\): a layer must end with add"),
+        (changed(10, HOLD, norm(1), HOLD), r"part 12 \(hold\): it holds one row at a time"),
+        (changed(10, HOLD, norm(1), ADD), r"part 12 \(add\): it must add what is held"),
+        (
+            [norm(1), HOLD, *plain_layer()[:4]],
+            r"part 5 \(attention\): it comes before what is held",
+        ),
+        (changed(10, ADD_HELD), r"part 10 \(add\): nothing is held"),
         (changed(10), r"part 9 \(linear\): a layer must end with add"),
     ],
 )
 def test_a_list_that_cannot_be_run_is_refused(parts: list[Part], message: str) -> None:
-    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_soft_cap=0.0)
+    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0)
     stack.set_rope(0, COS, SIN)
     stack.add_layer(made(plain_layer()))
     with pytest.raises(ValueError, match=message):
@@ -370,7 +407,7 @@ def test_a_list_that_cannot_be_run_is_refused(parts: list[Part], message: str) -
 
 
 def test_a_stack_is_complete_before_its_first_step() -> None:
-    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_soft_cap=0.0)
+    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0)
     with pytest.raises(ValueError, match="after the layers"):
         stack.set_head(LAST, head())
     stack.set_rope(0, COS, SIN)
@@ -379,7 +416,7 @@ def test_a_stack_is_complete_before_its_first_step() -> None:
     with pytest.raises(ValueError, match="head is not set"):
         run(stack, batch, np.array([2]))
     with pytest.raises(ValueError, match="the last norm: weight of 9, not 64"):
-        stack.set_head(norm(1, 9)[1], head())
+        stack.set_head(norm(1, 9), head())
     with pytest.raises(ValueError, match="the head: inputs of 96, not 64"):
         stack.set_head(LAST, matrix(1, VOCAB, 96))
     stack.set_head(LAST, head())

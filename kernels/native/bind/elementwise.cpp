@@ -1,4 +1,4 @@
-// Two operations on rows, each by itself: tests compare a stack of parts with them, bit for bit.
+// Operations on rows, each by itself: tests compare a stack of parts with them, bit for bit.
 #include "bind.h"
 
 #include <nanobind/stl/string.h>
@@ -43,6 +43,20 @@ void bind_elementwise(nb::module_& m) {
         nb::arg("context"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
         nb::arg("out").noconvert(),
         "out = x / rms(x) * weight for each row; float32 [rows, cols].");
+  m.def("layer_norm",
+        [](Context& context, const ConstRows& x, const ConstRow& weight, const ConstRow& bias,
+           float eps, const Rows& out) {
+          require_same(x, out, "out must have the shape of x");
+          require(weight.shape(0) == x.shape(1), "weight must have one value a column");
+          require(bias.shape(0) == x.shape(1), "bias must have one value a column");
+          each_row(context, x, [&](int64_t at) {
+            context.kernels.layer_norm(x.data() + at, weight.data(), bias.data(), eps,
+                                       static_cast<int64_t>(x.shape(1)), out.data() + at);
+          });
+        },
+        nb::arg("context"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+        nb::arg("bias").noconvert(), nb::arg("eps"), nb::arg("out").noconvert(),
+        "out = (x - mean) / deviation * weight + bias for each row; float32 [rows, cols].");
   m.def("gated",
         [](Context& context, const ConstRows& gate, const ConstRows& up, const std::string& name,
            const Rows& out) {

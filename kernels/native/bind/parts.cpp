@@ -83,11 +83,6 @@ class Fields {
   std::string known_;
 };
 
-NormPart norm(Fields& f) {
-  auto weight = f.floats("weight");
-  return {std::move(weight), f.number("eps")};
-}
-
 struct Kind {
   const char* name;
   std::unique_ptr<Part> (*make)(Fields& f, const Stack& stack);
@@ -100,7 +95,17 @@ std::unique_ptr<Part> part(Args&&... args) {
 
 // Fields are read one statement at a time: the order of arguments of a call is the compiler's.
 const Kind kKinds[] = {
-    {NormPart::kKind, [](Fields& f, const Stack&) { return part<NormPart>(norm(f)); }},
+    {NormPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto weight = f.floats("weight");
+       return part<NormPart>(std::move(weight), f.number("eps"));
+     }},
+    {LayerNormPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto weight = f.floats("weight");
+       auto bias = f.floats_or_none("bias");
+       return part<LayerNormPart>(std::move(weight), std::move(bias), f.number("eps"));
+     }},
     {LinearPart::kKind,
      [](Fields& f, const Stack&) {
        auto matrices = f.matrices("matrices");
@@ -110,8 +115,8 @@ const Kind kKinds[] = {
      [](Fields& f, const Stack&) {
        auto weight = f.floats("weight");
        const float eps = f.number("eps");
-       const int64_t first = f.integer("first", 0, kMostHeads);
-       return part<HeadNormPart>(std::move(weight), eps, first, f.integer("heads", 1, kMostHeads));
+       const int64_t begin = f.integer("begin", 0, int64_t{1} << 40);
+       return part<HeadNormPart>(std::move(weight), eps, begin, f.integer("heads", 1, kMostHeads));
      }},
     {RopePart::kKind,
      [](Fields& f, const Stack& stack) {
@@ -138,7 +143,15 @@ const Kind kKinds[] = {
      [](Fields& f, const Stack&) {
        return part<GatePart>(activation_of(f.word("activation")));
      }},
-    {AddPart::kKind, [](Fields&, const Stack&) { return part<AddPart>(); }},
+    {ActivatePart::kKind,
+     [](Fields& f, const Stack&) {
+       return part<ActivatePart>(activation_of(f.word("activation")));
+     }},
+    {ScalePart::kKind,
+     [](Fields& f, const Stack&) { return part<ScalePart>(f.number("factor")); }},
+    {HoldPart::kKind, [](Fields&, const Stack&) { return part<HoldPart>(); }},
+    {AddPart::kKind,
+     [](Fields& f, const Stack&) { return part<AddPart>(f.integer("held", 0, 1) != 0); }},
 };
 
 const Kind& kind_of(const std::string& name) {
@@ -175,8 +188,4 @@ Activation activation_of(const std::string& name) {
 std::unique_ptr<Part> make_part(const std::string& name, const std::string& kind,
                                 const nb::dict& fields, const Stack& stack) {
   return named(name, fields, [&](Fields& f) { return kind_of(kind).make(f, stack); });
-}
-
-NormPart make_norm(const std::string& name, const nb::dict& fields) {
-  return named(name, fields, norm);
 }

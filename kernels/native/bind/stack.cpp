@@ -1,4 +1,5 @@
 // Stack: a model's layers, built once, then a step a call.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@ using pdserve::AttentionPart;
 using pdserve::Matrix;
 using pdserve::Stack;
 using Table = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdTable = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -23,10 +25,11 @@ struct Model {
   std::vector<int64_t> num_blocks;
   size_t num_layers = 0;
 
-  Model(nb::object owner, int64_t hidden, float embed_scale, float logit_soft_cap)
+  Model(nb::object owner, int64_t hidden, float embed_scale, float logit_scale,
+        float logit_soft_cap)
       : context(owner),
         stack(nb::cast<Context&>(owner).pool, nb::cast<Context&>(owner).kernels, hidden,
-              embed_scale, logit_soft_cap) {}
+              embed_scale, logit_scale, logit_soft_cap) {}
 };
 
 void add_layer(Model& model, const std::vector<std::pair<std::string, nb::dict>>& parts) {
@@ -175,13 +178,13 @@ void logits(Model& model, Table hidden, nb::ndarray<float, nb::ndim<2>, nb::c_co
 void bind_stack(nb::module_& m) {
   nb::class_<Model>(m, "Stack", "A model's layers; a step of a batch is one call.")
       .def("__init__",
-           [](Model* self, nb::object context, int64_t hidden, float embed_scale,
+           [](Model* self, nb::object context, int64_t hidden, float embed_scale, float logit_scale,
               float logit_soft_cap) {
              require(hidden > 0 && hidden <= 1 << 24, "hidden must be 1 to 2^24");
-             new (self) Model(context, hidden, embed_scale, logit_soft_cap);
+             new (self) Model(context, hidden, embed_scale, logit_scale, logit_soft_cap);
            },
            nb::arg("context"), nb::kw_only(), nb::arg("hidden"), nb::arg("embed_scale"),
-           nb::arg("logit_soft_cap"))
+           nb::arg("logit_scale"), nb::arg("logit_soft_cap"))
       .def("set_embedding",
            [](Model& model, const Matrix& matrix) {
              require(matrix.cols == model.stack.hidden(), "embedding width");
@@ -193,18 +196,24 @@ void bind_stack(nb::module_& m) {
       .def("add_layer", &add_layer, nb::arg("parts"),
            "The next layer: (kind, fields) of each of its parts, in the order of a row's way. A row's\n"
            "value is the residual stream at first, and each part makes the next value of it:\n"
-           "norm: weight [values], eps. linear: matrices, side by side; bias [outputs] or None.\n"
-           "head_norm: weight [head_dim], eps, first, heads. rope: table, heads (from the first),\n"
-           "head_dim. attention, of q, k and v: heads, kv_heads, head_dim, scale, soft_cap (0: none),\n"
-           "window (0: all), group. gate, of gate and up: activation. add: to the stream.\n"
+           "norm: weight [values], eps. layer_norm: the same, bias [values] or None. linear: matrices,\n"
+           "side by side; bias [outputs] or None. head_norm: weight [head_dim], eps, begin (a value of\n"
+           "the row), heads. rope: table, heads (from the first), head_dim. attention, of q, k and v:\n"
+           "heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0: all), group. gate, of gate\n"
+           "and up: activation. activate: activation. scale: factor. hold: keeps the value, which is\n"
+           "the stream again. add: to the stream; held: 1 if what is held is added, too.\n"
            "ValueError names the part that has wrong fields or does not fit the one before it.")
       .def("set_head",
-           [](Model& model, const nb::dict& norm, const Matrix& matrix) {
-             model.stack.set_head(make_norm("the last norm", norm),
-                                  pdserve::LinearPart({matrix}, {}));
+           [](Model& model, const std::pair<std::string, nb::dict>& norm, const Matrix& matrix,
+              std::optional<Vector> bias) {
+             std::vector<float> added;
+             if (bias) added.assign(bias->data(), bias->data() + bias->size());
+             model.stack.set_head(make_part("the last norm", norm.first, norm.second, model.stack),
+                                  pdserve::LinearPart({matrix}, std::move(added)));
            },
-           nb::arg("norm"), nb::arg("matrix"),
-           "After all layers. norm: the fields of a norm; matrix: of the logits.")
+           nb::arg("norm"), nb::arg("matrix"), nb::arg("bias") = nb::none(),
+           "After all layers. norm: (kind, fields) of a norm; matrix, bias [vocabulary] or None: of\n"
+           "the logits.")
       .def("set_kv", &set_kv, nb::arg("pools"), nb::arg("dtype"), nb::arg("block_size"),
            "pools: a layer's blocks as uint8 [blocks, bytes], one a layer; kept alive here.")
       .def("forward", &forward, nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),

@@ -20,6 +20,28 @@ static void rms_norm(const float* x, const float* residual, const float* weight,
   });
 }
 
+// Sums as in rms_norm. The mean lies in memory so that lanes beyond the row count for nothing.
+static void layer_norm(const float* x, const float* weight, const float* bias, float eps,
+                       int64_t cols, float* y) {
+  F sums = zero();
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    sums = add(sums, load_some(x + i, n));
+  });
+  float means[kLanes];
+  store(means, set1(reduce_add(sums) / (float)cols));
+  F squares = zero();
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F a = sub(load_some(x + i, n), load_some(means, n));
+    squares = fma(a, a, squares);
+  });
+  F factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)cols + eps));
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F a = mul(sub(load_some(x + i, n), load_some(means, n)), factor);
+    a = mul(a, load_some(weight + i, n));
+    store_some(y + i, bias ? add(a, load_some(bias + i, n)) : a, n);
+  });
+}
+
 template <Activation kind>
 PDS_INLINE F activate(F x) {
   if (kind == Activation::kSilu) return times_sigmoid(x, x);
@@ -43,6 +65,21 @@ static void gated(const float* gate, const float* up, Activation kind, int64_t c
     case Activation::kSilu: return gated_by<Activation::kSilu>(gate, up, cols, y);
     case Activation::kGeluTanh: return gated_by<Activation::kGeluTanh>(gate, up, cols, y);
     case Activation::kGelu: return gated_by<Activation::kGelu>(gate, up, cols, y);
+  }
+}
+
+template <Activation kind>
+static void activated_by(const float* x, int64_t cols, float* y) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, activate<kind>(load_some(x + i, n)), n);
+  });
+}
+
+static void activated(const float* x, Activation kind, int64_t cols, float* y) {
+  switch (kind) {
+    case Activation::kSilu: return activated_by<Activation::kSilu>(x, cols, y);
+    case Activation::kGeluTanh: return activated_by<Activation::kGeluTanh>(x, cols, y);
+    case Activation::kGelu: return activated_by<Activation::kGelu>(x, cols, y);
   }
 }
 

@@ -37,6 +37,7 @@ struct Step {
   const Kernels& kernels;
   const StepBatch& batch;
   float* stream;           // [rows, hidden]
+  float* held;             // [rows, hidden], what a HoldPart keeps; null if no layer has one
   int64_t hidden;
   uint8_t* encodings;      // [rows, encoding_bytes], where inputs of products are encoded
   int64_t encoding_bytes;

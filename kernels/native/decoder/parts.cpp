@@ -1,6 +1,7 @@
 #include "decoder/parts.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -34,6 +35,17 @@ int64_t NormPart::fit(int64_t inputs) {
 void NormPart::row(const Step& step, const Rows&, int64_t, const float* x, float* y) const {
   const auto cols = static_cast<int64_t>(weight_.size());
   step.kernels.rms_norm(x, nullptr, weight_.data(), eps_, cols, nullptr, y);
+}
+
+int64_t LayerNormPart::fit(int64_t inputs) {
+  require_size("weight", static_cast<int64_t>(weight_.size()), inputs);
+  if (!bias_.empty()) require_size("bias", static_cast<int64_t>(bias_.size()), inputs);
+  return inputs;
+}
+
+void LayerNormPart::row(const Step& step, const Rows&, int64_t, const float* x, float* y) const {
+  const float* bias = bias_.empty() ? nullptr : bias_.data();
+  step.kernels.layer_norm(x, weight_.data(), bias, eps_, static_cast<int64_t>(weight_.size()), y);
 }
 
 LinearPart::LinearPart(std::vector<Matrix> matrices, std::vector<float> bias)
@@ -92,14 +104,16 @@ void LinearPart::together(const Step& step, const Rows& rows, const float* x, fl
 }
 
 int64_t HeadNormPart::fit(int64_t inputs) {
-  require_heads(first_ + heads_, static_cast<int64_t>(weight_.size()), inputs);
+  const auto end = begin_ + heads_ * static_cast<int64_t>(weight_.size());
+  require(end <= inputs, "it reads up to value " + std::to_string(end) + ", but a row has " +
+                             std::to_string(inputs));
   return inputs;
 }
 
 void HeadNormPart::row(const Step& step, const Rows&, int64_t, const float*, float* y) const {
   const auto size = static_cast<int64_t>(weight_.size());
-  for (int64_t head = first_; head < first_ + heads_; ++head) {
-    float* at = y + head * size;
+  for (int64_t head = 0; head < heads_; ++head) {
+    float* at = y + begin_ + head * size;
     step.kernels.rms_norm(at, nullptr, weight_.data(), eps_, size, nullptr, at);
   }
 }
@@ -164,6 +178,19 @@ void GatePart::row(const Step& step, const Rows&, int64_t, const float* x, float
   step.kernels.gated(x, x + size_, activation_, size_, y);
 }
 
+void ActivatePart::row(const Step& step, const Rows&, int64_t, const float* x, float* y) const {
+  step.kernels.activated(x, activation_, size_, y);
+}
+
+void ScalePart::row(const Step& step, const Rows&, int64_t, const float*, float* y) const {
+  step.kernels.scale(y, factor_, size_);
+}
+
+void HoldPart::row(const Step& step, const Rows&, int64_t row, const float* x, float*) const {
+  const size_t bytes = static_cast<size_t>(step.hidden) * sizeof(float);
+  std::memcpy(step.held + row * step.hidden, x, bytes);
+}
+
 bool AddPart::fuse(const Part& next) {
   norm_ = dynamic_cast<const NormPart*>(&next);
   return norm_ != nullptr;
@@ -173,6 +200,10 @@ void AddPart::row(const Step& step, const Rows&, int64_t row, const float* x, fl
   float* sum = step.stream + row * step.hidden;
   const float* weight = norm_ ? norm_->weight() : nullptr;
   const float eps = norm_ ? norm_->eps() : 0;
+  if (held_) {
+    const float* held = step.held + row * step.hidden;
+    step.kernels.rms_norm(held, sum, nullptr, 0, step.hidden, sum, nullptr);
+  }
   step.kernels.rms_norm(x, sum, weight, eps, step.hidden, sum, norm_ ? y : nullptr);
 }
 

@@ -26,6 +26,25 @@ class NormPart : public Part {
   float eps_;
 };
 
+// Layer norm of the whole row: less its mean, over its deviation.
+class LayerNormPart : public Part {
+ public:
+  static constexpr const char* kKind = "layer_norm";
+  // bias: empty for none.
+  LayerNormPart(std::vector<float> weight, std::vector<float> bias, float eps)
+      : weight_(std::move(weight)), bias_(std::move(bias)), eps_(eps) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kAnywhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  std::vector<float> weight_, bias_;
+  float eps_;
+};
+
 // Matrices over one input, their outputs side by side, plus a bias of all outputs unless it is
 // empty. The input is encoded row by row, the product takes rows together.
 class LinearPart : public Part {
@@ -57,12 +76,13 @@ class LinearPart : public Part {
   uint32_t needs_ = kFloat;
 };
 
-// RMS norm of each of some heads: [first, first + heads), counted from the row's beginning.
+// RMS norm of each of some heads, which are as long as the weight; the first begins at value
+// `begin` of the row.
 class HeadNormPart : public Part {
  public:
   static constexpr const char* kKind = "head_norm";
-  HeadNormPart(std::vector<float> weight, float eps, int64_t first, int64_t heads)
-      : weight_(std::move(weight)), eps_(eps), first_(first), heads_(heads) {}
+  HeadNormPart(std::vector<float> weight, float eps, int64_t begin, int64_t heads)
+      : weight_(std::move(weight)), eps_(eps), begin_(begin), heads_(heads) {}
 
   const char* kind() const override { return kKind; }
   Writes writes() const override { return Writes::kInput; }
@@ -73,7 +93,7 @@ class HeadNormPart : public Part {
  private:
   std::vector<float> weight_;  // [head_dim]
   float eps_;
-  int64_t first_, heads_;
+  int64_t begin_, heads_;
 };
 
 struct RopeTable {
@@ -141,11 +161,61 @@ class GatePart : public Part {
   int64_t size_ = 0;
 };
 
-// Adds the row to the residual stream. A norm behind it is done on the sum in the same pass.
+// activation(row).
+class ActivatePart : public Part {
+ public:
+  static constexpr const char* kKind = "activate";
+  explicit ActivatePart(Activation activation) : activation_(activation) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kAnywhere; }
+  int64_t fit(int64_t inputs) override { return size_ = inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  Activation activation_;
+  int64_t size_ = 0;
+};
+
+// The row times a number.
+class ScalePart : public Part {
+ public:
+  static constexpr const char* kKind = "scale";
+  explicit ScalePart(float factor) : factor_(factor) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kInput; }
+  int64_t fit(int64_t inputs) override { return size_ = inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  float factor_;
+  int64_t size_ = 0;
+};
+
+// Keeps the row for the next AddPart of its layer, which adds it too; the value is the stream again.
+// It comes behind the layer's attention: rows are renumbered there.
+class HoldPart : public Part {
+ public:
+  static constexpr const char* kKind = "hold";
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kStream; }
+  int64_t fit(int64_t inputs) override { return inputs; }
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+};
+
+// Adds the row to the residual stream, and what a HoldPart has kept before it. A norm behind it is
+// done on the sum in the same pass.
 class AddPart : public Part {
  public:
   static constexpr const char* kKind = "add";
+  explicit AddPart(bool held) : held_(held) {}
 
+  bool held() const { return held_; }
   const char* kind() const override { return kKind; }
   Writes writes() const override { return norm_ ? Writes::kInput : Writes::kStream; }
   int64_t fit(int64_t inputs) override { return inputs; }
@@ -154,6 +224,7 @@ class AddPart : public Part {
            float* y) const override;
 
  private:
+  bool held_;
   const NormPart* norm_ = nullptr;
 };
 

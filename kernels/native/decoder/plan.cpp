@@ -19,6 +19,10 @@ class Planner {
   void add(Part& part, bool last) {
     const int64_t inputs = plan_.widths[value_];
     const size_t in = value_;
+    if (dynamic_cast<HoldPart*>(&part) && !plan_.held) {
+      plan_.held = plan_.widths.size();
+      plan_.widths.push_back(inputs);
+    }
     value_ = last ? kHiddenPlace : place_of_result(part, part.fit(inputs));
     pass_.ops.push_back({&part, in, value_});
     pass_.cols = inputs;
@@ -45,7 +49,8 @@ class Planner {
     if (over || writes == Writes::kInput) return value_;
     // Each place has rows of one size, so that threads at different parts never meet in it.
     for (size_t place = kHiddenPlace + 1; place < plan_.widths.size(); ++place) {
-      if (plan_.widths[place] == width && place != value_) return place;
+      const bool taken = place == value_ || (plan_.held && place == plan_.held);
+      if (plan_.widths[place] == width && !taken) return place;
     }
     plan_.widths.push_back(width);
     return plan_.widths.size() - 1;
@@ -83,7 +88,7 @@ class Planner {
 void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
   int64_t width = hidden;
   int attentions = 0;
-  bool on_stream = true;
+  bool on_stream = true, holds = false;
   for (size_t n = 0; n < parts.size(); ++n) {
     Part& part = *parts[n];
     const Writes writes = part.writes();
@@ -94,6 +99,14 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
       refuse(layer, n, part, "a row has " + std::to_string(width) + " values, the stream " +
                                  std::to_string(hidden));
     }
+    const auto* add = dynamic_cast<AddPart*>(&part);
+    const bool hold = dynamic_cast<HoldPart*>(&part) != nullptr;
+    if (hold && holds) refuse(layer, n, part, "it holds one row at a time");
+    if (add && add->held() != holds) {
+      refuse(layer, n, part, holds ? "it must add what is held" : "nothing is held");
+    }
+    if (holds && as_attention(part)) refuse(layer, n, part, "it comes before what is held");
+    holds = hold || (holds && !add);
     if (as_attention(part) && ++attentions > 1) {
       refuse(layer, n, part, "a layer has one attention");
     }
@@ -107,10 +120,10 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
   const std::string where = "layer " + std::to_string(layer) + ": ";
   if (parts.empty()) throw std::invalid_argument(where + "it has no parts");
   if (!attentions) throw std::invalid_argument(where + "it has no attention");
-  if (!on_stream) refuse(layer, parts.size() - 1, *parts.back(), "a layer must end with add");
+  if (!on_stream || holds) refuse(layer, parts.size() - 1, *parts.back(), "a layer must end with add");
 }
 
-Plan make_plan(std::vector<Parts>& layers, NormPart& last, int64_t hidden) {
+Plan make_plan(std::vector<Parts>& layers, Part& last, int64_t hidden) {
   std::vector<Part*> parts;
   for (Parts& layer : layers) {
     for (std::unique_ptr<Part>& part : layer) parts.push_back(part.get());

@@ -36,6 +36,7 @@ struct Segment {
 struct Plan {
   std::vector<int64_t> widths;     // floats of a row of each place
   std::vector<Segment> segments;   // one for each attention, and the last
+  size_t held = 0;                 // the place of what HoldParts keep; 0: there are none
   int64_t encoding_bytes = 0;      // of a row, for whatever part needs most
   int64_t products = 0;            // multiplications for a row
   std::vector<const AttentionPart*> groups;  // the first attention of each group, or null
@@ -49,6 +50,6 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer);
 
 // The plan of layers that `check_layer` let pass, and of the norm behind them. The parts live as
 // long as the plan.
-Plan make_plan(std::vector<Parts>& layers, NormPart& last, int64_t hidden);
+Plan make_plan(std::vector<Parts>& layers, Part& last, int64_t hidden);
 
 }  // namespace pdserve

@@ -46,12 +46,15 @@ void Stack::add_layer(Parts parts) {
   layers_.push_back(std::move(parts));
 }
 
-void Stack::set_head(NormPart norm, LinearPart head) {
+void Stack::set_head(std::unique_ptr<Part> norm, LinearPart head) {
   if (complete()) throw std::invalid_argument("the head is set already");
   if (layers_.empty()) throw std::invalid_argument("the head comes after the layers");
-  fit(norm, "the last norm", hidden_);
+  if (norm->writes() != Writes::kAnywhere) {
+    throw std::invalid_argument(std::string("the last norm: ") + norm->kind() + " is none");
+  }
+  fit(*norm, "the last norm", hidden_);
   fit(head, "the head", hidden_);
-  norm_.emplace(std::move(norm));
+  norm_ = std::move(norm);
   plan_ = make_plan(layers_, *norm_, hidden_);
   head_.emplace(std::move(head));
   places_ = std::vector<Place>(plan_.widths.size());
@@ -93,7 +96,8 @@ Step Stack::begin_step(const StepBatch& batch, float* hidden) {
   }
   uint8_t* encodings = encodings_.at_least(batch.tokens * plan_.encoding_bytes);
   float* stream = places_[kStreamPlace].at;
-  return {pool_, kernels_, batch, stream, hidden_, encodings, plan_.encoding_bytes};
+  float* held = plan_.held ? places_[plan_.held].at : nullptr;
+  return {pool_, kernels_, batch, stream, held, hidden_, encodings, plan_.encoding_bytes};
 }
 
 void Stack::embed(const Step& step) {
@@ -211,14 +215,16 @@ void Stack::logits(const float* hidden, int64_t rows, float* logits) {
   const int64_t row_bytes = head.encoding_bytes(), vocab = vocabulary();
   uint8_t* encodings = encodings_.at_least(rows * row_bytes);
   const StepBatch none;
-  const Step step{pool_, kernels_, none, nullptr, hidden_, encodings, row_bytes};
+  const Step step{pool_, kernels_, none, nullptr, nullptr, hidden_, encodings, row_bytes};
   each_row(all, hidden_, [&](int64_t row) {
     head.row(step, all, row, hidden + row * hidden_, nullptr);
   });
   head.together(step, all, hidden, logits);
-  if (logit_soft_cap_ == 0) return;
+  if (logit_scale_ == 1 && logit_soft_cap_ == 0) return;
   each_row(all, vocab, [&](int64_t row) {
-    kernels_.soft_cap(logits + row * vocab, logit_soft_cap_, vocab);
+    float* at = logits + row * vocab;
+    if (logit_scale_ != 1) kernels_.scale(at, logit_scale_, vocab);
+    if (logit_soft_cap_ != 0) kernels_.soft_cap(at, logit_soft_cap_, vocab);
   });
 }
 

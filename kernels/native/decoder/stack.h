@@ -15,11 +15,12 @@ namespace pdserve {
 class Stack {
  public:
   Stack(Pool& pool, const Kernels& kernels, int64_t hidden, float embed_scale,
-        float logit_soft_cap)
+        float logit_scale, float logit_soft_cap)
       : pool_(pool),
         kernels_(kernels),
         hidden_(hidden),
         embed_scale_(embed_scale),
+        logit_scale_(logit_scale),
         logit_soft_cap_(logit_soft_cap) {}
 
   int64_t hidden() const { return hidden_; }
@@ -30,7 +31,7 @@ class Stack {
   // Throws std::invalid_argument with the part that does not fit.
   void add_layer(Parts parts);
   // The norm behind the last layer and the product that makes logits; then the stack is complete.
-  void set_head(NormPart norm, LinearPart head);
+  void set_head(std::unique_ptr<Part> norm, LinearPart head);
   bool complete() const { return head_.has_value(); }
   int64_t vocabulary() const { return head_->outputs(); }
 
@@ -71,10 +72,10 @@ class Stack {
   Pool& pool_;
   const Kernels& kernels_;
   int64_t hidden_;
-  float embed_scale_, logit_soft_cap_;
+  float embed_scale_, logit_scale_, logit_soft_cap_;
   std::vector<Parts> layers_;
   std::vector<AttentionPart*> attentions_;
-  std::optional<NormPart> norm_;
+  std::unique_ptr<Part> norm_;
   std::optional<LinearPart> head_;
   Plan plan_;
   int64_t rows_ = 0;  // of the stream now: all tokens, or the outputs' only

@@ -28,8 +28,12 @@ struct Kernels {
   // sum = x + residual (residual may be null), y = sum / rms(sum) * weight; sum or y may be null.
   void (*rms_norm)(const float* x, const float* residual, const float* weight, float eps,
                    int64_t cols, float* sum, float* y);
-  // y[i] = activation(gate[i]) * up[i].
+  // y = (x - mean) / deviation * weight + bias; bias may be null.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps,
+                     int64_t cols, float* y);
+  // y[i] = activation(gate[i]) * up[i]; y[i] = activation(x[i]).
   void (*gated)(const float* gate, const float* up, Activation kind, int64_t cols, float* y);
+  void (*activated)(const float* x, Activation kind, int64_t cols, float* y);
   // Rotates the first 2 * half dims of each of `heads` consecutive heads in place.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
                int64_t half);

@@ -28,7 +28,7 @@ struct Rows {
 Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   const int64_t cols = in.a.size();
   const float *a = in.a.data(), *b = in.b.data(), *c = in.c.data();
-  Guarded<float> out(9 * cols);
+  Guarded<float> out(12 * cols);
   float* y = out.data();
   kernels.rms_norm(a, nullptr, c, 1e-5f, cols, nullptr, y);
   kernels.rms_norm(a, b, c, 1e-5f, cols, y + cols, y + 2 * cols);
@@ -39,13 +39,18 @@ Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   kernels.soft_cap(y + 6 * cols, kCap, cols);
   kernels.scale(y + 7 * cols, 0.3f, cols);
   kernels.add_bias(y + 8 * cols, b, cols);
+  kernels.layer_norm(a, c, b, 1e-5f, cols, y + 9 * cols);
+  kernels.layer_norm(a, c, nullptr, 1e-5f, cols, y + 10 * cols);
+  kernels.activated(a, Activation::kGeluTanh, cols, y + 11 * cols);
   return out;
 }
 
 void check_formulas(const Rows& in, const Guarded<float>& out) {
   const int64_t cols = in.a.size();
-  double own = 0, summed = 0;
+  double own = 0, summed = 0, mean = 0, variance = 0;
+  for (int64_t i = 0; i < cols; ++i) mean += double{in.a[i]} / cols;
   for (int64_t i = 0; i < cols; ++i) {
+    variance += (in.a[i] - mean) * (in.a[i] - mean) / cols;
     own += double{in.a[i]} * in.a[i];
     summed += (double{in.a[i]} + in.b[i]) * (double{in.a[i]} + in.b[i]);
   }
@@ -61,8 +66,11 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
                            0.5 * a * (1 + std::erf(a / std::sqrt(2.0))) * b,
                            kCap * std::tanh(a / kCap),
                            a * 0.3,
-                           a + b};
-    for (int k = 0; k < 9; ++k) {
+                           a + b,
+                           (a - mean) / std::sqrt(variance + 1e-5) * c + b,
+                           (a - mean) / std::sqrt(variance + 1e-5) * c,
+                           tanh_gelu};
+    for (int k = 0; k < 12; ++k) {
       float got = out[k * cols + i];
       CHECK(std::fabs(got - want[k]) <= 2e-5 * (1 + std::fabs(want[k])),
             "operation %d of %a, %a: %g, not %g", k, a, b, got, want[k]);
