@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.architectures import known_specs, parse_config
+from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
@@ -17,6 +17,7 @@ from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
+from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
@@ -48,9 +49,11 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     found = resolve(config.model, progress)
     checkpoint = open_checkpoint(found.path)
     try:
-        model = parse_config(checkpoint.hf_config)
+        spec = find_spec(checkpoint.hf_config)
+        model = spec.parse(checkpoint.hf_config)
     except UnsupportedModel as error:
         raise CheckpointError(f"{found.path}: {error}") from error
+    checkpoint = ViewedCheckpoint(checkpoint, spec.stored(model))
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     backend = chosen(config)

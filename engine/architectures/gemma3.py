@@ -5,6 +5,7 @@ layer with a rope of its own (arXiv:2503.19786).
 from collections.abc import Sequence
 from typing import Any
 
+from pdserve.engine.architectures.gemma import gemma_defaults
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
@@ -28,18 +29,16 @@ NORMS = NormPlacement(
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
     if hf.get("attn_logit_softcapping") is not None:  # transformers reads it and never applies it
         raise UnsupportedModel("attn_logit_softcapping: Gemma 3 has no cap on attention scores")
-    hf = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
+    hf = gemma_defaults(hf)
     bias = bool(hf.get("attention_bias", False))
     return standard(
         hf,
         layers=layers(hf),
         norms=NORMS,
         norm_offset=1.0,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         attn_scale=positive(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
@@ -71,6 +70,7 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
         "query_pre_attn_scalar": size,
         "rope_local_base_freq": metadata.get("gemma3.rope.freq_base_swa", 10_000.0),
         "sliding_window": metadata.get("gemma3.attention.sliding_window"),
+        "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
     }
     pattern = metadata.get("gemma3.attention.sliding_window_pattern", 6)
     if isinstance(pattern, Sequence):
@@ -80,15 +80,11 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     return config
 
 
-GGUF = GgufMapping(
-    "gemma3",
-    tensors={
-        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
-        "blk.{n}.ffn_norm": "model.layers.{n}.pre_feedforward_layernorm",
-        "blk.{n}.post_ffw_norm": "model.layers.{n}.post_feedforward_layernorm",
-    },
-    config=gguf_config,
-    norm_offset=1.0,
-)
+GGUF_NORMS = {
+    "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+    "blk.{n}.ffn_norm": "model.layers.{n}.pre_feedforward_layernorm",
+    "blk.{n}.post_ffw_norm": "model.layers.{n}.post_feedforward_layernorm",
+}
+GGUF = GgufMapping("gemma3", tensors=GGUF_NORMS, config=gguf_config, norm_offset=1.0)
 
 SPEC = ModelSpec(("Gemma3ForCausalLM",), parse, GGUF)

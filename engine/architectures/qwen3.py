@@ -15,7 +15,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         hf,
         head_dim=size,
         attn_scale=size**-0.5,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
         layers=plain_layers({**hf, "head_dim": size}, windows(hf)),

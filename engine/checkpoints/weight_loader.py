@@ -85,6 +85,7 @@ class WeightLoader:
         self._progress = progress
         self._ahead = deque(shapes)
         self._pending: dict[str, _Pending] = {}
+        self._vectors: dict[str, RawTensor] = {}
         self._depth = 2 * threads + 2
         self._leaves: dict[str, Future[bytes]] = {}
         self._lock = threading.Lock()
@@ -106,7 +107,9 @@ class WeightLoader:
         self._release(self._given)
 
     def __call__(self, name: str) -> RawTensor:
-        """The tensor. Raises what its loading raised."""
+        """The tensor; a vector may be asked for again. Raises what its loading raised."""
+        if name in self._vectors:
+            return self._vectors[name]
         self._release(self._given)
         self._given = name
         if name not in self._pending:
@@ -117,6 +120,8 @@ class WeightLoader:
         pending = self._pending.pop(name)
         for piece in pending.pieces:
             piece.result()
+        if len(pending.result.shape) < 2:
+            self._vectors[name] = pending.result
         return pending.result
 
     def digest(self) -> str:

@@ -4,7 +4,7 @@ Plain data. Made from a config.json by `ModelSpec.parse`; nothing changes it aft
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.parts import Activation, Part
@@ -29,9 +29,9 @@ class FeedForward(Protocol):
 class LayerConfig:
     """What may differ from layer to layer."""
 
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: nothing says where a token stands
     window: int = 0  # keys a token sees, itself included; 0: all
-    feed_forward: FeedForward | None = None  # None: a gated MLP of ffn_size
+    feed_forward: FeedForward | None = None  # None: an MLP of ffn_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,24 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norms: NormPlacement
     norm_eps: float
-    norm_offset: float = 0.0  # added to norm weights at load: 1 for Gemma
+    norm_kind: Literal["rms", "layer"] = "rms"  # of the stream and of branches
+    norm_bias: bool = False  # of layer norms
+    norm_offset: float = 0.0  # added to RMS norm weights at load: 1 for Gemma
     activation: Activation = "silu"
+    gated: bool = True  # down(activation(gate x) * up x), or down(activation(up x))
+    parallel: bool = False  # feed-forward on the stream that attention saw, both added at once
     qkv_bias: bool = False
     o_bias: bool = False
     ffn_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k, before rope
+    # RMS norm of q and k before rope: over each head, or over all heads of each as one row.
+    qk_norm: Literal["", "head", "row"] = ""
     attn_scale: float = 1.0  # of the scores
     attn_soft_cap: float = 0.0  # cap * tanh(score / cap); 0: none
     logit_soft_cap: float = 0.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what is added to the stream
+    logit_scale: float = 1.0
+    head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
 
     @property

@@ -11,11 +11,10 @@ from torch import Tensor
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
-from pdserve.engine.models.layers.norm import TorchNorm
+from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
 from pdserve.engine.models.layers.stored import Weights, expand, hold, rows
 from pdserve.engine.models.layers.torch_part import LayerStep, RopeTensors, Setup, TorchPart, made
-from pdserve.engine.models.parts import Add, Attention
+from pdserve.engine.models.parts import Add, Attention, Hold
 from pdserve.engine.models.rope import RopeTable
 from pdserve.kernels.ops import Ops
 
@@ -55,12 +54,14 @@ class Decoder:
                 RopeTable(layer.rope, config.context_len), device, nothing, nothing
             )
             for layer in config.layers
+            if layer.rope
         }
         self._embedding = hold(weights(EMBEDDING), dtype, device)
         setup = Setup(ops, weights, dtype, device, self._ropes)
         self._layers = [_Layer(config, n, setup) for n in range(config.num_layers)]
-        self._norm = TorchNorm(final_norm(config), setup)
+        self._norm = made(final_norm(config), setup)
         self._head = self._embedding if config.tied_head else hold(weights(HEAD), dtype, device)
+        self._head_bias = expand(weights(HEAD_BIAS), dtype, device) if config.head_bias else None
         self._ops = ops
         # Rounded as the other weights are, which is what models were trained with.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
@@ -79,16 +80,19 @@ class Decoder:
             stream = stream * self._embed_scale
         for n, layer in enumerate(self._layers):
             last = n == len(self._layers) - 1
-            stream = layer(stream, LayerStep(batch, *kv.layer(n), batch.kv_only and last))
+            step = LayerStep(batch, *kv.layer(n), batch.kv_only and last)
+            stream = layer(stream, step)
         if batch.kv_only:
             return stream.new_empty((0, self.config.hidden_size))
-        return self._norm(stream.index_select(0, batch.logit_tokens))
+        return self._norm(stream.index_select(0, batch.logit_tokens), step)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of what `forward` returned, or of some of it: all can be much."""
         weight = expand(self._head, self.dtype, self._device)
-        logits = self._ops.linear(hidden, weight).float()
+        logits = self._ops.linear(hidden, weight, self._head_bias).float()
+        if self.config.logit_scale != 1:
+            logits *= self.config.logit_scale
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
@@ -98,19 +102,22 @@ class _Layer:
 
     def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
         parts = layer_parts(config, n)
-        self._parts: list[TorchPart | None] = [  # None: the sum with the stream
-            None if isinstance(part, Add) else made(part, setup) for part in parts
+        self._parts: list[TorchPart | Add | Hold] = [
+            part if isinstance(part, Add | Hold) else made(part, setup) for part in parts
         ]
         self._storing = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
 
     def __call__(self, stream: Tensor, step: LayerStep) -> Tensor:
         """The stream [tokens, hidden] behind this layer; of no use with `step.kv_only`."""
-        x = stream
+        x = held = stream
         for part in self._parts[: self._storing] if step.kv_only else self._parts:
-            if part is None:
-                x = stream = stream + x
-            else:
-                x = part(x, step)
+            match part:
+                case Hold():
+                    x, held = stream, x
+                case Add():
+                    x = stream = stream + (held + x if part.held else x)
+                case _:
+                    x = part(x, step)
         return x
 
 

@@ -8,21 +8,25 @@ from collections.abc import Iterator
 
 from pdserve.engine.models.config import ModelConfig, NormPlacement
 from pdserve.engine.models.parts import (
+    Activate,
     Add,
     Attention,
     Gate,
     HeadNorm,
     Heads,
+    Hold,
+    LayerNorm,
     Linear,
     Norm,
     Part,
     Rope,
+    Scale,
     TensorSpec,
 )
 
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+FINAL_NORM = "model.norm"
 PRE_NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="post_attention_layernorm")
 
 
@@ -30,34 +34,49 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     """The parts of layer n in the order in which they are computed."""
     layer, prefix, places = config.layers[n], f"model.layers.{n}.", config.norms
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-    q_size, kv_size = heads.q * heads.dim, heads.kv * heads.dim
     attn, hidden = prefix + "self_attn.", config.hidden_size
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    qkv = qkv_sizes(config)
+    q_size, kv_size, _ = qkv.values()
 
     def norm(name: str | None) -> Iterator[Part]:
         if name:
-            yield _norm(config, f"{prefix}{name}.weight")
+            yield _norm(config, prefix + name)
 
     def head_norm() -> Iterator[Part]:
         if config.qk_norm:
-            q, k = (TensorSpec(f"{attn}{name}_norm.weight", (heads.dim,)) for name in "qk")
+            of_heads = config.qk_norm == "head"
+            sizes = {
+                "q": heads.dim if of_heads else q_size,
+                "k": heads.dim if of_heads else kv_size,
+            }
+            q, k = (TensorSpec(f"{attn}{name}_norm.weight", (n,)) for name, n in sizes.items())
             yield HeadNorm(heads, q, k, config.norm_offset, config.norm_eps)
 
+    scale = () if config.residual_scale == 1 else (Scale(config.residual_scale),)
     ffn = layer.feed_forward.parts(config, prefix) if layer.feed_forward else _mlp(config, prefix)
     return (
         *norm(places.attn_in),
         linear(attn, qkv, hidden, config.qkv_bias),
         *head_norm(),
-        Rope(heads, layer.rope),
+        *((Rope(heads, layer.rope),) if layer.rope else ()),
         Attention(heads, config.attn_scale, config.attn_soft_cap, layer.window),
         linear(attn, {"o_proj": hidden}, q_size, config.o_bias),
         *norm(places.attn_out),
-        Add(),
+        *scale,
+        Hold() if config.parallel else Add(),
         *norm(places.ffn_in),
         *ffn,
         *norm(places.ffn_out),
-        Add(),
+        *scale,
+        Add(held=config.parallel),
     )
+
+
+def qkv_sizes(config: ModelConfig) -> dict[str, int]:
+    """The matrices of q, k and v by their number of rows."""
+    kv_size = config.num_kv_heads * config.head_dim
+    q_size = config.num_heads * config.head_dim
+    return {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
 
 
 def linear(prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool = False) -> Linear:
@@ -67,31 +86,42 @@ def linear(prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool = F
     return Linear(tuple(weights), tuple(biases) if has_bias else ())
 
 
-def final_norm(config: ModelConfig) -> Norm:
+def final_norm(config: ModelConfig) -> Norm | LayerNorm:
     """The norm between the last layer and the head."""
     return _norm(config, FINAL_NORM)
 
 
+def head(config: ModelConfig) -> Linear:
+    """The product that makes logits; with a tied head its matrix is the embedding."""
+    bias = (TensorSpec(HEAD_BIAS, (config.vocab_size,)),) if config.head_bias else ()
+    name = EMBEDDING if config.tied_head else HEAD
+    return Linear((TensorSpec(name, (config.vocab_size, config.hidden_size)),), bias)
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a decoder of `config` asks for, and its shape, in the order of loading."""
-    vocabulary = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary}
-    for n in range(config.num_layers):
-        for part in layer_parts(config, n):
-            shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}
-    shapes |= {tensor.name: tensor.shape for tensor in final_norm(config).tensors()}
-    return shapes if config.tied_head else shapes | {HEAD: vocabulary}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    layers = (part for n in range(config.num_layers) for part in layer_parts(config, n))
+    for part in (*layers, final_norm(config), head(config)):
+        shapes |= {tensor.name: tensor.shape for tensor in part.tensors()}
+    return shapes
 
 
-def _norm(config: ModelConfig, name: str) -> Norm:
-    return Norm(TensorSpec(name, (config.hidden_size,)), config.norm_offset, config.norm_eps)
+def _norm(config: ModelConfig, name: str) -> Norm | LayerNorm:
+    weight, bias = (
+        TensorSpec(f"{name}.{leaf}", (config.hidden_size,)) for leaf in ("weight", "bias")
+    )
+    if config.norm_kind == "layer":
+        return LayerNorm(weight, bias if config.norm_bias else None, config.norm_eps)
+    return Norm(weight, config.norm_offset, config.norm_eps)
 
 
 def _mlp(config: ModelConfig, prefix: str) -> tuple[Part, ...]:
-    """down(activation(gate x) * up x)."""
-    mlp, hidden, size = prefix + "mlp.", config.hidden_size, config.ffn_size
+    """down(activation(gate x) * up x), or down(activation(up x))."""
+    mlp, hidden, size, bias = prefix + "mlp.", config.hidden_size, config.ffn_size, config.ffn_bias
+    inputs = {"gate_proj": size, "up_proj": size} if config.gated else {"up_proj": size}
     return (
-        linear(mlp, {"gate_proj": size, "up_proj": size}, hidden, config.ffn_bias),
-        Gate(config.activation),
-        linear(mlp, {"down_proj": hidden}, size, config.ffn_bias),
+        linear(mlp, inputs, hidden, bias),
+        Gate(config.activation) if config.gated else Activate(config.activation),
+        linear(mlp, {"down_proj": hidden}, size, bias),
     )

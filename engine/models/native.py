@@ -13,16 +13,20 @@ from numpy.typing import NDArray
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.layer import EMBEDDING, HEAD, final_norm, layer_parts
+from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
 from pdserve.engine.models.parts import (
+    Activate,
     Add,
     Attention,
     Gate,
     HeadNorm,
+    Hold,
+    LayerNorm,
     Linear,
     Norm,
     Part,
     Rope,
+    Scale,
     TensorSpec,
 )
 from pdserve.engine.models.rope import RopeTable
@@ -64,9 +68,10 @@ class NativeDecoder:
             kernels.context,
             hidden=config.hidden_size,
             embed_scale=config.embed_scale,
+            logit_scale=config.logit_scale,
             logit_soft_cap=config.logit_soft_cap,
         )
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope)
         self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
@@ -74,10 +79,11 @@ class NativeDecoder:
         self._stack.set_embedding(embedding)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
-        norm = final_norm(config)
+        (norm,) = self._fields(final_norm(config), weights, 0)
         self._stack.set_head(
-            _norm(norm, norm.weight, weights),
+            norm,
             embedding if config.tied_head else self._pack(weights(HEAD)),
+            unpack(weights(HEAD_BIAS)) if config.head_bias else None,
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
 
@@ -123,7 +129,9 @@ class NativeDecoder:
         for index, table in enumerate(self._ropes.values()):
             table.reserve(num_positions)
             self._stack.set_rope(index, table.cos, table.sin)
-        self._rope_len = min(len(table.cos) for table in self._ropes.values())
+        self._rope_len = min(
+            (len(table.cos) for table in self._ropes.values()), default=self.config.context_len
+        )
 
     def _add_layer(self, n: int, weights: Weights) -> None:
         group = self._group_of[n]
@@ -135,6 +143,10 @@ class NativeDecoder:
         match part:
             case Norm():
                 return [("norm", _norm(part, part.weight, weights))]
+            case LayerNorm():
+                bias = unpack(weights(part.bias.name)) if part.bias else None
+                given = {"weight": unpack(weights(part.weight.name)), "bias": bias}
+                return [("layer_norm", given | {"eps": part.eps})]
             case Linear():
                 matrices = [self._pack(weights(spec.name)) for spec in part.weights]
                 vectors = [unpack(weights(spec.name)) for spec in part.biases]
@@ -142,9 +154,13 @@ class NativeDecoder:
                 return [("linear", {"matrices": matrices, "bias": bias})]
             case HeadNorm():
                 heads = part.heads
-                q = _norm(part, part.q, weights) | {"first": 0, "heads": heads.q}
-                k = _norm(part, part.k, weights) | {"first": heads.q, "heads": heads.kv}
-                return [("head_norm", q), ("head_norm", k)]
+                q_size, kv_size = heads.q * heads.dim, heads.kv * heads.dim
+                q = {"begin": 0, "heads": q_size // part.q.shape[0]}
+                k = {"begin": q_size, "heads": kv_size // part.k.shape[0]}
+                return [
+                    ("head_norm", _norm(part, part.q, weights) | q),
+                    ("head_norm", _norm(part, part.k, weights) | k),
+                ]
             case Rope():
                 heads, table = part.heads, list(self._ropes).index(part.config)
                 rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}
@@ -156,8 +172,14 @@ class NativeDecoder:
                 return [("attention", {**shape, **scores, "group": group})]
             case Gate():
                 return [("gate", {"activation": part.activation})]
+            case Activate():
+                return [("activate", {"activation": part.activation})]
+            case Scale():
+                return [("scale", {"factor": part.factor})]
+            case Hold():
+                return [("hold", {})]
             case Add():
-                return [("add", {})]
+                return [("add", {"held": int(part.held)})]
         raise UnsupportedModel(
             f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
         )

@@ -53,6 +53,18 @@ class Norm(Part):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm(Part):
+    """(x - mean) / deviation over the last dim, times weight, plus bias."""
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+    eps: float
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (self.weight, self.bias) if self.bias else (self.weight,)
+
+
+@dataclass(frozen=True, slots=True)
 class Linear(Part):
     """Products with several matrices over the same x, side by side; biases for all or for none."""
 
@@ -65,7 +77,8 @@ class Linear(Part):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm(Part):
-    """RMS norm over each head of q and of k, times weight + offset."""
+    """RMS norm over each head of q and of k, or over all heads of one as a row: the weights are as
+    long as what has a norm of its own. Times weight + offset."""
 
     heads: Heads
     q: TensorSpec
@@ -112,8 +125,38 @@ class Gate(Part):
 
 
 @dataclass(frozen=True, slots=True)
+class Activate(Part):
+    """activation(x)."""
+
+    activation: Activation
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Part):
+    """x times a number."""
+
+    factor: float
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Hold(Part):
+    """Keeps x for the next Add; x is then the residual stream again, as it was."""
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class Add(Part):
-    """Adds x to the residual stream; x is then the stream."""
+    """Adds x to the residual stream, and what is held; x is then the stream."""
+
+    held: bool = False
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return ()

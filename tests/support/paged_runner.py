@@ -15,14 +15,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pdserve.engine.architectures import parse_config
+from pdserve.engine.architectures import find_spec
+from pdserve.engine.checkpoints.views import ViewedCheckpoint
+from pdserve.engine.checkpoints.weight_loader import check_names
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.decoder import Decoder
+from pdserve.engine.models.layer import HEAD, tensor_shapes
 from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels
 
@@ -48,13 +53,20 @@ def load_decoder(
     device: str = "cpu",
     kernels: str = "reference",
 ) -> Decoder | NativeDecoder:
-    """The decoder of a Hugging Face directory, without the checkpoint reader."""
-    config = parse_config(read_config(path))
-    stored = {name: as_raw(tensor.to(dtype)) for name, tensor in read_tensors(path).items()}
+    """The decoder of a Hugging Face directory or a GGUF file, every tensor expanded to `dtype`."""
+    opened = open_checkpoint(path)
+    spec = find_spec(opened.hf_config)
+    config = spec.parse(opened.hf_config)
+    checkpoint = ViewedCheckpoint(opened, spec.stored(config))
+    check_names(checkpoint, tensor_shapes(config), {HEAD} if config.tied_head else set())
+
+    def weights(name: str) -> RawTensor:
+        return as_raw(torch.from_numpy(np.array(unpack(checkpoint.tensor(name)))).to(dtype))
+
     kv = TORCH_NAMES[kv_dtype or dtype]
     if kernels == "native":
-        return NativeDecoder(config, stored.pop, CpuKernels(threads=2), kv)
-    return Decoder(config, stored.pop, reference, dtype, kv, torch.device(device))
+        return NativeDecoder(config, weights, CpuKernels(threads=2), kv)
+    return Decoder(config, weights, reference, dtype, kv, torch.device(device))
 
 
 def as_raw(tensor: Tensor) -> RawTensor:

@@ -32,7 +32,35 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "mistral": {"sliding_window": 24},
-    "gemma2": {"num_hidden_layers": 4, "sliding_window": 11, "query_pre_attn_scalar": 17},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 11,
+        "query_pre_attn_scalar": 17,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
+    "phi": {"head_dim": 24, "hidden_size": 72, "num_attention_heads": 3},
+    "phi3": {"head_dim": 24, "hidden_size": 72, "sliding_window": 11},
+    "stablelm": {
+        "head_dim": 32,
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "use_qkv_bias": True,
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 3},
+    "olmo2": {"head_dim": 16},
+    "granite": {
+        "head_dim": 16,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.75,
+        "attention_multiplier": 0.25,
+    },
+    "glm4": {"head_dim": 24},
+    "seed_oss": {"attention_out_bias": True},
+    "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
     "qwen3_moe": {
         "num_experts": 5,
         "num_experts_per_tok": 2,
@@ -53,11 +81,22 @@ _CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")  # the others: for tests to add
+ADDED = ("qwen3_moe", "starcoder2")  # by tests, from outside
+ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

@@ -20,8 +20,20 @@ ARCHS = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi2",
+    "Phi3ForCausalLM": "phi3",
+    "StableLmForCausalLM": "stablelm",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "Glm4ForCausalLM": "glm4",
+    "SeedOssForCausalLM": "seed_oss",
 }
+# Whose q and k the converter writes for rope over neighbours; whose norms it writes with one added.
+PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
 
 
@@ -69,10 +81,28 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
+    for key, add in {
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "use_parallel_residual": writer.add_parallel_residual,
+    }.items():
+        if config.get(key) is not None:
+            add(config[key])
+    if config["architectures"] in (["Gemma2ForCausalLM"], ["Phi3ForCausalLM"]):
+        writer.add_sliding_window(config["sliding_window"])
+    if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
+        assert config["query_pre_attn_scalar"] == head_dim
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if config["architectures"] == ["Gemma3ForCausalLM"]:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
@@ -83,7 +113,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         assert config["query_pre_attn_scalar"] == head_dim
         rope = rope["full_attention"]
     else:
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     _write_rope_scaling(writer, rope, head_dim)
 
@@ -170,15 +200,15 @@ def _write_tensors(
             "q_proj": config["num_attention_heads"],
             "k_proj": config["num_key_value_heads"],
         }.get(hf_name.split(".")[-2], 0)
-        permuted = arch == "llama" and heads
+        permuted = arch in PERMUTED and heads
         if permuted:
             values = _permute(values, heads)
-        if arch == "gemma3" and hf_name.endswith("norm.weight"):
+        if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values + 1
         values = _add(writer, name, values, kind, generator)
         if permuted:
             values = _permute_back(values, heads)
-        if arch == "gemma3" and hf_name.endswith("norm.weight"):
+        if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values - 1
         held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
     return held

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.checkpoints.gguf.config import common_config
+from pdserve.engine.checkpoints.gguf.config import ReadMetadata, common_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
 from pdserve.engine.checkpoints.gguf.shards import shard_names
@@ -52,9 +52,12 @@ class GgufCheckpoint:
             if hf_name is None:
                 raise CheckpointError(f"{path}: tensor {name} is not known for {arch}")
             self._tensors[hf_name] = place
+        metadata = ReadMetadata(self._metadata)
         with _well_formed(path):
-            common = common_config(self._metadata, stored, factors)
-            own = self._mapping.config(self._metadata)
+            common = common_config(metadata, stored, factors)
+            own = self._mapping.config(metadata)
+        if unknown := metadata.not_understood():
+            raise CheckpointError(f"{path}: metadata keys of {arch} are not understood: {unknown}")
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
             "architectures": [architecture],

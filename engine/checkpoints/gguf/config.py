@@ -4,7 +4,7 @@ An architecture's GgufMapping.config adds to it or overrides it.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.mapping import Metadata
@@ -16,14 +16,37 @@ REQUIRED = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
+}
+EPSILONS = {  # one of them is required
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
 }
 OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attn_logit_softcapping": "attn_logit_softcapping",
+}
+
+# Keys that say nothing about the results, or what is known otherwise.
+HARMLESS = frozenset(
+    {
+        "vocab_size",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "tensor_data_layout",
+        "pooling_type",
+        "expert_feed_forward_length",
+    }
+)
+# Values of other keys that change nothing.
+NEUTRAL = {
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.scale": 0.0,
+    "logit_scale": 0.0,
+    "attention.sliding_window": 0,
+    "rope.dimension_count_swa": 0,
 }
 
 
@@ -39,11 +62,18 @@ def common_config(
     config: dict[str, Any] = {
         hf: one_number(metadata, f"{arch}.{key}") for key, hf in REQUIRED.items()
     }
+    epsilons = [key for key in EPSILONS if f"{arch}.{key}" in metadata]
+    for key in epsilons or EPSILONS:
+        config[EPSILONS[key]] = one_number(metadata, f"{arch}.{key}")
     for key, hf in OPTIONAL.items():
         if f"{arch}.{key}" in metadata:
             config[hf] = one_number(metadata, f"{arch}.{key}")
+    value_length = metadata.get(f"{arch}.attention.value_length")
+    if value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
+        raise CheckpointError(f"GGUF has values of {value_length} dims and keys of another number")
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     scaling = rope_scaling(metadata, rope_factors)
     if scaling is not None:
@@ -53,6 +83,41 @@ def common_config(
         if (token := metadata.get(f"tokenizer.ggml.{kind}_token_id")) is not None:
             config[f"{kind}_token_id"] = token
     return config
+
+
+class ReadMetadata(Mapping[str, Any]):
+    """Metadata that notes which keys are looked at."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._metadata[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._metadata
+
+    def not_understood(self) -> list[str]:
+        """Keys of the architecture that nobody has looked at, and that could change its results."""
+        arch = self._metadata["general.architecture"]
+        unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"
+        found = []
+        for key, value in self._metadata.items():
+            own = key.removeprefix(f"{arch}.")
+            if own == key or key in self._read or own in HARMLESS:
+                continue
+            if value == NEUTRAL.get(own) or (unscaled and own.startswith("rope.scaling.")):
+                continue
+            found.append(key)
+        return sorted(found)
 
 
 def one_number(metadata: Metadata, key: str) -> int | float:

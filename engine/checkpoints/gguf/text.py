@@ -1,5 +1,6 @@
 """Tokenizer, template and token ids of a GGUF file."""
 
+from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.mapping import Metadata
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.engine.checkpoints.source import TextFiles
@@ -10,8 +11,6 @@ from pdserve.engine.checkpoints.text_card import (
     turn_end_ids,
 )
 
-END_KEYS = ("eos", "eot", "eom")  # of sequence, of turn, of message
-
 
 def gguf_text_files(metadata: Metadata) -> TextFiles:
     """What the metadata says about text. Raises CheckpointError if its tokenizer is not known."""
@@ -20,8 +19,7 @@ def gguf_text_files(metadata: Metadata) -> TextFiles:
     template = metadata.get("tokenizer.chat_template", "")
     if not isinstance(template, str):
         template = ""
-    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
-    ends += sorted(turn_end_ids(tokenizer, template))
+    ends = [*end_ids(metadata, tokenizer.token_to_id), *sorted(turn_end_ids(tokenizer, template))]
     size = tokenizer.get_vocab_size()
     bos = checked_ids([metadata.get("tokenizer.ggml.bos_token_id")], size)
     bos_id = bos[0] if bos else None

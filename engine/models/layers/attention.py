@@ -26,10 +26,11 @@ class TorchHeadNorm:
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         heads, eps = self._part.heads, self._part.eps
-        rows = in_heads(x, heads)
-        q, k = rows[:, : heads.q], rows[:, heads.q : heads.q + heads.kv]
-        q.copy_(self._ops.rms_norm(q, self._q, eps))
-        k.copy_(self._ops.rms_norm(k, self._k, eps))
+        q_size, kv_size = heads.q * heads.dim, heads.kv * heads.dim
+        q, k = x[:, :q_size], x[:, q_size : q_size + kv_size]
+        for rows, weight in ((q, self._q), (k, self._k)):
+            normed = rows.view(len(x), -1, len(weight))
+            normed.copy_(self._ops.rms_norm(normed, weight, eps))
         return x
 
 

@@ -8,17 +8,23 @@ import pytest
 from tiny_models import ARCHITECTURES, write_tiny
 from write_gguf import write_gguf
 
-from pdserve.engine.architectures import parse_config
+from pdserve.engine.architectures import find_spec, parse_config
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.weights.unpack import unpack
 
 # The format cannot state gemma's own attention scale.
-OWN: dict[str, dict[str, Any]] = {"gemma3": {"query_pre_attn_scalar": 20}}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 20},
+    "gemma3": {"query_pre_attn_scalar": 20},
+    "smollm3": {"no_rope_layer_interval": 4},
+}
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     "yarn": {
@@ -34,8 +40,15 @@ def config_of(path: Path) -> ModelConfig:
     return parse_config(open_checkpoint(path).hf_config)
 
 
+def viewed(path: Path) -> ViewedCheckpoint:
+    """The checkpoint under the names that its model asks for."""
+    checkpoint = open_checkpoint(path)
+    spec = find_spec(checkpoint.hf_config)
+    return ViewedCheckpoint(checkpoint, spec.stored(spec.parse(checkpoint.hf_config)))
+
+
 def assert_same_tensors(gguf: Path, folder: Path) -> None:
-    got, expected = open_checkpoint(gguf), open_checkpoint(folder)
+    got, expected = viewed(gguf), viewed(folder)
     names = set(expected.names())
     assert set(got.names()) == names
     for name in names:
@@ -156,12 +169,59 @@ def test_the_eos_token_comes_before_other_ends(tmp_path: Path) -> None:
     assert gguf_text_files({**metadata, **ends}).eos_ids == (258, 3)
 
 
+@pytest.mark.parametrize(
+    ("there", "also"),
+    [
+        ("<|im_end|> <|endoftext|> <|repo_name|>", "<|im_end|> <|endoftext|> <|repo_name|>"),
+        ("<|end|> <|endoftext|>", "<|end|> <|endoftext|>"),
+        ("<|end|> <|return|> <|call|>", "<|return|> <|call|>"),
+        ("<|end|> <|flush|> <|calls|>", "<|flush|> <|calls|>"),
+        ("</s> <turn|> <|tool_response>", "<turn|> <|tool_response>"),
+        ("</s> [PAD7]", "</s>"),
+    ],
+)
+def test_ends_are_found_by_their_text_as_llama_cpp_does(there: str, also: str) -> None:
+    """Beside those that the file names; a template need not write them."""
+    tokens = {text: 10 + n for n, text in enumerate(there.split())}
+    found = end_ids({"tokenizer.ggml.eos_token_id": 3}, tokens.get)
+    assert found[0] == 3
+    assert {id for id in found[1:] if id is not None} == {tokens[text] for text in also.split()}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.attention.scale": 0.5},
+        {"llama.logit_scale": 2.0},
+        {"llama.attention.sliding_window": 64},
+        {"llama.attn_logit_softcapping": 50.0},
+        {"llama.expert_count": 8},
+        {"llama.something.new": "x"},
+    ],
+)
+def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
+    metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    gguf = write_gguf(folder, tmp_path / "model.gguf", **metadata)
+    with pytest.raises(CheckpointError, match=f"not understood: .*{next(iter(metadata))}"):
+        open_checkpoint(gguf)
+
+
+def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    harmless = {"llama.expert_count": 0, "llama.rope.scaling.finetuned": False}
+    open_checkpoint(write_gguf(folder, tmp_path / "model.gguf", **harmless))
+
+
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     gguf = write_gguf(folder, tmp_path / "model.gguf")
     data = gguf.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
     gguf.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"'mamba' is not known; known: gemma3, llama"):
+    with pytest.raises(
+        CheckpointError, match=r"'mamba' is not known; known: gemma, gemma2, gemma3"
+    ):
         open_checkpoint(gguf)
 
 

@@ -39,7 +39,7 @@ def test_shipped_smollm2() -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert config.layers[0].rope.theta == 100_000
     text = checkpoint.text_files()
-    assert (text.eos_ids, text.bos_id, text.adds_bos) == ((2,), 1, False)
+    assert (text.eos_ids, text.bos_id, text.adds_bos) == ((2, 0), 1, False)
     assert "<|im_start|>" in text.chat_template
 
 

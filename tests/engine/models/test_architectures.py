@@ -31,6 +31,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied-gelu": ("llama", {"tie_word_embeddings": True, "hidden_act": "gelu"}),
     "llama-no-gqa": ("llama", {"num_key_value_heads": 6}),
+    "llama-dim-24": ("llama", {"head_dim": 24}),
+    "qwen3-dim-80": ("qwen3", {"head_dim": 80, "vocab_size": 1003}),
+    "granite-dim-112": ("granite", {"head_dim": 112, "tie_word_embeddings": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "phi-tied": ("phi", {"tie_word_embeddings": True}),
+    "phi3-no-window": ("phi3", {"sliding_window": None}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2-windows": (
         "qwen2",

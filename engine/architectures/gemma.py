@@ -1,0 +1,32 @@
+"""Gemma 1: Llama with scaled embeddings, norms of 1 + weight, a gate of GELU (arXiv:2403.08295)."""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.spec import ModelSpec
+
+
+def gemma_defaults(hf: HfConfig) -> HfConfig:
+    """What Gemma's config.json leaves out. Raises UnsupportedModel for attention both ways."""
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
+    return {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    hf = gemma_defaults(hf)
+    bias = bool(hf.get("attention_bias", False))
+    # Releases name "gelu" and were trained with its tanh approximation.
+    return standard(
+        hf,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        qkv_bias=bias,
+        o_bias=bias,
+        embed_scale=integer(hf, "hidden_size") ** 0.5,
+        tied_head=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+SPEC = ModelSpec(("GemmaForCausalLM",), parse, GgufMapping("gemma", norm_offset=1.0))

@@ -1,0 +1,48 @@
+"""GLM 4 of 2025 (GLM-4-0414): norms before and after each part, rope over neighbours in half of
+each head, gate and up in one tensor.
+"""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.views import View, fused, halves_first
+from pdserve.engine.models.config import ModelConfig, NormPlacement
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.spec import ModelSpec
+
+NORMS = NormPlacement(
+    attn_in="input_layernorm",
+    attn_out="post_self_attn_layernorm",
+    ffn_in="post_attention_layernorm",
+    ffn_out="post_mlp_layernorm",
+)
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    hf = {"partial_rotary_factor": 0.5, "head_dim": 128, **hf}
+    return standard(hf, norms=NORMS, qkv_bias=bool(hf.get("attention_bias", True)))
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    views: dict[str, View] = {}
+    halves = {"gate_proj": config.ffn_size, "up_proj": config.ffn_size}
+    for n, layer in enumerate(config.layers):
+        views |= fused(f"model.layers.{n}.mlp.", "gate_up_proj", halves)
+        assert layer.rope is not None
+        for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+            rows = halves_first(heads, config.head_dim, layer.rope.rotary_dim)
+            for leaf in ("weight", "bias"):
+                tensor = f"model.layers.{n}.self_attn.{name}.{leaf}"
+                views[tensor] = View(tensor, rows)
+    return views
+
+
+GGUF = GgufMapping(
+    "glm4",
+    tensors={
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_self_attn_layernorm",
+        "blk.{n}.ffn_norm": "model.layers.{n}.post_attention_layernorm",
+        "blk.{n}.ffn_up": "model.layers.{n}.mlp.gate_up_proj",
+        "blk.{n}.post_ffw_norm": "model.layers.{n}.post_mlp_layernorm",
+    },
+)
+SPEC = ModelSpec(("Glm4ForCausalLM",), parse, GGUF, stored)

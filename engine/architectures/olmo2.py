@@ -1,0 +1,24 @@
+"""OLMo 2: norms behind each part and none before, and over all of q and of k (arXiv:2501.00656)."""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.models.config import ModelConfig, NormPlacement
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.spec import ModelSpec
+
+NORMS = NormPlacement(attn_out="post_attention_layernorm", ffn_out="post_feedforward_layernorm")
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    bias = bool(hf.get("attention_bias", False))
+    return standard(hf, norms=NORMS, qk_norm="row", qkv_bias=bias, o_bias=bias)
+
+
+GGUF = GgufMapping(
+    "olmo2",
+    tensors={
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+        "blk.{n}.post_ffw_norm": "model.layers.{n}.post_feedforward_layernorm",
+    },
+)
+SPEC = ModelSpec(("Olmo2ForCausalLM",), parse, GGUF)

@@ -1,0 +1,48 @@
+"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward side by side."""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.checkpoints.views import View, fused, renamed
+from pdserve.engine.models.config import ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, positive
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.layer import qkv_sizes
+from pdserve.engine.models.spec import ModelSpec
+
+# One norm is the input of both.
+NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="input_layernorm")
+RENAMED = {
+    "self_attn.o_proj": "self_attn.dense",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+}
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    if hf.get("qk_layernorm"):
+        raise UnsupportedModel("qk_layernorm: layer norms over q and k are not supported")
+    return standard(
+        {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **hf},
+        norms=NORMS,
+        norm_kind="layer",
+        norm_bias=True,
+        norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
+        parallel=True,
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        ffn_bias=True,
+        head_bias=True,
+    )
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    """GGUF has q, k and v in one."""
+    views = renamed("model.", {"norm": "final_layernorm"})
+    for n in range(config.num_layers):
+        views |= renamed(f"model.layers.{n}.", RENAMED)
+        views |= fused(f"model.layers.{n}.self_attn.", "qkv_proj", qkv_sizes(config))
+    return views
+
+
+GGUF = GgufMapping("phi2", tensors={"blk.{n}.attn_qkv": "model.layers.{n}.self_attn.qkv_proj"})
+SPEC = ModelSpec(("PhiForCausalLM",), parse, GGUF, stored)

@@ -1,0 +1,23 @@
+"""Seed-OSS: Llama with biases on q, k and v, and perhaps on o."""
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.spec import ModelSpec
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    return standard(
+        {"head_dim": 128, **hf},
+        qkv_bias=bool(hf.get("attention_bias", True)),
+        o_bias=bool(hf.get("attention_out_bias", False)),
+        ffn_bias=bool(hf.get("mlp_bias", False)),
+    )
+
+
+GGUF = GgufMapping(
+    "seed_oss",
+    tensors={"blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm"},
+)
+SPEC = ModelSpec(("SeedOssForCausalLM",), parse, GGUF)

@@ -1,0 +1,52 @@
+"""SmolLM 3: Llama, of whose layers every fourth has no rope."""
+
+from dataclasses import replace
+
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import (
+    num_layers,
+    plain_layers,
+    sliding_window,
+    standard,
+    windowed,
+)
+from pdserve.engine.models.spec import ModelSpec
+
+
+def has_rope(hf: HfConfig) -> list[bool]:
+    """By layer."""
+    given, count = hf.get("no_rope_layers"), num_layers(hf)
+    if given is None:
+        interval = integer(hf, "no_rope_layer_interval", 4)
+        return [bool((n + 1) % interval) for n in range(count)]
+    if not isinstance(given, list) or len(given) < count or not {0, 1}.issuperset(given):
+        raise UnsupportedModel(f"config field no_rope_layers={given!r}: want {count} of 0 and 1")
+    return [bool(one) for one in given[:count]]
+
+
+def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
+    ropes = has_rope(hf)
+    window = sliding_window(hf) if hf.get("use_sliding_window", False) else 0
+    windows = [window if has else 0 for has in windowed(hf, [not rope for rope in ropes])]
+    return tuple(
+        layer if rope else replace(layer, rope=None)
+        for layer, rope in zip(plain_layers(hf, windows), ropes, strict=True)
+    )
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    hf = {"rope_theta": 2e6, **hf}
+    bias = bool(hf.get("attention_bias", False))
+    return standard(
+        hf,
+        layers=layers(hf),
+        qkv_bias=bias,
+        o_bias=bias,
+        ffn_bias=bool(hf.get("mlp_bias", False)),
+        tied_head=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+SPEC = ModelSpec(("SmolLM3ForCausalLM",), parse, GgufMapping("smollm3", permuted=True))
