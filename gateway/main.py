@@ -9,8 +9,6 @@ import logging
 import secrets
 import time
 
-import uvloop
-
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -27,9 +25,11 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access, make_tls
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import make_keys
@@ -51,8 +51,7 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
     configure_logging("gateway", settings.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, report))
+    return lifecycle.run(_serve(settings, report))
 
 
 async def _serve(settings: GatewaySettings, report: Report) -> int:
@@ -175,6 +174,8 @@ async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -
     announced = serving = False
     while True:
         models = await readiness.models()
+        if models and not announced:
+            freeze_heap()
         if bool(models) != serving:
             serving = bool(models)
             grpc_host.set_serving(serving)

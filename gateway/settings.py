@@ -51,7 +51,7 @@ class GatewaySettings(PublicSettings):
     )
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
     text_memory_mb: int = option(
-        256, "MiB that preparing one prompt may take, beside the model's tokenizer", min=16
+        224, "MiB that preparing one prompt may take, beside the model's tokenizer", min=16
     )
     text_load_memory_mb: int = option(
         1024, "MiB that a model's tokenizer and template may take", min=64

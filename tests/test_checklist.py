@@ -195,8 +195,8 @@ def test_heads_and_bodies_have_limits_and_slow_clients_time_out() -> None:
         "gateway/http/test_connections.py::test_a_head_that_is_too_large",
         "gateway/http/test_connections.py::test_too_many_headers",
         "gateway/http/test_connections.py::test_a_head_that_comes_too_slowly",
-        "gateway/http/test_errors.py::test_body_too_large",
-        "gateway/http/test_errors.py::test_body_too_slow",
+        "gateway/http/test_bounds.py::test_body_too_large",
+        "gateway/http/test_bounds.py::test_body_too_slow",
         "gateway/http/test_errors.py::test_malformed_json",
     )
 
@@ -248,7 +248,7 @@ def test_silent_peers_and_strangers_are_capped_for_each_address() -> None:
 
 
 def test_all_bodies_together_are_bounded() -> None:
-    shown_by("gateway/http/test_errors.py::test_bodies_together_have_a_bound_and_each_key_a_share")
+    shown_by("gateway/http/test_bounds.py::test_bodies_together_have_a_bound_and_each_key_a_share")
 
 
 def test_no_secret_stands_in_a_command_line_and_two_are_valid_at_once() -> None:

@@ -262,7 +262,7 @@ def main() -> None:
     found = {
         "processes": json.loads(done.stdout.strip().splitlines()[-1]),
         "simulation": run_tests("tests/simulation/test_shares.py"),
-        "policy": run_tests("tests/gateway/test_choice.py"),
+        "policy": run_tests("tests/gateway/router_client/test_routing.py"),
     }
     print(json.dumps({"ok": all(part["ok"] for part in found.values()), **found}))
 

@@ -1,7 +1,8 @@
 """The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
 
 One request enters in each pass of the event loop, and keys take turns: what a flood has sent at
-once would else all be computed before anything of another key goes on. Open paths have no turns.
+once would else all be computed before anything of another key goes on. Open paths have turns of
+their own.
 
 Invariants: with keys set, a request without one reaches no route but the open ones; a server of
 this machine alone that has none answers no page of another origin.

@@ -10,6 +10,7 @@ import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 from pdserve.services.host.tenants.fairness import FairShare
 
@@ -19,6 +20,7 @@ MAX_CONNECTIONS = 4096
 OTHER_FILES = 1256  # of the process: sessions, text processes, 1,000 connections of gRPC
 PAUSE_S = 1.0  # while no connection can be taken
 BATCH = 64  # in one pass of the loop
+FULL_LOG_S = 10.0  # between log lines that there is no room
 
 
 class HttpListener:
@@ -37,7 +39,8 @@ class HttpListener:
         self._serve = serve
         self._open = FairShare(most // 2)  # of which all may have twice as much
         self._most = most
-        self._full = False  # connections are being closed for lack of room
+        self._num_refused = 0  # since the last log line that there is no room
+        self._warn_at = 0.0  # by the loop's clock: the next time that a lack of room is logged
         self._serving: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -76,9 +79,15 @@ class HttpListener:
 
     def _has_room(self, owner: bytes) -> bool:
         room = self._open.total < self._most and self._open.has_room(owner)
-        if not room and not self._full:
-            log.warning("HTTP connections are closed at once: %d are open", self._open.total)
-        self._full = not room
+        self._num_refused += not room
+        if not room and self._loop.time() >= self._warn_at:
+            log.warning(
+                "%d HTTP connections were closed at once: %d are open",
+                self._num_refused,
+                self._open.total,
+            )
+            self._num_refused = 0
+            self._warn_at = self._loop.time() + FULL_LOG_S
         return room
 
     async def _hold(self, connection: socket.socket, owner: bytes) -> None:
@@ -96,6 +105,7 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, max(files // 2, files - OTHER_FILES))
 
 
+@lru_cache(MAX_CONNECTIONS)
 def _owner(host: str) -> bytes:
     """With whose connections one from this address counts."""
     address = ipaddress.ip_address(host.partition("%")[0])

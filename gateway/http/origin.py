@@ -7,13 +7,21 @@ knows the server (Host) and the page (Origin) must be this machine's.
 
 import ipaddress
 from collections.abc import Collection
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
+MAX_NAME = 253  # characters of a host name
+
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address always means this machine."""
+    return len(host) <= MAX_NAME and _is_loopback(host)
+
+
+@lru_cache(256)
+def _is_loopback(host: str) -> bool:
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -112,12 +112,13 @@ def host_port(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises OSError naming the address."""
+    """A socket that listens. Raises OSError naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()  # from here on connections wait until they are served
     except OSError as error:
         listener.close()
         raise OSError(

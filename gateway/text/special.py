@@ -37,6 +37,7 @@ class SpecialTokens:
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         self._sorted = sorted(self.texts)
         self._sorted_reversed = sorted(text[::-1] for text in self.texts)
+        self._lasts = {text[-1] for text in self.texts}
         self._longest = max(map(len, self.texts), default=0)
         if self._longest > MAX_SPECIAL_CHARS:
             raise UnsupportedTokenizer(
@@ -82,9 +83,10 @@ class SpecialTokens:
         end = len(text.rstrip())
         core = text[begin:end]
         for n in range(1, min(self._longest, len(core)) + 1):
-            if _has_longer(self._sorted_reversed, core[n - 1 :: -1]):
+            # The first test is cheap, and false for nearly every character.
+            if core[n - 1] in self._lasts and _has_longer(self._sorted_reversed, core[n - 1 :: -1]):
                 cuts.add(begin if n == 1 else begin + 1)
-            if _has_longer(self._sorted, core[-n:]):
+            if core[-n] in self._lengths and _has_longer(self._sorted, core[-n:]):
                 cuts.add(end)
         if core and len(core) < self._longest and core in self._joined:
             cuts.add(end)
@@ -110,6 +112,9 @@ def _has_longer(texts: Sequence[str], start: str) -> bool:
 
 def unused_mark(*texts: str) -> str:
     """A character that occurs in none of the texts. Raises TextError if they hold every one."""
+    first = chr(_MARKS[0])
+    if not any(first in text for text in texts):
+        return first
     used = set().union(*texts)
     for code in _MARKS:
         if chr(code) not in used:

@@ -7,26 +7,26 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from typing import cast
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text_processes import protocol
 from pdserve.gateway.text_processes.protocol import (
     FORK,
-    SIZE_BYTES,
+    MessageReader,
     TextLimits,
     TextMessage,
-    head_of,
     pack,
-    size_of,
 )
 from pdserve.protos.common_pb2 import UNAVAILABLE
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 16 << 20
+MAX_UNREAD, MAX_UNREAD_BYTES = 8, 1 << 16  # while nobody receives
 # All that a text process hears of the gateway's environment, which has secrets.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 ENDED_S = 1.0  # for the news how a child ended, once its socket is closed
@@ -36,36 +36,93 @@ TOO_LONG = {
 }
 
 
-class MessageStream:
-    """Messages over one end of a socket pair."""
+class MessageStream(asyncio.Protocol):
+    """Messages over one end of a socket pair; one caller receives at a time.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    While nobody receives, no more than some bytes and messages are taken from the other side.
+    """
+
+    def __init__(self) -> None:
+        self._reader = MessageReader()
+        self._messages: deque[TextMessage] = deque()  # that nobody has received yet
+        self._receiving: asyncio.Future[None] | None = None
+        self._gone = ""  # why nothing more comes
+        self._paused = False
+        self._transport: asyncio.Transport | None = None
 
     @classmethod
     async def over(cls, sock: socket.socket) -> "MessageStream":
-        return cls(*await asyncio.open_unix_connection(sock=sock))
+        _, stream = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
+        return stream
 
-    async def send(self, message: TextMessage) -> None:
-        """Raises OSError if the other side has gone."""
-        self._writer.write(pack(message))
-        await self._writer.drain()
+    @property
+    def gone(self) -> bool:
+        """Whether the other side has closed it, or has sent what is no message."""
+        return bool(self._gone)
+
+    @property
+    def num_unread(self) -> int:
+        """Messages that nobody has received."""
+        return len(self._messages)
+
+    def send(self, message: TextMessage) -> None:
+        """Raises OSError if the other side has gone. What it does not take stays in memory: its
+        peer waits for an answer to each message."""
+        if self._gone:
+            raise ConnectionResetError(self._gone)
+        assert self._transport is not None
+        self._transport.write(pack(message))
 
     async def receive(self) -> TextMessage:
-        """Raises asyncio.IncompleteReadError or OSError if the other side has gone, or says more
-        than it has to."""
-        size = size_of(await self._reader.readexactly(SIZE_BYTES))
-        if size > MAX_HEAD_BYTES:
-            raise OSError(f"a head of {size} bytes")
-        head = head_of(await self._reader.readexactly(size))
-        return TextMessage(head, [await self._reader.readexactly(size) for size in head["sizes"]])
+        """Raises OSError if the other side has gone, or sends what is no message."""
+        assert self._receiving is None or self._receiving.done(), "somebody receives already"
+        while not self._messages:
+            if self._gone:
+                raise ConnectionResetError(self._gone)
+            self._resume()
+            self._receiving = asyncio.get_running_loop().create_future()
+            await self._receiving
+        return self._messages.popleft()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._transport is not None:
+            self._transport.abort()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
-GONE = (asyncio.IncompleteReadError, OSError)
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._messages += self._reader.feed(data)
+        except (ValueError, RecursionError) as error:
+            log.error("a text process sends no message: %s", cut(str(error), MAX_QUOTED))
+            self._end("it has sent no message")
+            self.close()
+            return
+        self._wake()
+        waits = self._receiving is not None and not self._receiving.done()
+        full = len(self._messages) > MAX_UNREAD or self._reader.num_unread > MAX_UNREAD_BYTES
+        if full and not waits and not self._paused:
+            assert self._transport is not None
+            self._transport.pause_reading()
+            self._paused = True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end("it has gone")
+
+    def _resume(self) -> None:
+        if self._paused:
+            assert self._transport is not None
+            self._transport.resume_reading()
+            self._paused = False
+
+    def _end(self, why: str) -> None:
+        self._gone = self._gone or why
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._receiving is not None and not self._receiving.done():
+            self._receiving.set_result(None)
 
 
 class TextChild:
@@ -75,15 +132,22 @@ class TextChild:
         self.stream = stream
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self.code.done() or self.stream.gone
+
     async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
         """Raises TextError for what cannot be prepared, ServiceError for what could be later."""
         try:
+            if self.stream.num_unread:
+                raise OSError("it has said something that nobody asked for")
             async with asyncio.timeout(limit_s):
-                await self.stream.send(message)
+                self.stream.send(message)
                 return await self.stream.receive()
         except TimeoutError:
             raise late() from None
-        except GONE:
+        except OSError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDED_S):
                     await asyncio.shield(self.code)
@@ -144,11 +208,11 @@ class TextHost:
         received = False
         try:
             async with asyncio.timeout(limit_s):
-                await self.stream.send(message)
+                self.stream.send(message)
                 await self.stream.receive()
                 received = True
                 answer = await self.stream.receive()
-        except (*GONE, TimeoutError):
+        except OSError:  # a TimeoutError, too
             if not received:
                 raise no_process() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None
@@ -156,12 +220,16 @@ class TextHost:
             raise UnsupportedTokenizer(answer.head["error"])
         return answer
 
-    async def close(self) -> None:
+    def kill(self) -> None:
         """Ends the process, and with it its children."""
-        self.stream.close()
-        self.control.close()
         with suppress(ProcessLookupError):
             self._process.kill()
+
+    async def close(self) -> None:
+        """As `kill`, and returns when it has ended."""
+        self.stream.close()
+        self.control.close()
+        self.kill()
         await self._process.wait()
 
 

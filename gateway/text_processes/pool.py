@@ -23,14 +23,13 @@ from pdserve.gateway.text.vocabulary import (
     stored_vocabulary,
 )
 from pdserve.gateway.text_processes.host import (
-    GONE,
     MessageStream,
     TextChild,
     TextHost,
     late,
     no_process,
 )
-from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage
+from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, ids_of
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairQueue
@@ -60,7 +59,7 @@ class TextProcesses:
         self._starting: deque[socket.socket] = deque()
         self._idle: list[TextChild] = []
         self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
-        self._asking: set[asyncio.Task[TextMessage]] = set()  # the loop keeps weak references only
+        self._asking: set[asyncio.Task[list[int]]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
     async def chat_ids(
@@ -84,12 +83,9 @@ class TextProcesses:
         asking = asyncio.create_task(self._ask(owner, child, message))
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
-        answer = await asyncio.shield(asking)  # its child is busy though the client goes
-        if "error" in answer.head:
-            raise TextError(answer.head["error"], answer.head.get("param", ""))
-        return list(memoryview(answer.parts[0]).cast("I"))
+        return await asyncio.shield(asking)  # its child is busy though the client goes
 
-    def _asked(self, asking: asyncio.Task[TextMessage]) -> None:
+    def _asked(self, asking: asyncio.Task[list[int]]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
             asking.exception()  # its client may have gone, and asyncio would log it
@@ -105,30 +101,37 @@ class TextProcesses:
         self._fail_waiting(_ended)
         await self._host.close()
 
-    async def _ask(self, owner: bytes, child: TextChild, message: TextMessage) -> TextMessage:
+    async def _ask(self, owner: bytes, child: TextChild, message: TextMessage) -> list[int]:
         loop = asyncio.get_running_loop()
         began = loop.time()
+        keep = False
         try:
             answer = await child.ask(message, self._limit_s)
+            keep = "last" not in answer.head  # otherwise it ends, with what it holds
+            return ids_of(answer, message.head["max_len"])
+        except TextError:
+            raise
+        except ValueError as error:
+            keep = False
+            log.error("a text process answers with %s", error)
+            raise _ended() from None
         except BaseException:
-            child.stream.close()
-            self._replace()
             if not self.alive:
                 raise _ended() from None
             raise
         finally:
             self._spent(owner, loop.time() - began)
-        if "last" in answer.head:  # it ends, with what it holds
-            self._replace()
-        else:
-            self._offer(child)
-        return answer
+            if keep:
+                self._offer(child)
+            else:
+                child.stream.close()
+                self._replace()
 
     async def _take(self, owner: bytes) -> TextChild:
         if not self.alive:
             raise _ended()
         while self._idle:
-            if not (child := self._idle.pop()).code.done():
+            if not (child := self._idle.pop()).has_ended:
                 return child
             self._free += 1
         mine: asyncio.Future[TextChild] = asyncio.get_running_loop().create_future()
@@ -148,7 +151,7 @@ class TextProcesses:
 
     def _offer(self, child: TextChild) -> None:
         """A child that has nothing to do."""
-        if child.code.done():
+        if child.has_ended:
             self._replace()
             return
         while self._waiting:
@@ -177,7 +180,7 @@ class TextProcesses:
 
     async def _listen(self) -> None:
         """Hears of children that begin and end."""
-        with suppress(*GONE):
+        try:
             while True:
                 head = (await self._host.stream.receive()).head
                 if "forked" in head:
@@ -188,9 +191,12 @@ class TextProcesses:
                     child = self._children.pop(head["ended"])
                     child.code.set_result(head["code"])
                     child.stream.close()
-        log.error("the text processes of a model have ended")
-        self.alive = False
-        self._fail_waiting(_ended)
+        except (OSError, LookupError, TypeError) as error:
+            log.error("the text processes of a model have ended: %s", error)
+            self._host.kill()  # if it has not ended, but sends what it must not
+        finally:
+            self.alive = False
+            self._fail_waiting(_ended)
 
     def _fail_waiting(self, why: Callable[[], ServiceError]) -> None:
         while self._waiting:

@@ -1,6 +1,7 @@
 """The router process: builds its parts, serves, drains."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,11 @@ from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
+from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access, make_tls
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.blobs import BlobService
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import make_keys
@@ -88,8 +91,12 @@ class RouterProcess:
             self._ring.close()
 
 
-async def serve(settings: RouterSettings, report: Report) -> int:
+async def serve(
+    settings: RouterSettings, report: Report, on_loaded: Callable[[], None] = lambda: None
+) -> int:
+    """`on_loaded` is called when all modules are loaded, before anybody is served."""
     router = RouterProcess(settings)
+    on_loaded()
     try:
         await router.start()
     except OSError:
@@ -123,4 +130,4 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsH
 def run(settings: RouterSettings, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code. Raises OSError if the address is taken."""
     configure_logging("router", settings.log_level)
-    return asyncio.run(serve(settings, report))
+    return lifecycle.run(serve(settings, report, freeze_heap))

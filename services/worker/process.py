@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
+from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access
 from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.blobs import BlobCache, BlobService
 from pdserve.services.host.rpc.channel import advertised
 from pdserve.services.host.server import GrpcHost
@@ -51,7 +53,14 @@ class LoadingStopped(Exception):
 class WorkerProcess:
     """A running worker, without the signals that end it."""
 
-    def __init__(self, settings: WorkerSettings, role: AnyRole, report: Report) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: AnyRole,
+        report: Report,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_loaded` is called when the model is loaded, before anybody is served."""
         self.boot = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None
@@ -63,6 +72,7 @@ class WorkerProcess:
         self._settings = settings
         self._role = role
         self._report = report
+        self._on_loaded = on_loaded
         self._blobs = BlobCache()
         self._membership: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -179,6 +189,7 @@ class WorkerProcess:
         """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
         for blob in runtime.blobs:
             self._blobs.add(blob)
+        self._on_loaded()
         runtime.thread.start()
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
@@ -263,15 +274,21 @@ def run_worker(
     OSError if an address is taken, and what loading the model raises."""
 
     async def serve() -> int:
-        return await serve_worker(settings, make_role(), report)
+        return await serve_worker(settings, make_role(), report, freeze_heap)
 
     configure_logging(name, settings.log_level)
-    return asyncio.run(serve())
+    return lifecycle.run(serve())
 
 
-async def serve_worker(settings: WorkerSettings, role: AnyRole, report: Report) -> int:
-    """Serve until a signal; returns the exit code. Raises what loading raised."""
-    worker = WorkerProcess(settings, role, report)
+async def serve_worker(
+    settings: WorkerSettings,
+    role: AnyRole,
+    report: Report,
+    on_loaded: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal; returns the exit code. See WorkerProcess; raises what loading
+    raised."""
+    worker = WorkerProcess(settings, role, report, on_loaded)
     await worker.start()
     code = await run_until_signal(
         set_serving=worker.host.set_serving,

@@ -99,6 +99,8 @@ class RateLimits:
     async def headers(self, owner: bytes) -> dict[str, str]:
         """OpenAI's headers: what is left of this minute, as far as it is limited."""
         items = {what: self._items[what] for what in ("requests", "tokens") if what in self._items}
+        if not items:
+            return {}
         asked = (
             self._ask(self._window(item, owner), (item.amount, 0.0)) for item in items.values()
         )

@@ -1,33 +1,13 @@
 """Whatever a client does wrong, it gets an OpenAI error object that names the field."""
 
-import asyncio
 import json
 import logging
 
 import pytest
-from eventually import eventually
 from fake_router import FakeRouter, saying, served
-
-from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.limits import AdmissionLimits
+from http_errors import CHAT, HI, JSON, PLAIN, check
 
 pytestmark = pytest.mark.anyio
-HI = [{"role": "user", "content": "hi"}]
-WIDE = HttpLimits(1 << 16, 1 << 18, 60, max_buffer_bytes=1 << 16, stall_s=60)
-JSON = {"content-type": "application/json"}
-CHAT = "/v1/chat/completions"
-PLAIN = "/v1/completions"
-
-
-def check(reply, status, param=None, code=None):
-    assert reply.status_code == status, reply.text
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["param"] == param, error
-    assert error["code"] == code, error
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    return error
 
 
 @pytest.mark.parametrize(
@@ -294,17 +274,6 @@ async def test_unknown_routes_and_methods(make_http):
     check(await client.delete("/v1/models"), 405, code="method_not_allowed")
 
 
-async def test_body_too_large(make_http):
-    client = make_http(saying("x"))
-    check(await client.post(CHAT, content=b"x" * 70_000, headers=JSON), 413)
-
-    async def chunks():
-        for _ in range(10):
-            yield b"x" * 10_000
-
-    check(await client.post(CHAT, content=chunks(), headers=JSON), 413)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -323,100 +292,12 @@ async def test_what_is_not_supported_is_refused(make_http, field, value):
     check(await client.post(PLAIN, json={"prompt": "a", field: value}), 400, field)
 
 
-async def test_a_body_counts_until_it_is_answered(make_http):
-    """128 KiB in all, and two bodies of 60 KB whose answers do not come yet."""
-    go_on = asyncio.Event()
-
-    async def waits(router, start):
-        await go_on.wait()
-        async for event in saying("x")(router, start):
-            yield event
-
-    router = FakeRouter(waits)
-    narrow = HttpLimits(1 << 16, 160 << 10, 60, max_buffer_bytes=1 << 16, stall_s=60)
-    client = make_http(router, bounds=narrow)
-    body = {"prompt": list(range(100)) * 2, "max_tokens": 1, "user": "x" * 60_000}
-    held = [asyncio.create_task(client.post(PLAIN, json=body)) for _ in range(2)]
-    await eventually(lambda: len(router.starts) == 2)
-    assert (await client.post(PLAIN, json=body)).status_code == 429
-    go_on.set()
-    assert [reply.status_code for reply in await asyncio.gather(*held)] == [200, 200]
-    assert (await client.post(PLAIN, json=body)).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"stop_token_ids": ["a"] * 200}, "stop_token_ids: at most 128 entries, not 200"),
-        ({"logit_bias": {str(i): "a" for i in range(1100)}}, "logit_bias: at most 1024 entries"),
-        ({str(i): 0 for i in range(1100)}, "the body has 1101 fields, at most 1024"),
-    ],
-    ids=["ids", "biases", "fields"],
-)
-async def test_too_many_wrong_entries_are_not_looked_at(make_http, more, said):
-    """Each would cost an error of its own: half a million take a second of the loop."""
-    client = make_http(saying("x"), bounds=WIDE)
-    reply = await client.post(PLAIN, json={"prompt": "a", **more})
-    assert reply.status_code == 400
-    assert said in reply.text
-
-
 async def test_a_name_of_a_field_is_cut(make_http):
     client = make_http(saying("x"))
     body = {"prompt": "a", "logit_bias": {"A" * 50_000: "x"}}
     reply = await client.post(PLAIN, json=body)
     assert reply.status_code == 400
     assert len(reply.content) < 1000
-
-
-async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
-    """256 KiB in all: a flood of unfinished bodies leaves another key its half of them."""
-    client = make_http(saying("x"), keys=("flood", "other"), bounds=WIDE)
-    go_on, begun = asyncio.Event(), 0
-
-    async def unfinished():
-        nonlocal begun
-        yield b'{"messages": "' + b"x" * 60_000
-        begun += 1
-        await go_on.wait()
-        yield b'"}'
-
-    def post(key, content):
-        headers = {**JSON, "authorization": f"Bearer {key}"}
-        return asyncio.create_task(client.post(CHAT, content=content, headers=headers))
-
-    flood = [post("flood", unfinished()) for _ in range(4)]
-    await eventually(lambda: begun == 4)
-    refused = await post("flood", unfinished())
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    small = await post("flood", json.dumps({"messages": HI}).encode())
-    assert small.status_code == 200, "there is room for 22 KB"
-    for _ in range(3):
-        large = {"messages": [{"role": "user", "content": "hi " * 15_000}]}
-        reply = await post("other", json.dumps(large).encode())
-        assert reply.status_code != 429
-    go_on.set()
-    for reply in await asyncio.gather(*flood):
-        check(reply, 400, "messages")
-    check(await post("flood", b'{"messages": "' + b"x" * 60_000 + b'"}'), 400, "messages")
-
-
-async def test_body_too_slow(make_app):
-    sent = []
-
-    async def receive():
-        await asyncio.sleep(60)
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": "POST", "path": CHAT, "raw_path": b"", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
-        "scheme": "http", "server": ("x", 1),
-    }  # fmt: skip
-    await make_app(FakeRouter(saying("x")))(scope, receive, send)
-    assert sent[0]["status"] == 408
 
 
 async def test_keys_are_needed_everywhere_but_for_probes(make_http):
@@ -449,29 +330,6 @@ async def test_request_ids(make_http):
     assert first != second
     reply = await client.post("/v1/chat/completions", json={"messages": HI})
     assert reply.json()["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
-
-
-@pytest.mark.parametrize(("limits", "words"), [((1, 9), "open"), ((9, 1), "waiting")])
-async def test_more_requests_than_there_is_room_for(make_http, limits, words):
-    hold = asyncio.Event()
-
-    async def play(router, start):
-        await hold.wait()
-        async for event in saying("hello")(router, start):
-            yield event
-
-    client = make_http(FakeRouter(play), limits=AdmissionLimits(*limits))
-    first = asyncio.create_task(client.post(CHAT, json={"messages": HI}))
-    await asyncio.sleep(0.05)
-    reply = await client.post(CHAT, json={"messages": HI})
-    assert reply.status_code == 429
-    error = reply.json()["error"]
-    assert error["type"] == "rate_limit_error"
-    assert words in error["message"]
-    assert int(reply.headers["retry-after"]) >= 1
-    hold.set()
-    assert (await first).status_code == 200
-    assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
 
 
 async def test_a_fault_of_ours_is_not_shown(make_http):

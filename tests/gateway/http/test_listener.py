@@ -122,3 +122,31 @@ def test_files_are_left_for_other_things(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
         most[files] = max_connections()
     assert list(most.values()) == [32, 512, 4096, 4096]
+
+
+def test_a_lack_of_room_is_logged_now_and_then(
+    port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With how many connections were closed, and not once for each of them."""
+
+    async def run() -> None:
+        taking = HttpListener(port, greet, 2)
+        clients = [socket.socket() for _ in range(12)]
+        for client in clients:
+            client.connect(port.getsockname())
+            client.setblocking(False)
+        refused = [client for client in clients if not await said(client)]
+        assert len(refused) >= 10
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(listener, "FULL_LOG_S", 0.0)
+        taking._warn_at = 0.0
+        with socket.socket() as another:
+            another.connect(port.getsockname())
+            await eventually(lambda: len(caplog.records) == 2)
+        assert f"{len(refused)} HTTP connections were closed" in caplog.text
+        taking.close()
+        for client in clients:
+            client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())

@@ -1,175 +1,20 @@
-"""RouterClient over real gRPC against a scripted Router servicer."""
+"""RouterClient over real gRPC: requests, sessions and the routers that come and go."""
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from cluster_secret import ACCESS
 from eventually import LIMIT_S, eventually
+from scripted_router import Router, Served, connected, ids_of, start
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.host.auth.secret import SecretAccess
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
-BLOB = b"x" * 500_000
-Event = router_pb2.RequestEvent
-
-
-class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
-    """Says `count` tokens to each request from where it stands; can hang up in between."""
-
-    def __init__(self) -> None:
-        self.starts: list[pb.Start] = []
-        self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
-        self.hang_up_after: int | None = None  # tokens of the next session
-        self.silent = False
-        self.hangs = False  # when it is asked for models, the fleet or a blob
-        self.num_hanging = 0
-        self.num_lists = 0  # it was asked for models
-        self.refuses = False  # new requests
-        self.hold_after: int | None = None  # tokens, once: then nothing more on that session
-        self.hellos: list[bytes] = []
-        self.blob_calls = 0
-        self.wrong_blob = False
-
-    async def Session(self, requests, context):
-        ids = IdsCollector()
-        async for message in requests:
-            kind = message.WhichOneof("message")
-            if kind == "hello":
-                self.hellos.append(message.hello.boot)
-            elif kind == "ids_part":
-                ids.add(message.ids_part)
-            elif kind == "cancel":
-                await self.cancels.put(message.cancel)
-            elif kind == "start":
-                start = message.start
-                whole = ids.take(start.request, start.prompt_ids)
-                del start.prompt_ids[:]
-                start.prompt_ids.extend(whole)
-                self.starts.append(start)
-                if self.silent:
-                    continue
-                async for event in self._answer(start):
-                    yield router_pb2.RouterMessage(events=[event])
-                if self.hang_up_after is not None:
-                    self.hang_up_after = None
-                    return
-
-    async def _answer(self, start):
-        if self.refuses:
-            failure = pb.Failure(code=pb.UNAVAILABLE, message="shutting down")
-            failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
-            yield Event(failed=failed)
-            return
-        placement = pb.Placement(attempt=bytes([start.epoch]) * 16, decode_address="d:1")
-        yield Event(
-            placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
-        )
-        have = len(start.choices[0].generated_ids) if start.choices else 0
-        for position in range(max(0, have - 1), 6):  # one token again: it must not count twice
-            if position - have == self.hang_up_after:
-                return
-            if position - have == self.hold_after:
-                self.hold_after = None
-                await asyncio.Event().wait()
-            yield Event(
-                tokens=pb.Tokens(
-                    request=start.request, epoch=start.epoch, position=position,
-                    ids=[100 + position], finish=pb.LENGTH if position == 5 else 0,
-                )
-            )  # fmt: skip
-        yield Event(finished=pb.Finished(request=start.request, epoch=start.epoch))
-
-    async def _hang(self):
-        if self.hangs:
-            self.num_hanging += 1
-            await asyncio.Event().wait()
-
-    async def ListModels(self, request, context):
-        self.num_lists += 1
-        await self._hang()
-        return router_pb2.ListModelsResponse(models=[pb.ModelCard(name="tiny")])
-
-    async def GetFleet(self, request, context):
-        await self._hang()
-        return router_pb2.FleetView(prefill_local=7)
-
-    async def GetBlob(self, request, context):
-        await self._hang()
-        self.blob_calls += 1
-        data = b"other" if self.wrong_blob else BLOB
-        for at in range(0, len(data), 190 << 10):
-            yield pb.BlobChunk(data=data[at : at + (190 << 10)])
-
-
-class Served:
-    """A router process in miniature: start, stop, start again on the same port."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-        self.port = 0
-
-    async def start(self) -> str:
-        self.host = GrpcHost(ACCESS)
-        router_pb2_grpc.add_RouterServicer_to_server(self.router, self.host.server)
-        common_pb2_grpc.add_BlobsServicer_to_server(self.router, self.host.server)
-        self.port = self.host.listen(f"127.0.0.1:{self.port}")
-        await self.host.start()
-        return f"127.0.0.1:{self.port}"
-
-    async def stop(self) -> None:
-        await self.host.stop(0)
-
-
-@pytest.fixture
-async def served(anyio_backend) -> AsyncIterator[Served]:
-    served = Served(Router())
-    await served.start()
-    yield served
-    await served.stop()
-
-
-@pytest.fixture
-async def another(anyio_backend) -> AsyncIterator[Served]:
-    another = Served(Router())
-    await another.start()
-    yield another
-    await another.stop()
-
-
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[RouterClient]:
-    client = RouterClient([f"127.0.0.1:{served.port}"], ACCESS, b"g" * 16)
-    await client.start()
-    yield client
-    await client.close()
-
-
-def start(request: str = "r", **fields) -> pb.Start:
-    values = {"prompt_ids": [1, 2, 3], "remaining_ms": 60_000, "queue_remaining_ms": 9_000}
-    return pb.Start(request=request, model="tiny", **(values | fields))
-
-
-async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Event]:
-    ids: list[int] = []
-    last = Event()
-    async for event in client.open(asked):
-        ids += event.tokens.ids
-        last = event
-    return ids, last
-
-
-async def connected(client: RouterClient) -> None:
-    await eventually(lambda: client.num_connected)
 
 
 async def test_a_request_from_start_to_end(client, served):
@@ -481,85 +326,6 @@ async def test_closing_fails_what_is_open(client, served):
     await client.close()
     _, last = await waiting
     assert last.failed.failure.code == pb.UNAVAILABLE
-
-
-async def test_models_fleet_and_blobs(client, served):
-    await connected(client)
-    assert [card.name for card in await client.models()] == ["tiny"]
-    assert (await client.fleet()).prefill_local == 7
-    digest = hashlib.sha256(BLOB).hexdigest()
-    assert await client.blob(digest) == BLOB
-    assert await client.blob(digest) == BLOB
-    assert served.router.blob_calls == 1
-    served.router.wrong_blob = True
-    with pytest.raises(ServiceError, match="digest"):
-        await client.blob("00" * 32)
-    await served.stop()
-    assert [card.name for card in await client.models()] == ["tiny"]  # remembered
-
-
-async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, monkeypatch):
-    """Nor does it make those of others old."""
-    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 10 * LIMIT_S)
-    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
-    for hanging in (served, another):
-        client = RouterClient(addresses, ACCESS, b"g" * 16)
-        await client.start()
-        await eventually(lambda client=client: client.num_connected == 2)
-        hanging.router.hangs = True
-        async with asyncio.timeout(LIMIT_S):
-            assert [card.name for card in await client.models()] == ["tiny"]
-        num_asked = served.router.num_lists + another.router.num_lists
-        assert [card.name for card in await client.models()] == ["tiny"]
-        assert served.router.num_lists + another.router.num_lists == num_asked
-        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
-        served.router.hangs = another.router.hangs = True
-        async with asyncio.timeout(LIMIT_S):
-            assert [card.name for card in await client.models()] == ["tiny"], "remembered"
-        served.router.hangs = another.router.hangs = False
-        await client.close()
-        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 1.0)
-
-
-async def test_a_blob_comes_from_any_router(served, another):
-    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
-    digest = hashlib.sha256(BLOB).hexdigest()
-    for wrong in (served, another):
-        client = RouterClient(addresses, ACCESS, b"g" * 16)
-        await client.start()
-        await eventually(lambda client=client: client.num_connected == 2)
-        wrong.router.wrong_blob = True
-        assert await client.blob(digest) == BLOB
-        wrong.router.wrong_blob = False
-        await client.close()
-
-
-@pytest.mark.parametrize("asked", ["models", "fleet", "blob"])
-async def test_what_is_asked_of_a_router_that_is_lost_meanwhile_fails(client, served, asked):
-    """gRPC cancels the task that waits; whoever asked has not given up, though."""
-    await connected(client)
-    served.router.hangs = True
-    calls = {"models": client.models, "fleet": client.fleet, "blob": lambda: client.blob("00" * 32)}
-    waiting = asyncio.create_task(calls[asked]())
-    await eventually(lambda: served.router.num_hanging)
-    served.router.hang_up_after = 0  # the session ends, and with it the connection
-    ids, _ = await ids_of(client, start())
-    assert ids == list(range(100, 106))
-    await asyncio.wait([waiting], timeout=LIMIT_S)
-    assert not waiting.cancelled()
-    error = waiting.exception()
-    assert isinstance(error, ServiceError)
-    assert error.code == pb.UNAVAILABLE
-
-
-async def test_whoever_asks_a_router_can_give_up(client, served):
-    await connected(client)
-    served.router.hangs = True
-    waiting = asyncio.create_task(client.fleet())
-    await eventually(lambda: served.router.num_hanging)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
 
 
 async def test_an_id_in_use_is_refused(client, served):

@@ -1,0 +1,94 @@
+"""Models, fleet and blobs that a gateway asks its routers for, over real gRPC."""
+
+import asyncio
+import hashlib
+
+import pytest
+from cluster_secret import ACCESS
+from eventually import LIMIT_S, eventually
+from scripted_router import BLOB, connected, ids_of, start
+
+from pdserve.gateway.router_client.client import RouterClient
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_models_fleet_and_blobs(client, served):
+    await connected(client)
+    assert [card.name for card in await client.models()] == ["tiny"]
+    assert (await client.fleet()).prefill_local == 7
+    digest = hashlib.sha256(BLOB).hexdigest()
+    assert await client.blob(digest) == BLOB
+    assert await client.blob(digest) == BLOB
+    assert served.router.blob_calls == 1
+    served.router.wrong_blob = True
+    with pytest.raises(ServiceError, match="digest"):
+        await client.blob("00" * 32)
+    await served.stop()
+    assert [card.name for card in await client.models()] == ["tiny"]  # remembered
+
+
+async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, monkeypatch):
+    """Nor does it make those of others old."""
+    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 10 * LIMIT_S)
+    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
+    for hanging in (served, another):
+        client = RouterClient(addresses, ACCESS, b"g" * 16)
+        await client.start()
+        await eventually(lambda client=client: client.num_connected == 2)
+        hanging.router.hangs = True
+        async with asyncio.timeout(LIMIT_S):
+            assert [card.name for card in await client.models()] == ["tiny"]
+        num_asked = served.router.num_lists + another.router.num_lists
+        assert [card.name for card in await client.models()] == ["tiny"]
+        assert served.router.num_lists + another.router.num_lists == num_asked
+        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
+        served.router.hangs = another.router.hangs = True
+        async with asyncio.timeout(LIMIT_S):
+            assert [card.name for card in await client.models()] == ["tiny"], "remembered"
+        served.router.hangs = another.router.hangs = False
+        await client.close()
+        monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 1.0)
+
+
+async def test_a_blob_comes_from_any_router(served, another):
+    addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
+    digest = hashlib.sha256(BLOB).hexdigest()
+    for wrong in (served, another):
+        client = RouterClient(addresses, ACCESS, b"g" * 16)
+        await client.start()
+        await eventually(lambda client=client: client.num_connected == 2)
+        wrong.router.wrong_blob = True
+        assert await client.blob(digest) == BLOB
+        wrong.router.wrong_blob = False
+        await client.close()
+
+
+@pytest.mark.parametrize("asked", ["models", "fleet", "blob"])
+async def test_what_is_asked_of_a_router_that_is_lost_meanwhile_fails(client, served, asked):
+    """gRPC cancels the task that waits; whoever asked has not given up, though."""
+    await connected(client)
+    served.router.hangs = True
+    calls = {"models": client.models, "fleet": client.fleet, "blob": lambda: client.blob("00" * 32)}
+    waiting = asyncio.create_task(calls[asked]())
+    await eventually(lambda: served.router.num_hanging)
+    served.router.hang_up_after = 0  # the session ends, and with it the connection
+    ids, _ = await ids_of(client, start())
+    assert ids == list(range(100, 106))
+    await asyncio.wait([waiting], timeout=LIMIT_S)
+    assert not waiting.cancelled()
+    error = waiting.exception()
+    assert isinstance(error, ServiceError)
+    assert error.code == pb.UNAVAILABLE
+
+
+async def test_whoever_asks_a_router_can_give_up(client, served):
+    await connected(client)
+    served.router.hangs = True
+    waiting = asyncio.create_task(client.fleet())
+    await eventually(lambda: served.router.num_hanging)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -1,0 +1,195 @@
+"""What a text process says is not trusted: a stranger's files may have taken it over."""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from eventually import LIMIT_S, eventually
+
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text_processes.host import MessageStream
+from pdserve.gateway.text_processes.pool import TextProcesses
+from pdserve.gateway.text_processes.protocol import MAX_BYTES, MAX_HEAD_BYTES, TextMessage, pack
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+
+MAX_LEN = 10
+IDS = struct.pack("<3I", 5, 6, 7)
+
+
+class ScriptedHost:
+    """A TextHost whose process, and its children, are the test."""
+
+    def __init__(self, stream: MessageStream, control: socket.socket) -> None:
+        self.stream = stream
+        self.control = control
+        self.children: list[socket.socket] = []
+        self.killed = False
+
+    def fork(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self.children.append(theirs)
+        self.control.sendall(pack(TextMessage({"forked": len(self.children)})))
+        return ours
+
+    def kill(self) -> None:
+        self.killed = True
+
+    async def close(self) -> None:
+        self.stream.close()
+
+
+@pytest.fixture
+async def host(anyio_backend: str) -> AsyncIterator[ScriptedHost]:
+    ours, theirs = socket.socketpair()
+    host = ScriptedHost(await MessageStream.over(ours), theirs)
+    yield host
+    for sock in (theirs, *host.children):
+        sock.close()
+
+
+@pytest.fixture
+async def processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
+    made = TextProcesses(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
+    yield made
+    await made.close()
+
+
+def raw(head: Any, behind: bytes = b"") -> bytes:
+    data = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return struct.pack("<I", len(data)) + data + behind
+
+
+async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) -> list[int]:
+    """The ids of a prompt that a new child answers so."""
+    before = len(host.children)
+    asking = asyncio.create_task(
+        processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
+    )
+    await eventually(lambda: len(host.children) == before + 1)
+    host.children[-1].sendall(answer)
+    return await asking
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pack(TextMessage({})),
+        pack(TextMessage({}, [b"12345"])),
+        pack(TextMessage({}, [IDS, IDS])),
+        pack(TextMessage({}, [bytes(4 * MAX_LEN + 4)])),
+        pack(TextMessage({"error": 5})),
+        pack(TextMessage({"error": "x", "param": []})),
+        raw([]),
+        raw({}),
+        raw(b"not JSON"),
+        raw(b"\xff\xfe"),
+        raw(b"[" * 100_000),
+        raw({"sizes": {}}),
+        raw({"sizes": [-1]}),
+        raw({"sizes": [1_000_000, -1_000_000] * 8}),
+        raw({"sizes": [True]}),
+        raw({"sizes": [0] * 17}),
+        raw({"sizes": [MAX_BYTES + 1]}),
+        struct.pack("<I", MAX_HEAD_BYTES + 1),
+    ],
+)
+async def test_an_answer_that_is_none(
+    processes: TextProcesses, host: ScriptedHost, answer: bytes
+) -> None:
+    """It costs one prompt an error, and the child its life."""
+    with pytest.raises((ServiceError, TextError)) as caught:
+        await prompt(processes, host, answer)
+    assert len(str(caught.value)) < 500
+    assert processes.alive
+    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+
+
+async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost) -> None:
+    with pytest.raises(TextError) as caught:
+        await prompt(processes, host, pack(TextMessage({"error": "x" * 50_000})))
+    assert len(str(caught.value)) < 300
+
+
+async def test_an_idle_child_that_has_gone_is_not_asked(
+    processes: TextProcesses, host: ScriptedHost
+) -> None:
+    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+    host.children[0].close()
+    for _ in range(3):
+        await asyncio.sleep(0)  # the loop hears of it
+    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pack(TextMessage({})),
+        pack(TextMessage({"forked": 7})),
+        pack(TextMessage({"ended": 7, "code": 0})),
+        pack(TextMessage({"ended": [], "code": 0})),
+        raw({"sizes": [-1]}),
+        b"",
+    ],
+)
+async def test_a_host_that_says_nonsense_is_ended(
+    processes: TextProcesses, host: ScriptedHost, said: bytes
+) -> None:
+    """Prompts fail at once then, and the model's text is loaded anew by the next (catalog)."""
+    if said:
+        host.control.sendall(said)
+    else:
+        host.control.close()
+    await eventually(lambda: not processes.alive)
+    with pytest.raises(ServiceError, match="have ended"):
+        await processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
+    assert host.killed
+
+
+async def test_what_nobody_asked_for_is_no_answer(
+    processes: TextProcesses, host: ScriptedHost
+) -> None:
+    """The next prompt gets an error, and not the ids of another."""
+    answer = pack(TextMessage({}, [IDS]))
+    assert await prompt(processes, host, answer + answer) == [5, 6, 7]
+    with pytest.raises((ServiceError, TextError)):
+        await processes.text_ids(b"", "y", add_special_tokens=False, max_len=MAX_LEN)
+    assert await prompt(processes, host, answer) == [5, 6, 7]
+
+
+async def test_little_is_taken_while_nobody_receives() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    stream = await MessageStream.over(ours)
+    sent = 0
+    message = pack(TextMessage({}, [bytes(1 << 15)]))
+    for _ in range(1000):
+        with suppress(BlockingIOError):
+            sent += theirs.send(message)
+        await asyncio.sleep(0)
+    assert sent < 4 << 20
+    for _ in range(5):
+        assert (await stream.receive()).parts == [bytes(1 << 15)]
+    stream.close()
+    theirs.close()
+
+
+async def test_a_message_in_single_bytes() -> None:
+    ours, theirs = socket.socketpair()
+    stream = await MessageStream.over(ours)
+    for byte in pack(TextMessage({"a": 1}, [b"bc", b""])):
+        theirs.send(bytes((byte,)))
+        await asyncio.sleep(0)
+    found = await stream.receive()
+    assert (found.head["a"], found.parts) == (1, [b"bc", b""])
+    theirs.send(pack(TextMessage({}))[:-1])
+    theirs.close()
+    with pytest.raises(OSError, match="gone"):
+        await stream.receive()
+    stream.close()

@@ -1,0 +1,117 @@
+"""A dispatcher without sockets, over workers of many weights and numerics; time is a number."""
+
+from random import Random
+from typing import Any
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.identity import KvIdentity, Mixing
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.router.dispatcher import Dispatcher
+from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.placement.policy import Rules
+
+GROUP = LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1)
+SAME = KvIdentity(b"same", "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
+CARD: dict[str, Any] = {
+    "name": "m",
+    "kv_identity": pb.KvIdentity(**SAME.parts()),
+    "kv_spec": encode_spec(KvSpec(16, (GROUP,))),
+}
+
+
+def other(**parts: Any) -> dict[str, Any]:
+    """A card of another identity."""
+    return {"kv_identity": pb.KvIdentity(**(SAME.parts() | parts))}
+
+
+WEIGHTS = other(digest=b"weights", weights="bb", quantization="Q8_0")
+NUMERICS = other(digest=b"numerics", numerics="native/avx2")
+TOKENIZER = other(tokenizer="71")
+BLOCKS = {"kv_spec": encode_spec(KvSpec(32, (GROUP,)))}
+
+
+class World:
+    """A dispatcher, its workers as names, and the one client."""
+
+    key = b"gateway"
+
+    def __init__(
+        self, mixing: Mixing, prefill: str = "always", resuming: Mixing | None = None
+    ) -> None:
+        self.now = 100.0
+        self.fleet = Fleet()
+        self.events: list[RequestEvent] = []
+        self.sent: list[tuple[Worker, Any]] = []
+        self.num_joined = 0
+        rules = Rules(prefill, 10, mixing=mixing, resuming=resuming or mixing)
+        self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(1), 5, 0.0)
+
+    def put(self, event: RequestEvent) -> None:
+        self.events.append(event)
+
+    def _send(self, worker: Worker, command: Any) -> None:
+        self.sent.append((worker, command))
+
+    def join(self, role: fleet_pb2.Role, of_hello: Any = None, **card: Any) -> Worker:
+        self.num_joined += 1
+        number = self.num_joined
+        fields = {"transports": ["tcp"], "wire_version": 2} | (of_hello or {})
+        hello = fleet_pb2.WorkerHello(
+            role=role,
+            boot=number.to_bytes(16),
+            address=f"10.0.0.{number}:1",
+            card=pb.ModelCard(**(CARD | card)),
+            **fields,
+        )
+        worker, _ = self.fleet.join(hello, self.now)
+        self.dispatcher.joined(worker)
+        self.dispatcher.connected(worker, self.now)
+        return worker
+
+    def submit(self, request: str, **start: Any) -> None:
+        start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
+        message = pb.Start(request=request, model="m", params=pb.SamplingParams(n=1), **start)
+        self.dispatcher.submit(RequestProgress(message, list(range(40))), self, self.now)
+
+    def commands(self, kind: str) -> list[tuple[Worker, Any]]:
+        return [(w, getattr(c, kind)) for w, c in self.sent if c.WhichOneof("command") == kind]
+
+    def begin(self, request: str) -> Worker:
+        """The last Admit is of that request; admit it, and generate a token."""
+        worker, admit = self.commands("admit")[-1]
+        assert admit.start.request == request
+        ticket = wire.Ticket(id=b"t") if admit.prefill_boot else None
+        admitted = wire.Admitted(attempt=admit.attempt, ticket=ticket)
+        self.dispatcher.on_decode(worker, wire.DecodeEvent(admitted=admitted), self.now)
+        position = len(admit.start.choices[0].generated_ids) if admit.start.choices else 0
+        tokens = pb.Tokens(attempt=admit.attempt, position=position, ids=[7])
+        self.dispatcher.on_decode(worker, wire.DecodeEvent(tokens=tokens), self.now)
+        return worker
+
+    def finish(self, worker: Worker) -> pb.Finished:
+        _, admit = self.commands("admit")[-1]
+        finished = pb.Finished(attempt=admit.attempt)
+        self.dispatcher.on_decode(worker, wire.DecodeEvent(finished=finished), self.now)
+        return self.events[-1].finished
+
+    def die(self, worker: Worker) -> None:
+        self.fleet.lost(worker)
+        self.dispatcher.disconnected(worker, True, self.now)
+
+    def leave(self, worker: Worker) -> None:
+        """It says goodbye, and ends."""
+        worker.said_goodbye = True
+        self.fleet.lost(worker)
+        self.dispatcher.disconnected(worker, False, self.now)
+        self.pass_time(0.05)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in self.fleet.workers.values():
+            self.fleet.heard(worker, self.now)
+        self.dispatcher.tick(self.now)
