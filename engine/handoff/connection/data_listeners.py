@@ -65,11 +65,11 @@ class DataListeners:
 
     def _accepted(self, transport: str, wire: Wire) -> None:
         unproven = [link for link in list(self._links) if link.open and not link.genuine]
-        if len(unproven) >= MAX_UNPROVEN:
-            ((crowd, _),) = Counter(link.host for link in unproven).most_common(1)
-            oldest = next(link for link in unproven if link.host == crowd)
-            self._count("unproven_refused")
-            oldest.end("too many connections that prove nothing")
         link = DataLink(wire, transport, self._handler)
         self._links[link] = None
+        if len(unproven) >= MAX_UNPROVEN:
+            ((crowd, _),) = Counter(one.host for one in unproven).most_common(1)
+            oldest = next(one for one in unproven if one.host == crowd)
+            oldest.end("too many connections that prove nothing")
+            self._count("unproven_refused")
         link.accept()

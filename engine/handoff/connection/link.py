@@ -6,6 +6,8 @@ at once. Users of a link only post. At most SLOTS frames are in flight: a slot b
 until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when
 nothing reads the payload any more: on a device when the copy from the slot is done, otherwise when
 the handler has returned.
+
+Over 400 lines: one connection, whose two threads share its lock and end it together.
 """
 
 import contextlib
