@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.engine.api.config import EngineConfig
@@ -17,11 +17,11 @@ from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
-from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
 from pdserve.engine.models.layer import HEAD, tensor_shapes
+from pdserve.engine.models.rope import BY_CONTEXT
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,13 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     try:
         spec = find_spec(checkpoint.hf_config)
         model = spec.parse(checkpoint.hf_config)
+        asked = config.context_len or model.context_len
+        model = replace(model, context_len=min(asked, model.context_len))
     except UnsupportedModel as error:
         raise CheckpointError(f"{found.path}: {error}") from error
-    checkpoint = ViewedCheckpoint(checkpoint, spec.stored(model))
+    if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
+        log.info("rope is that of a context of %d tokens (--context-len)", model.context_len)
+    checkpoint = spec.view(checkpoint, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     backend = chosen(config)
@@ -131,7 +135,7 @@ def _card(
     return CardData(
         name=config.served_name or found.name,
         architecture=model.architecture,
-        context_len=min(config.context_len or model.context_len, model.context_len),
+        context_len=model.context_len,
         vocab_size=model.vocab_size,
         # A tokenizer may have more ids than the model; those are never generated.
         eos_ids=tuple(i for i in text.eos_ids if i < model.vocab_size),

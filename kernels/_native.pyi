@@ -40,6 +40,19 @@ def linear_into(
     out: NDArray[np.float32],
     bias: NDArray[np.float32] | None = None,
 ) -> None: ...
+def choose_experts(
+    context: Context,
+    logits: NDArray[np.float32],
+    correction: NDArray[np.float32] | None,
+    sigmoid: bool,
+    normalized: bool,
+    scale: float,
+    groups: int,
+    kept_groups: int,
+    group_best: int,
+    chosen: NDArray[np.int64],
+    weights: NDArray[np.float32],
+) -> None: ...
 def rms_norm(context: Context, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 def layer_norm(
     context: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor

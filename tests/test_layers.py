@@ -338,6 +338,7 @@ LAYER_NAMES = re.compile(
 )
 KNOW_LAYER_NAMES = {
     "engine/models/layer.py",  # the description
+    "engine/models/experts.py",  # of a layer's experts
     "engine/checkpoints/gguf/mapping.py",  # the names in GGUF files
 }
 

@@ -15,12 +15,13 @@ def gemma_defaults(hf: HfConfig) -> HfConfig:
 
 
 def parse(hf: HfConfig) -> ModelConfig:
+    # Releases name "gelu" as `hidden_act` and were trained with its tanh approximation.
+    if not hf.get("hidden_activation") and hf.get("hidden_act") not in (None, "gelu"):
+        hf = {**hf, "hidden_activation": hf["hidden_act"]}
     hf = gemma_defaults(hf)
     bias = bool(hf.get("attention_bias", False))
-    # Releases name "gelu" and were trained with its tanh approximation.
     return standard(
         hf,
-        activation="gelu_tanh",
         norm_offset=1.0,
         qkv_bias=bias,
         o_bias=bias,

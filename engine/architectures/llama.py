@@ -1,6 +1,9 @@
 """Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
@@ -12,4 +15,12 @@ def parse(hf: HfConfig) -> ModelConfig:
     return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
 
 
-SPEC = ModelSpec(("LlamaForCausalLM",), parse, GgufMapping("llama", permuted=True))
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """With experts it is a Mixtral."""
+    if not metadata.get("llama.expert_count"):
+        return {}
+    return {"architectures": ["MixtralForCausalLM"], **expert_config(metadata)}
+
+
+GGUF = GgufMapping("llama", config=gguf_config, permuted=True)
+SPEC = ModelSpec(("LlamaForCausalLM",), parse, GGUF)

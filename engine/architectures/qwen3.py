@@ -1,5 +1,7 @@
 """Qwen 3, dense: RMS norms over the heads of q and k, no biases by default (arXiv:2505.09388)."""
 
+from collections.abc import Sequence
+
 from pdserve.engine.architectures.qwen2 import windows
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig
@@ -9,6 +11,11 @@ from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:
+    return with_windows(hf, windows(hf))
+
+
+def with_windows(hf: HfConfig, windows: Sequence[int]) -> ModelConfig:
+    """Qwen 3 with these windows, by layer."""
     bias = bool(hf.get("attention_bias", False))
     size = integer(hf, "head_dim", 128)
     return standard(
@@ -18,7 +25,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
-        layers=plain_layers({**hf, "head_dim": size}, windows(hf)),
+        layers=plain_layers({**hf, "head_dim": size}, windows),
     )
 
 

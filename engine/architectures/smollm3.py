@@ -21,7 +21,7 @@ def has_rope(hf: HfConfig) -> list[bool]:
     if given is None:
         interval = integer(hf, "no_rope_layer_interval", 4)
         return [bool((n + 1) % interval) for n in range(count)]
-    if not isinstance(given, list) or len(given) < count or not {0, 1}.issuperset(given):
+    if not isinstance(given, list) or len(given) < count or any(one not in (0, 1) for one in given):
         raise UnsupportedModel(f"config field no_rope_layers={given!r}: want {count} of 0 and 1")
     return [bool(one) for one in given[:count]]
 

@@ -1,31 +1,54 @@
 """Where a checkpoint keeps the tensors that a model asks for, if not under their own names: under
-another one, or as rows of a tensor that holds several.
+another one, as rows of a tensor that holds several, or as one matrix of a stack.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.source import Checkpoint, Layout, TextFiles, unknown_tensor
+from pdserve.engine.checkpoints.source import (
+    Checkpoint,
+    CheckpointError,
+    Layout,
+    TextFiles,
+    unknown_tensor,
+)
 from pdserve.engine.weights.format import RawTensor
 
-Rows = slice | NDArray[np.int64]
+
+class Nth(NamedTuple):
+    """A matrix of a stack of `of`."""
+
+    number: int
+    of: int
+
+
+Rows = slice | NDArray[np.int64] | Nth
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Rows of a stored tensor; None: all of them, as they are."""
+    """Rows of a stored tensor, or one matrix of a stack; None: all as it is."""
 
     source: str  # Hugging Face's name
     rows: Rows | None = None
+    fallback: "View | None" = None  # of another tensor, for files that have no `source`
+    is_row: bool = False  # a vector stands for a matrix of one row
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what it shows of a tensor of shape `stored`. Raises CheckpointError."""
         match self.rows:
             case None:
-                return stored
+                return (1, *stored) if self.is_row and len(stored) == 1 else stored
+            case Nth(_, of):
+                if stored[:1] != (of,):
+                    raise CheckpointError(
+                        f"tensor {self.source} is {list(stored)}, config says {of} matrices"
+                    )
+                return stored[1:]
             case slice() as rows:
                 return (len(range(*rows.indices(stored[0]))), *stored[1:])
             case order:
@@ -35,14 +58,21 @@ class View:
 class ViewedCheckpoint:
     """Implements Checkpoint: another one under the names that its model asks for."""
 
-    def __init__(self, checkpoint: Checkpoint, views: Mapping[str, View]) -> None:
-        """What is stored under its own name needs no view of another tensor."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        views: Mapping[str, View],
+        unused: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """What is stored under its own name needs no view of another tensor. `unused` tells stored
+        names that the model has no use for."""
         self._checkpoint = checkpoint
-        own = set(checkpoint.names())
+        own = {name for name in checkpoint.names() if not unused(name)}
+        found = ((name, _first(view, own)) for name, view in views.items())
         views = {
             name: view
-            for name, view in views.items()
-            if view.source in own and (view.source == name or name not in own)
+            for name, view in found
+            if view is not None and (view.source == name or name not in own)
         }
         used = {view.source for view in views.values()}
         self._views = {name: View(name) for name in own - used} | views
@@ -72,13 +102,27 @@ class ViewedCheckpoint:
             raise unknown_tensor(name, self._views)
         view = self._views[name]
         raw = self._checkpoint.tensor(view.source)
-        return raw if view.rows is None else raw.rows(view.rows)
+        shape = view.shape(raw.shape)
+        match view.rows:
+            case None:
+                return raw if shape == raw.shape else raw.as_row()
+            case Nth(number, _):
+                return raw.matrix(number)
+            case rows:
+                return raw.rows(rows)
 
     def release(self, name: str) -> None:
         self._checkpoint.release(self._views[name].source)
 
     def text_files(self) -> TextFiles:
         return self._checkpoint.text_files()
+
+
+def _first(view: View | None, stored: Collection[str]) -> View | None:
+    """The view itself or the first of those behind it whose source is there."""
+    while view is not None and view.source not in stored:
+        view = view.fallback
+    return view
 
 
 def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]:
@@ -100,6 +144,15 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
         f"{prefix}{ours}.{leaf}": View(f"{prefix}{theirs}.{leaf}")
         for ours, theirs in names.items()
         for leaf in ("weight", "bias")
+    }
+
+
+def stacked(prefix: str, modules: Collection[str], count: int) -> dict[str, View]:
+    """Views of the modules {prefix}{n}.{module} of which one tensor {prefix}{module} holds all."""
+    return {
+        f"{prefix}{n}.{module}.weight": View(f"{prefix}{module}.weight", Nth(n, count))
+        for n in range(count)
+        for module in modules
     }
 
 

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.rope import for_context
 
 
 def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
@@ -18,12 +20,16 @@ def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
     return f"{kernels}/{kv_dtype}/tp1/{weights}"
 
 
-def configuration_digest(config: Any) -> str:
-    """Hex digest of a ModelConfig's fields, but its context length: no key depends on that.
+def configuration_digest(config: ModelConfig) -> str:
+    """Hex digest of a ModelConfig's fields, but its context length: only rope depends on that.
 
     Floats count as float32, since that is how GGUF stores what a config.json writes in decimals.
     """
-    content = asdict(config) | {"context_len": 0}
+    layers = [
+        replace(layer, rope=layer.rope and for_context(layer.rope, config.context_len))
+        for layer in config.layers
+    ]
+    content = asdict(replace(config, layers=tuple(layers), context_len=0))
     text = json.dumps(_as_float32(content), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

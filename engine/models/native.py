@@ -18,6 +18,8 @@ from pdserve.engine.models.parts import (
     Activate,
     Add,
     Attention,
+    Expert,
+    Experts,
     Gate,
     HeadNorm,
     Hold,
@@ -176,6 +178,8 @@ class NativeDecoder:
                 return [("activate", {"activation": part.activation})]
             case Scale():
                 return [("scale", {"factor": part.factor})]
+            case Experts():
+                return [("experts", self._experts(part, weights))]
             case Hold():
                 return [("hold", {})]
             case Add():
@@ -183,6 +187,37 @@ class NativeDecoder:
         raise UnsupportedModel(
             f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
         )
+
+    def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
+        def packed(expert: Expert) -> list[_native.Matrix]:
+            specs = (*expert.gate_up.weights, *expert.down.weights)
+            return [self._pack(weights(spec.name)) for spec in specs]
+
+        def router(spec: TensorSpec) -> _native.Matrix:  # a choice wants all bits there are
+            return self._pack(as_plain(weights(spec.name), "F32"))
+
+        routers = [router(part.router)]
+        correction = unpack(weights(part.correction.name)) if part.correction else None
+        if part.shared_gate:
+            routers.append(router(part.shared_gate))
+        gates, ups, downs = zip(*map(packed, part.experts), strict=True)
+        routing = part.routing
+        return {
+            "router": routers,
+            "correction": correction,
+            "gates": list(gates),
+            "ups": list(ups),
+            "downs": list(downs),
+            "shared": packed(part.shared) if part.shared else [],
+            "top_k": routing.top_k,
+            "sigmoid": int(routing.scores == "sigmoid"),
+            "normalized": int(routing.normalized),
+            "scale": routing.scale,
+            "groups": routing.groups,
+            "kept_groups": routing.kept_groups,
+            "group_best": routing.group_best,
+            "activation": part.activation,
+        }
 
     def _pack(self, weight: RawTensor) -> "_native.Matrix":
         """Formats that no kernel knows are expanded to float32."""

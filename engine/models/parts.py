@@ -160,3 +160,56 @@ class Add(Part):
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRouting:
+    """Which experts a token goes to, by its router logits, and their weights in the sum.
+
+    Scores are the softmax or the sigmoid of all logits. The experts with the `top_k` best sums of
+    score and correction are chosen; of equal ones the first. Where experts are in groups, those of
+    the `kept_groups` best groups take part, and a group is as good as its `group_best` best sums.
+    An expert's weight is its score: divided by the sum of the chosen ones' if `normalized`, times
+    `scale`.
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """A gated MLP: gate and up, then down."""
+
+    gate_up: Linear
+    down: Linear
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (*self.gate_up.tensors(), *self.down.tensors())
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Part):
+    """A mixture of experts: the weighted sum of the chosen experts' results, in the order of
+    the experts; then the shared expert's, times sigmoid of its gate if it has one.
+
+    The router computes in float32, with its weights as they are held.
+    """
+
+    router: TensorSpec  # [experts, hidden]
+    correction: TensorSpec | None  # [experts], for the choice alone
+    experts: tuple[Expert, ...]
+    shared: Expert | None
+    shared_gate: TensorSpec | None  # [1, hidden]
+    routing: ExpertRouting
+    activation: Activation
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        optional = (spec for spec in (self.correction, self.shared_gate) if spec)
+        mlps = (*self.experts, self.shared) if self.shared else self.experts
+        return (self.router, *optional, *(spec for mlp in mlps for spec in mlp.tensors()))

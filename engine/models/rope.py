@@ -4,14 +4,15 @@ Tables are computed in float64 and rounded once, so that every machine has the s
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
+BY_CONTEXT = ("dynamic", "longrope")  # kinds that depend on the context that is served
 _FIRST_LEN = 2048  # positions of the first table
 
 
@@ -21,20 +22,38 @@ class RopeConfig:
 
     Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor);
     `yarn` (arXiv:2309.00071); `factors` (a divisor per frequency, as GGUF's rope_freqs.weight).
+    Two depend on the context that is served, and not on a text's length, since keys are kept:
+    `longrope` (arXiv:2402.13753) has other factors for more than the original context, `dynamic`
+    another theta (NTK-aware scaling).
     """
 
     theta: float
     rotary_dim: int  # the first dims of a head that rotate; even
     kind: str = "default"  # one of ROPE_KINDS
     factor: float = 1.0
-    original_context_len: int = 0  # tokens before scaling: llama3, yarn
+    original_context_len: int = 0  # tokens before scaling: llama3, yarn, longrope, dynamic
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole dims as borders of the ramp
     attention_factor: float = 1.0  # multiplies cos and sin
-    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors
+    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors; longrope: of short contexts
+    long_factors: tuple[float, ...] = ()  # longrope: of long ones
+
+
+def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
+    """The same for a server of contexts of so many tokens: of a kind that does not depend on it."""
+    is_long = context_len > rope.original_context_len
+    if rope.kind == "longrope":
+        factors = rope.long_factors if is_long else rope.factors
+        return replace(rope, kind="factors", factors=factors, long_factors=())
+    if rope.kind == "dynamic":
+        length = max(context_len, rope.original_context_len)
+        grown = rope.factor * length / rope.original_context_len - (rope.factor - 1)
+        theta = rope.theta * grown ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        return RopeConfig(theta, rope.rotary_dim)
+    return rope
 
 
 def inverse_frequencies(rope: RopeConfig) -> Floats:
@@ -94,7 +113,7 @@ class RopeTable:
     """cos and sin of one RopeConfig, float32 [positions, rotary_dim / 2]."""
 
     def __init__(self, rope: RopeConfig, context_len: int) -> None:
-        self._frequencies = inverse_frequencies(rope)
+        self._frequencies = inverse_frequencies(for_context(rope, context_len))
         self._scale = rope.attention_factor
         self._context_len = context_len
         self.cos: Floats = np.empty((0, rope.rotary_dim // 2), np.float32)

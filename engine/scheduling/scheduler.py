@@ -146,9 +146,8 @@ class Scheduler:
             if not sequence.num_left:
                 continue
             row, tenant = self._row(sequence), job.request.tenant
-            if used[tenant] + row.num_tokens > share and (
-                used[tenant] or (used and not catches_up)
-            ):
+            is_first = not used[tenant] if catches_up else not used
+            if used[tenant] + row.num_tokens > share and not is_first:
                 self._kept_out |= not used[tenant]
                 continue
             if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):

@@ -20,7 +20,7 @@ class RawTensor:
     """One weight as it is stored, read-only.
 
     `parts` holds what its format asks for; the first dimension of each part counts the rows of the
-    weight. Plain numbers have one part, VALUES, of `shape`.
+    weight, or the matrices of a stack. Plain numbers have one part, VALUES, of `shape`.
     """
 
     parts: Mapping[str, NDArray[Any]]
@@ -36,6 +36,16 @@ class RawTensor:
         parts = {name: part[index] for name, part in self.parts.items()}
         count = len(next(iter(parts.values())))
         return RawTensor(parts, self.format, (count, *self.shape[1:]))
+
+    def matrix(self, number: int) -> "RawTensor":
+        """One matrix of a stack of them: a view."""
+        parts = {name: part[number] for name, part in self.parts.items()}
+        return RawTensor(parts, self.format, self.shape[1:])
+
+    def as_row(self) -> "RawTensor":
+        """A vector as a matrix of one row: a view."""
+        parts = {name: part[None] for name, part in self.parts.items()}
+        return RawTensor(parts, self.format, (1, *self.shape))
 
 
 class Format(ABC):

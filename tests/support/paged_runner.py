@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pdserve.engine.architectures import find_spec
-from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.checkpoints.weight_loader import check_names
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.spec import KvSpec
@@ -57,7 +56,7 @@ def load_decoder(
     opened = open_checkpoint(path)
     spec = find_spec(opened.hf_config)
     config = spec.parse(opened.hf_config)
-    checkpoint = ViewedCheckpoint(opened, spec.stored(config))
+    checkpoint = spec.view(opened, config)
     check_names(checkpoint, tensor_shapes(config), {HEAD} if config.tied_head else set())
 
     def weights(name: str) -> RawTensor:

@@ -61,12 +61,37 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 24},
     "seed_oss": {"attention_out_bias": True},
     "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
+    "arcee": {"hidden_act": "relu2"},
+    "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "qwen3_moe": {
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
-        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "head_dim": 24,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {
+        "head_dim": 24,
+        "rotary_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
     },
     "gemma3": {
         "num_hidden_layers": 4,
@@ -92,10 +117,15 @@ _CLASSES = {
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
-ADDED = ("qwen3_moe", "starcoder2")  # by tests, from outside
+ADDED = ("arcee", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
 CHAT_TEMPLATE = (
@@ -130,6 +160,9 @@ def write_tiny(
         gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
         centre = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
         parameter.data.copy_(noise + centre)
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):  # of experts: changes choices
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)

@@ -5,6 +5,7 @@ Independent of the reader under test: names, permutations and metadata follow ll
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ ARCHS = {
     "GraniteForCausalLM": "granite",
     "Glm4ForCausalLM": "glm4",
     "SeedOssForCausalLM": "seed_oss",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
 }
+EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Whose q and k the converter writes for rope over neighbours; whose norms it writes with one added.
 PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
@@ -96,9 +104,24 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
         "use_parallel_residual": writer.add_parallel_residual,
+        "num_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "n_routed_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
     }.items():
         if config.get(key) is not None:
             add(config[key])
+    if config["architectures"] in (["Glm4MoeForCausalLM"], ["MiniMaxM2ForCausalLM"]):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["architectures"] == ["Glm4MoeForCausalLM"]:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["architectures"] in (["Gemma2ForCausalLM"], ["Phi3ForCausalLM"]):
         writer.add_sliding_window(config["sliding_window"])
     if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
@@ -115,15 +138,27 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     else:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    _write_rope_scaling(writer, rope, head_dim)
+    _write_rope_scaling(writer, rope, head_dim, config["max_position_embeddings"])
 
 
-def _write_rope_scaling(writer: gguf.GGUFWriter, rope: dict[str, Any], head_dim: int) -> None:
+def _write_rope_scaling(
+    writer: gguf.GGUFWriter, rope: dict[str, Any], head_dim: int, max_len: int
+) -> None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
     if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+        return
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        factor = max(1.0, max_len / original)
+        scale = math.sqrt(1 + math.log(factor) / math.log(original))
+        writer.add_rope_scaling_attn_factors(scale)
+        for name in ("long", "short"):
+            values = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", values)
         return
     writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
     writer.add_rope_scaling_factor(rope["factor"])
@@ -192,9 +227,18 @@ def _write_tensors(
         stored |= load_file(file)
     held: dict[str, torch.Tensor] = {}
     generator = np.random.default_rng(0)
+    stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
     for hf_name, tensor in stored.items():
         values = tensor.float().numpy()
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        if expert := EXPERT.fullmatch(hf_name):
+            layer, number, projection = expert.groups()
+            merged = f"{layer}mlp.experts.{MIXTRAL.get(projection, projection)}.weight"
+            stacks.setdefault(merged, {})[int(number)] = hf_name
+            continue
+        asked = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = names.get_name(asked, try_suffixes=(".weight", ".bias"))
+        if hf_name.endswith("shared_expert_gate.weight"):  # as most files have it
+            values = values[0]
         assert name is not None, hf_name
         heads = {
             "q_proj": config["num_attention_heads"],
@@ -211,6 +255,13 @@ def _write_tensors(
         if arch in NORMS_PLUS_ONE and hf_name.endswith("norm.weight"):
             values = values - 1
         held[hf_name] = torch.from_numpy(np.ascontiguousarray(values))
+    for merged, of_experts in stacks.items():
+        stack = np.stack([stored[of_experts[n]].float().numpy() for n in sorted(of_experts)])
+        name = names.get_name(merged, try_suffixes=(".weight",))
+        assert name is not None, merged
+        values = _add(writer, name, stack, kind, generator)
+        for n, hf_name in of_experts.items():
+            held[hf_name] = torch.from_numpy(np.ascontiguousarray(values[n]))
     return held
 
 

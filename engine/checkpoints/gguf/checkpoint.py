@@ -19,7 +19,12 @@ from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.unpack import unpack
 
-ROPE_FACTORS = "rope_freqs.weight"
+# Divisors of rope's frequencies, by what config.py calls them.
+ROPE_FACTORS = {
+    "factors": "rope_freqs.weight",
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
 
 # general.architecture -> (Hugging Face class name, mapping); raises CheckpointError
 FindMapping = Callable[[str], tuple[str, GgufMapping]]
@@ -40,10 +45,11 @@ class GgufCheckpoint:
             raise CheckpointError(f"{path}: metadata key general.architecture is missing")
         architecture, self._mapping = find_mapping(arch)
         stored = _merge(readers)
-        factors: list[float] = []
-        if ROPE_FACTORS in stored:
-            file, info = stored.pop(ROPE_FACTORS)
-            factors = unpack(_raw(file, info, ROPE_FACTORS)).tolist()
+        factors = {
+            key: unpack(_raw(*stored.pop(name), name)).tolist()
+            for key, name in ROPE_FACTORS.items()
+            if name in stored
+        }
         if "token_embd.weight" not in stored:
             raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
         self._tensors: dict[str, tuple[MappedFile, TensorInfo]] = {}

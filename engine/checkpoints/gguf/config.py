@@ -47,16 +47,21 @@ NEUTRAL = {
     "logit_scale": 0.0,
     "attention.sliding_window": 0,
     "rope.dimension_count_swa": 0,
+    "expert_shared_count": 0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
 }
 
 
 def common_config(
-    metadata: Metadata, tensors: Collection[str], rope_factors: Sequence[float] = ()
+    metadata: Metadata, tensors: Collection[str], rope_factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Config entries that every architecture may have.
 
-    `tensors` are the file's own names; `rope_factors` the values of rope_freqs.weight, if it is
-    one of them. Raises CheckpointError if a required key is missing or differs between layers.
+    `tensors` are the file's own names; `rope_factors` what it has of "factors", "short_factor" and
+    "long_factor". Raises CheckpointError if a required key is missing or differs between layers.
     """
     arch = metadata["general.architecture"]
     config: dict[str, Any] = {
@@ -75,10 +80,11 @@ def common_config(
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     scaling = rope_scaling(metadata, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    config |= _partial_rotary(metadata, config)
+    config["partial_rotary_factor"] = _rotary_share(metadata, config)
     for kind in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{kind}_token_id")) is not None:
             config[f"{kind}_token_id"] = token
@@ -131,24 +137,33 @@ def one_number(metadata: Metadata, key: str) -> int | float:
     return value
 
 
-def rope_scaling(metadata: Metadata, factors: Sequence[float]) -> dict[str, Any] | None:
+def rope_scaling(
+    metadata: Metadata, factors: Mapping[str, Sequence[float]]
+) -> dict[str, Any] | None:
     """config.json's `rope_scaling`, or None.
 
     Llama 3 files carry their scaling as one divisor per frequency in a tensor rather than as the
-    parameters it came from; it is passed on as such.
+    parameters it came from; it is passed on as such. Files with longrope have two such tensors.
     """
     prefix = f"{metadata['general.architecture']}.rope.scaling."
+    scaling: dict[str, Any]
     kind = metadata.get(prefix + "type", "none")
+    if set(factors) == {"short_factor", "long_factor"} and kind in ("none", "longrope"):
+        original = one_number(metadata, prefix + "original_context_length")
+        scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+        if prefix + "attn_factor" in metadata:
+            scaling["attention_factor"] = one_number(metadata, prefix + "attn_factor")
+        return scaling
     if factors:
-        if kind != "none":
-            raise CheckpointError(f"GGUF has rope_freqs.weight and rope scaling {kind!r}")
-        return {"rope_type": "factors", "factors": list(factors)}
+        if kind != "none" or set(factors) != {"factors"}:
+            raise CheckpointError(f"GGUF has tensors for rope {sorted(factors)} and type {kind!r}")
+        return {"rope_type": "factors", **factors}
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": one_number(metadata, prefix + "factor")}
+    scaling = {"rope_type": kind, "factor": one_number(metadata, prefix + "factor")}
     if kind == "yarn":
-        original = prefix + "original_context_length"
-        scaling["original_max_position_embeddings"] = one_number(metadata, original)
+        key = prefix + "original_context_length"
+        scaling["original_max_position_embeddings"] = one_number(metadata, key)
         for key, hf in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if prefix + key in metadata:
                 scaling[hf] = one_number(metadata, prefix + key)
@@ -159,14 +174,9 @@ def rope_scaling(metadata: Metadata, factors: Sequence[float]) -> dict[str, Any]
     return scaling
 
 
-def _partial_rotary(metadata: Metadata, config: dict[str, Any]) -> dict[str, float]:
-    """The share of a head that rotates, where it is not the whole head."""
+def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:
+    """The share of a head that rotates: the whole head, unless the file says otherwise."""
     key = f"{metadata['general.architecture']}.rope.dimension_count"
-    if key not in metadata:
-        return {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
-    rotary = one_number(metadata, key)
-    return (
-        {} if rotary == head_dim or not head_dim else {"partial_rotary_factor": rotary / head_dim}
-    )
+    return one_number(metadata, key) / head_dim if key in metadata and head_dim else 1.0

@@ -8,18 +8,10 @@ from pdserve.engine.checkpoints.gguf.mapping import Metadata
 
 KEYS = ("eos", "eot", "eom")  # of sequence, of turn, of message
 TEXTS = (
-    *(
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-    ),
-    *("<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
-    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<end_of_utterance>"),
-    *("<turn|>", "<|tool_response>"),
-)
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]", "</s>", "<eos>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
+)  # fmt: skip
 # What only ends a part of an answer where others of these end it.
 NO_END = (
     ("<|end|>", {"<|return|>", "<|call|>"}),

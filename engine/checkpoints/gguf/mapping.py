@@ -26,6 +26,15 @@ TENSORS = {
     "blk.{n}.ffn_gate": "model.layers.{n}.mlp.gate_proj",
     "blk.{n}.ffn_up": "model.layers.{n}.mlp.up_proj",
     "blk.{n}.ffn_down": "model.layers.{n}.mlp.down_proj",
+    "blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate",
+    "blk.{n}.exp_probs_b": "model.layers.{n}.mlp.gate.e_score_correction",
+    "blk.{n}.ffn_gate_exps": "model.layers.{n}.mlp.experts.gate_proj",
+    "blk.{n}.ffn_up_exps": "model.layers.{n}.mlp.experts.up_proj",
+    "blk.{n}.ffn_down_exps": "model.layers.{n}.mlp.experts.down_proj",
+    "blk.{n}.ffn_gate_inp_shexp": "model.layers.{n}.mlp.shared_expert_gate",
+    "blk.{n}.ffn_gate_shexp": "model.layers.{n}.mlp.shared_experts.gate_proj",
+    "blk.{n}.ffn_up_shexp": "model.layers.{n}.mlp.shared_experts.up_proj",
+    "blk.{n}.ffn_down_shexp": "model.layers.{n}.mlp.shared_experts.down_proj",
 }
 # Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -52,8 +61,8 @@ class GgufMapping:
         """Hugging Face's name of a tensor, or None if this architecture has none such."""
         stem, dot, leaf = gguf_name.rpartition(".")
         parts = stem.split(".")
-        layer = parts[1] if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() else ""
-        key = f"blk.{{n}}.{parts[2]}" if layer else stem
+        layer = parts[1] if len(parts) > 2 and parts[0] == "blk" and parts[1].isdigit() else ""
+        key = ".".join(("blk.{n}", *parts[2:])) if layer else stem
         target = self.tensors.get(key) or TENSORS.get(key)
         return target.replace("{n}", layer) + dot + leaf if target else None
 

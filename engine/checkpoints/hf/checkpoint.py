@@ -4,7 +4,7 @@ A weight is one tensor of plain numbers, or the several parts of a storage forma
 (engine/weights/format.py): those of `x.weight` are then `x.qweight`, `x.scales` and the like.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ class DirectoryCheckpoint:
                 missing = ", ".join(sorted(claimed - there)[:5])
                 raise CheckpointError(f"{path / shard} lacks tensors that {INDEX} names: {missing}")
         self._parts = _grouped(self._owner)
+        method = _quantization(self._config)
+        if method and all(format is None for format, _ in self._parts.values()):
+            raise CheckpointError(f"{path} is quantized by {method!r}, which is not supported")
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -87,6 +90,15 @@ class DirectoryCheckpoint:
 
     def _reader(self, stored: str) -> SafetensorsReader:
         return self._readers[self._owner[stored]]
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    """The method by which a model's weights are quantized, as its config names it; MLX names none.
+    Empty if they are not."""
+    for key, unnamed in (("quantization_config", "an unnamed method"), ("quantization", "mlx")):
+        if isinstance(given := config.get(key), dict):
+            return str(given.get("quant_method", unnamed))
+    return ""
 
 
 def _grouped(stored: Collection[str]) -> dict[str, tuple[str | None, dict[str, str]]]:

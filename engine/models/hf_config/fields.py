@@ -12,11 +12,11 @@ from pdserve.engine.models.config import UnsupportedModel
 HfConfig = Mapping[str, Any]
 
 _MAX_FLOAT = sys.float_info.max  # integers of JSON may be larger
-_MAX_SIZE = 1 << 30  # a bound on every count, so that products stay in 64 bits
+MAX_SIZE = 1 << 30  # a bound on every count, so that products stay in 64 bits
 
 
 def integer(
-    hf: HfConfig, key: str, default: int | None = None, minimum: int = 1, maximum: int = _MAX_SIZE
+    hf: HfConfig, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE
 ) -> int:
     """hf[key] in [minimum, maximum]; `default` if it is absent or null."""
     value = hf.get(key)

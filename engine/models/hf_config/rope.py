@@ -6,11 +6,19 @@ Nested: `rope_parameters[layer_type]`; flat: `rope_parameters`; older: `rope_the
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive, positives, table
-from pdserve.engine.models.rope import ROPE_KINDS, RopeConfig
+from pdserve.engine.models.hf_config.fields import (
+    MAX_SIZE,
+    HfConfig,
+    integer,
+    positive,
+    positives,
+    table,
+)
+from pdserve.engine.models.rope import ROPE_KINDS, RopeConfig, for_context
 
 
 def read_rope(
@@ -25,7 +33,10 @@ def read_rope(
     `rope_scaling` holds for them if `scaled`. Raises UnsupportedModel.
     """
     given = _settings(hf, layer_type, theta_key, scaled)
-    rotary_dim = int(head_dim * min(positive(given, "partial_rotary_factor", 1.0), 2.0))
+    if given.get("rope_type", given.get("type")) == "su":  # what longrope was called first
+        given["rope_type"] = "longrope"
+    share = min(positive(given, "partial_rotary_factor", 1.0), 2.0)
+    rotary_dim = int(round(head_dim * share, 6))  # 30 of 44 dims stay 30
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims")
     theta = positive(given, "rope_theta", default_theta)
@@ -41,10 +52,20 @@ def read_rope(
         return RopeConfig(
             theta, rotary_dim, kind, factors=positives(given, "factors", rotary_dim // 2)
         )
+    whole = integer(hf, "max_position_embeddings")
+    if kind == "longrope":
+        return _longrope(hf, given, RopeConfig(theta, rotary_dim, kind))
     factor = positive(given, "factor")
     if kind == "linear":
         return RopeConfig(theta, rotary_dim, kind, factor)
-    whole = integer(hf, "max_position_embeddings")
+    if kind == "dynamic":
+        dynamic = RopeConfig(theta, rotary_dim, kind, factor, whole)
+        longest = factor * whole
+        if rotary_dim < 4 or factor < 1 or longest > MAX_SIZE:
+            raise UnsupportedModel(f"dynamic rope of factor {factor} over {rotary_dim} dims")
+        if not math.isfinite(for_context(dynamic, int(longest)).theta):
+            raise UnsupportedModel(f"dynamic rope of theta {theta}")
+        return dynamic
     original_len = integer(given, "original_max_position_embeddings", whole)
     if kind == "llama3":
         low, high = positive(given, "low_freq_factor"), positive(given, "high_freq_factor")
@@ -69,6 +90,22 @@ def read_rope(
         beta_slow=positive(given, "beta_slow", 1.0),
         truncate=bool(given.get("truncate", True)),
         attention_factor=_yarn_attention_factor(given, factor),
+    )
+
+
+def _longrope(hf: HfConfig, given: HfConfig, rope: RopeConfig) -> RopeConfig:
+    """Its multiplier of cos and sin follows from how much longer the context is, if not given."""
+    whole = integer(hf, "max_position_embeddings")
+    outside = integer(hf, "original_max_position_embeddings", whole)
+    original_len = integer(given, "original_max_position_embeddings", outside, minimum=2)
+    factor = positive(given, "factor", whole / original_len)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
+    return replace(
+        rope,
+        original_context_len=original_len,
+        attention_factor=positive(given, "attention_factor", scale),
+        factors=positives(given, "short_factor", rope.rotary_dim // 2),
+        long_factors=positives(given, "long_factor", rope.rotary_dim // 2),
     )
 
 

@@ -4,6 +4,7 @@ Whatever is malformed or unknown raises UnsupportedModel naming the field.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
@@ -91,4 +92,7 @@ def standard(hf: HfConfig, **own: Any) -> ModelConfig:
     }
     if "layers" not in own:
         fields["layers"] = plain_layers(hf, [0] * num_layers(hf))
-    return ModelConfig(**(fields | own))
+    made = ModelConfig(**(fields | own))
+    ropes = [layer.rope for layer in made.layers if layer.rope]
+    longer = max((rope.factor for rope in ropes if rope.kind == "dynamic"), default=1.0)
+    return replace(made, context_len=int(made.context_len * longer))

@@ -49,6 +49,7 @@ void bind_linear(nb::module_& m);
 void bind_elementwise(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_sampling(nb::module_& m);
+void bind_routing(nb::module_& m);
 void bind_stack(nb::module_& m);
 void bind_copy_hash(nb::module_& m);
 void bind_copy_past_caches(nb::module_& m);

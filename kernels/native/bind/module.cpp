@@ -18,6 +18,7 @@ NB_MODULE(_native, m) {
   bind_elementwise(m);
   bind_attention(m);
   bind_sampling(m);
+  bind_routing(m);
   bind_stack(m);
   bind_copy_hash(m);
   bind_copy_past_caches(m);

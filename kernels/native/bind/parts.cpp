@@ -1,6 +1,8 @@
 // The kinds of parts by name, with the fields that each of them has.
 #include "parts.h"
 
+#include "decoder/experts.h"
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -83,6 +85,18 @@ class Fields {
   std::string known_;
 };
 
+// One expert for each matrix of `gates`.
+std::vector<Expert> experts(std::vector<Matrix> gates, std::vector<Matrix> ups,
+                            std::vector<Matrix> downs) {
+  require(gates.size() == ups.size() && gates.size() == downs.size(),
+          "gates, ups and downs must be as many");
+  std::vector<Expert> made;
+  for (size_t i = 0; i < gates.size(); ++i) {
+    made.push_back({std::move(gates[i]), std::move(ups[i]), std::move(downs[i])});
+  }
+  return made;
+}
+
 struct Kind {
   const char* name;
   std::unique_ptr<Part> (*make)(Fields& f, const Stack& stack);
@@ -146,6 +160,28 @@ const Kind kKinds[] = {
     {ActivatePart::kKind,
      [](Fields& f, const Stack&) {
        return part<ActivatePart>(activation_of(f.word("activation")));
+     }},
+    {ExpertsPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto router = f.matrices("router");
+       auto correction = f.floats_or_none("correction");
+       auto gates = f.matrices("gates");
+       auto ups = f.matrices("ups");
+       auto routed = experts(std::move(gates), std::move(ups), f.matrices("downs"));
+       const auto three = f.matrices("shared");
+       require(three.empty() || three.size() == 3, "shared must be gate, up and down, or nothing");
+       std::vector<Expert> shared;
+       if (!three.empty()) shared.push_back({three[0], three[1], three[2]});
+       Routing routing;
+       routing.top_k = f.integer("top_k", 1, kMostHeads);
+       routing.sigmoid = f.integer("sigmoid", 0, 1) != 0;
+       routing.normalized = f.integer("normalized", 0, 1) != 0;
+       routing.scale = f.number("scale");
+       routing.groups = f.integer("groups", 1, kMostHeads);
+       routing.kept_groups = f.integer("kept_groups", 1, kMostHeads);
+       routing.group_best = f.integer("group_best", 1, 2);
+       return part<ExpertsPart>(std::move(router), std::move(correction), std::move(routed),
+                                std::move(shared), routing, activation_of(f.word("activation")));
      }},
     {ScalePart::kKind,
      [](Fields& f, const Stack&) { return part<ScalePart>(f.number("factor")); }},

@@ -201,7 +201,10 @@ void bind_stack(nb::module_& m) {
            "the row), heads. rope: table, heads (from the first), head_dim. attention, of q, k and v:\n"
            "heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0: all), group. gate, of gate\n"
            "and up: activation. activate: activation. scale: factor. hold: keeps the value, which is\n"
-           "the stream again. add: to the stream; held: 1 if what is held is added, too.\n"
+           "the stream again. experts: router [experts, values] in a list, behind it a shared expert's\n"
+           "gate [1, values] if it has one; correction [experts] or None; gates, ups, downs: a matrix\n"
+           "an expert; shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale,\n"
+           "groups, kept_groups, group_best; activation. add: to the stream; held: 1 if what is held is added, too.\n"
            "ValueError names the part that has wrong fields or does not fit the one before it.")
       .def("set_head",
            [](Model& model, const std::pair<std::string, nb::dict>& norm, const Matrix& matrix,

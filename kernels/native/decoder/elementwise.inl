@@ -83,6 +83,18 @@ static void activated(const float* x, Activation kind, int64_t cols, float* y) {
   }
 }
 
+static void sigmoid(float* y, int64_t cols) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, sigmoid(load_some(y + i, n)), n);
+  });
+}
+
+static void exponential(float* y, int64_t cols) {
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(y + i, exp(load_some(y + i, n)), n);
+  });
+}
+
 // Products rounded before they are added, as the reference does.
 static void rope(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
                  int64_t half) {

@@ -81,6 +81,10 @@ class Part {
   // The work on rows that have all been through `row`; x and y are of the first of them.
   virtual void together(const Step&, const Rows&, const float*, float*) const {}
 
+  // Whether rows in one thread's hands would cost more than all of them on all threads: then the
+  // parts between two attentions are run on all rows.
+  virtual bool wants_all_rows() const { return false; }
+
   virtual int64_t encoding_bytes() const { return 0; }  // of a row, for Step::encodings
   virtual int64_t products() const { return 0; }        // multiplications for a row: its cost
 };

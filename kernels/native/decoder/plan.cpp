@@ -28,6 +28,7 @@ class Planner {
     pass_.cols = inputs;
     plan_.encoding_bytes = std::max(plan_.encoding_bytes, part.encoding_bytes());
     plan_.products += part.products();
+    segment_.all_rows |= part.wants_all_rows();
     if (part.ends_pass() || last) end_pass();
     const AttentionPart* attention = as_attention(part);
     if (attention) note_group(*attention);

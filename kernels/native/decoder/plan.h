@@ -31,6 +31,7 @@ struct Segment {
   std::vector<Pass> passes;
   const AttentionPart* attention = nullptr;
   Op attend{};
+  bool all_rows = false;  // a part wants them
 };
 
 struct Plan {

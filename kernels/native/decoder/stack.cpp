@@ -62,11 +62,11 @@ void Stack::set_head(std::unique_ptr<Part> norm, LinearPart head) {
   cuts_ = std::vector<Attention>(plan_.groups.size());
 }
 
-// Calls `body` with all rows, or with some at a time on each thread if there are many.
-template <class Body>
-void Stack::over_rows(const Body& body) {
+// Runs a segment on all rows, or on some at a time on each thread if there are many.
+void Stack::run_all(const Segment& segment, const Step& step) {
+  const auto body = [&](const Rows& rows) { run(segment, step, rows); };
   const int64_t threads = pool_.threads();
-  if (rows_ < kFewestAlone * threads) return body(Rows{0, rows_, false});
+  if (segment.all_rows || rows_ < kFewestAlone * threads) return body(Rows{0, rows_, false});
   const int64_t pieces = threads * ceil_div(rows_, threads * kMostAlone);
   const int64_t size = ceil_div(rows_, pieces);
   pool_.run(ceil_div(rows_, size), [&](int64_t piece, int) {
@@ -141,6 +141,9 @@ std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
   const int64_t threads = pool_.threads();
   if (threads < 2 || batch.rows < kFewestShare * threads) return {};
   if (batch.tokens != batch.rows || batch.num_outputs == 0) return {};
+  for (const Segment& segment : plan_.segments) {
+    if (segment.all_rows) return {};
+  }
   std::vector<int64_t> until{0};  // the cost of all rows before
   for (int64_t row = 0; row < batch.rows; ++row) {
     int64_t cost = plan_.products;
@@ -200,13 +203,13 @@ void Stack::forward(const StepBatch& batch, float* hidden) {
   } else {
     for (size_t i = 0; i < layers; ++i) {
       const Segment& segment = plan_.segments[i];
-      over_rows([&](const Rows& rows) { run(segment, step, rows); });
+      run_all(segment, step);
       if (i + 1 == layers && batch.num_outputs == 0) return;
       cut_of(segment).run(pool_, kernels_, attention_of(segment, batch));
     }
   }
   keep_outputs(step, places_[plan_.segments[layers - 1].attend.out]);
-  over_rows([&](const Rows& rows) { run(plan_.segments.back(), step, rows); });
+  run_all(plan_.segments.back(), step);
 }
 
 void Stack::logits(const float* hidden, int64_t rows, float* logits) {

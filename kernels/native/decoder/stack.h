@@ -58,11 +58,10 @@ class Stack {
 
   Step begin_step(const StepBatch& batch, float* hidden);
   template <class Body>
-  void over_rows(const Body& body);
-  template <class Body>
   void each_row(const Rows& rows, int64_t cols, const Body& body);
 
   void embed(const Step& step);
+  void run_all(const Segment& segment, const Step& step);
   void run(const Segment& segment, const Step& step, const Rows& rows);
   AttentionBatch attention_of(const Segment& segment, const StepBatch& batch) const;
   void plan_attention(const StepBatch& batch);

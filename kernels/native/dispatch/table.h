@@ -34,6 +34,9 @@ struct Kernels {
   // y[i] = activation(gate[i]) * up[i]; y[i] = activation(x[i]).
   void (*gated)(const float* gate, const float* up, Activation kind, int64_t cols, float* y);
   void (*activated)(const float* x, Activation kind, int64_t cols, float* y);
+  // y[i] = 1 / (1 + e^-y[i]); y[i] = e^y[i]: in place.
+  void (*sigmoid)(float* y, int64_t cols);
+  void (*exponential)(float* y, int64_t cols);
   // Rotates the first 2 * half dims of each of `heads` consecutive heads in place.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
                int64_t half);

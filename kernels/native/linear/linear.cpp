@@ -11,16 +11,15 @@ constexpr int64_t kInt8Tiles = 2, kFloatTiles = 4;  // the widest register tiles
 
 int64_t num_int8(const Activations& x) { return x.needs & kInt8 ? x.rows * (x.cols / kBlock) : 0; }
 
-// The rows [begin, begin + count) of x.
-Activations slice(Activations x, int64_t begin, int64_t count) {
+}  // namespace
+
+Activations rows_of(Activations x, int64_t begin, int64_t count) {
   x.rows = count;
-  x.f32 += begin * x.cols;
+  if (x.f32) x.f32 += begin * x.cols;
   if (x.needs & kInt8) x.int8 += begin * (x.cols / kBlock);
   if (x.needs & kBf16) x.bf16 += begin * round_up(x.cols, 2);
   return x;
 }
-
-}  // namespace
 
 int64_t total_tiles(const Matrix* const* matrices, int count) {
   int64_t tiles = 0;
@@ -51,6 +50,18 @@ int64_t encoding_bytes(const Activations& x) {
 void place(Activations& x, void* buffer) {
   x.int8 = static_cast<Int8Block*>(buffer);
   x.bf16 = reinterpret_cast<uint16_t*>(x.int8 + num_int8(x));
+}
+
+void copy_encodings(const Activations& from, int64_t from_row, const Activations& to,
+                    int64_t to_row) {
+  if (from.needs & kInt8) {
+    const int64_t blocks = from.cols / kBlock;
+    std::copy_n(from.int8 + from_row * blocks, blocks, to.int8 + to_row * blocks);
+  }
+  if (from.needs & kBf16) {
+    const int64_t values = round_up(from.cols, 2);
+    std::copy_n(from.bf16 + from_row * values, values, to.bf16 + to_row * values);
+  }
 }
 
 void run_encode(Pool& pool, const Kernels& kernels, const Activations& x) {
@@ -97,7 +108,7 @@ void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrice
   const int64_t row_step = ceil_div(x.rows, cuts);
   pool.run(ranges * ceil_div(x.rows, row_step), [&](int64_t piece, int) {
     const int64_t row = piece / ranges * row_step, begin = piece % ranges * step;
-    linear_here(kernels, matrices, count, slice(x, row, std::min(row_step, x.rows - row)), begin,
+    linear_here(kernels, matrices, count, rows_of(x, row, std::min(row_step, x.rows - row)), begin,
                 begin + step, y + row * stride, stride, bias);
   });
 }

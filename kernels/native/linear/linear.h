@@ -14,6 +14,13 @@ uint32_t encoding_of(const Matrix& m);
 int64_t encoding_bytes(const Activations& x);
 void place(Activations& x, void* buffer);
 
+// The rows [begin, begin + count) of x, in all its encodings.
+Activations rows_of(Activations x, int64_t begin, int64_t count);
+
+// Copies a row's encodings, not its floats; both have the same needs.
+void copy_encodings(const Activations& from, int64_t from_row, const Activations& to,
+                    int64_t to_row);
+
 // Encodes all rows of x; x.needs names the encodings, `place` gave them memory.
 void run_encode(Pool& pool, const Kernels& kernels, const Activations& x);
 

@@ -137,6 +137,36 @@ void check_soft_cap() {
   }
 }
 
+// Sigmoid and the exponential, to a few units over all magnitudes.
+void check_exponentials() {
+  constexpr int64_t kSteps = 20001;
+  for (double size : {1e-30, 1e-3, 1.0, 80.0}) {
+    Guarded<float> x(kSteps), expected(2 * kSteps);
+    for (int64_t i = 0; i < kSteps; ++i) {
+      x[i] = static_cast<float>(size * (2.0 * i / (kSteps - 1) - 1));
+      expected[i] = expected[kSteps + i] = x[i];
+    }
+    generic_kernels().sigmoid(expected.data(), kSteps);
+    generic_kernels().exponential(expected.data() + kSteps, kSteps);
+    for (int64_t i = 0; i < kSteps; ++i) {
+      const double power = std::exp(double{x[i]}), wanted[] = {power / (1 + power), power};
+      for (int k = 0; k < 2; ++k) {
+        const double got = expected[k * kSteps + i];
+        CHECK(std::fabs(got - wanted[k]) <= 5e-7 * wanted[k], "%d of %a: %a, not %a", k, x[i], got,
+              wanted[k]);
+      }
+    }
+    for (const Kernels* target : targets()) {
+      Guarded<float> y(2 * kSteps);
+      std::memcpy(y.data(), x.data(), kSteps * sizeof(float));
+      std::memcpy(y.data() + kSteps, x.data(), kSteps * sizeof(float));
+      target->sigmoid(y.data(), kSteps);
+      target->exponential(y.data() + kSteps, kSteps);
+      check_same(*target, "exponentials", y.data(), expected.data(), 2 * kSteps);
+    }
+  }
+}
+
 float product(float a, float b) { return static_cast<float>(double{a} * b); }  // never fused
 
 void check_rope(Random& random, int64_t heads, int64_t head_dim, int64_t half) {
@@ -182,6 +212,7 @@ void test_elementwise() {
     }
   }
   check_soft_cap();
+  check_exponentials();
   for (int64_t half : {1, 4, 8, 15, 16, 24, 32}) {
     check_rope(random, 3, 2 * half, half);
     check_rope(random, 2, 2 * half + 5, half);

@@ -218,3 +218,24 @@ def test_refuses_a_configuration_that_would_take_all_memory(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text('{"x": [' + "[]," * (11 << 18) + "0]}")
     with pytest.raises(CheckpointError, match="is larger than"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {}}, "an unnamed method"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx"),
+    ],
+)
+def test_a_quantized_checkpoint_is_refused_by_its_method(
+    added: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_tiny(tmp_path, "llama")
+    config = read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | added))
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name} is quantized by '{named}'"):
+        open_checkpoint(tmp_path)

@@ -1,5 +1,6 @@
 """GGUF files written by the gguf package hold the same model as the directory they came from."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def viewed(path: Path) -> ViewedCheckpoint:
     """The checkpoint under the names that its model asks for."""
     checkpoint = open_checkpoint(path)
     spec = find_spec(checkpoint.hf_config)
-    return ViewedCheckpoint(checkpoint, spec.stored(spec.parse(checkpoint.hf_config)))
+    return spec.view(checkpoint, spec.parse(checkpoint.hf_config))
 
 
 def assert_same_tensors(gguf: Path, folder: Path) -> None:
@@ -113,6 +114,24 @@ def test_llama3_rope_comes_as_factors(tmp_path: Path) -> None:
     assert len(rope.factors) == 6
     assert min(rope.factors) == 1
     assert max(rope.factors) == 8
+
+
+def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + n / 8 for n in range(12)],
+        "long_factor": [1.0 + n for n in range(12)],
+    }
+    own = {"rope_parameters": scaling, "original_max_position_embeddings": 64}
+    folder = write_tiny(tmp_path / "hf", "phi3", **own)
+    rope = config_of(write_gguf(folder, tmp_path / "model.gguf")).layers[0].rope
+    expected = config_of(folder).layers[0].rope
+    assert rope is not None
+    assert expected is not None
+    assert rope.attention_factor == pytest.approx(expected.attention_factor)
+    assert replace(rope, attention_factor=expected.attention_factor) == expected
 
 
 def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None:
@@ -195,16 +214,39 @@ def test_ends_are_found_by_their_text_as_llama_cpp_does(there: str, also: str) -
         {"llama.logit_scale": 2.0},
         {"llama.attention.sliding_window": 64},
         {"llama.attn_logit_softcapping": 50.0},
-        {"llama.expert_count": 8},
+        {"qwen2.expert_count": 8},
         {"llama.something.new": "x"},
     ],
 )
 def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
     metadata: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = write_tiny(tmp_path / "hf", "llama")
+    (key,) = metadata
+    folder = write_tiny(tmp_path / "hf", key.partition(".")[0])
     gguf = write_gguf(folder, tmp_path / "model.gguf", **metadata)
-    with pytest.raises(CheckpointError, match=f"not understood: .*{next(iter(metadata))}"):
+    with pytest.raises(CheckpointError, match=f"not understood: .*{key}"):
+        open_checkpoint(gguf)
+
+
+@pytest.mark.parametrize("arch", ["glm4", "glm4_moe"])
+def test_the_whole_head_rotates_where_a_file_does_not_say_otherwise(
+    arch: str, tmp_path: Path
+) -> None:
+    """Though half of it does where config.json does not say otherwise."""
+    folder = write_tiny(tmp_path / "hf", arch)
+    gguf = write_gguf(folder, tmp_path / "model.gguf")
+    half = config_of(gguf).layers[0].rope
+    gguf.write_bytes(gguf.read_bytes().replace(b".rope.dimension_count", b"_rope.dimension_count"))
+    whole = config_of(gguf).layers[0].rope
+    assert half is not None
+    assert whole is not None
+    assert (half.rotary_dim, whole.rotary_dim) == (12, 24)
+
+
+def test_experts_that_are_scored_in_another_way_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "qwen3_moe")
+    gguf = write_gguf(folder, tmp_path / "model.gguf", **{"qwen3moe.expert_gating_func": 2})
+    with pytest.raises(CheckpointError, match=r"expert_gating_func is 2: not softmax"):
         open_checkpoint(gguf)
 
 

@@ -93,7 +93,7 @@ def test_what_a_peer_keeps_to_itself_is_never_admitted() -> None:
     assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "the digest says all"
 
 
-def test_rope_counts_and_the_context_length_does_not() -> None:
+def test_rope_counts_and_the_context_length_only_for_rope_that_depends_on_it() -> None:
     rope = RopeConfig(theta=10000.0, rotary_dim=8)
     config = ModelConfig(
         architecture="Llama", vocab_size=64, hidden_size=8, ffn_size=8, num_heads=1,
@@ -104,6 +104,12 @@ def test_rope_counts_and_the_context_length_does_not() -> None:
     assert configuration_digest(replace(config, context_len=200)) == ours
     as_gguf = replace(config, norm_eps=9.999999747378752e-06)  # 1e-5 as float32
     assert configuration_digest(as_gguf) == ours
+    longrope = RopeConfig(
+        1e4, 2, "longrope", original_context_len=100, factors=(1.0,), long_factors=(2.0,)
+    )
+    short = replace(config, layers=(LayerConfig(longrope),))
+    assert configuration_digest(replace(short, context_len=90)) == configuration_digest(short)
+    assert configuration_digest(replace(short, context_len=101)) != configuration_digest(short)
     theta = LayerConfig(replace(rope, theta=500000.0))
     assert configuration_digest(replace(config, layers=(theta,))) != ours
     assert configuration_digest(replace(config, norm_eps=1e-6)) != ours

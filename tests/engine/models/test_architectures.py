@@ -26,6 +26,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-given-factor": {**YARN, "attention_factor": 0.9},
     "yarn-mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + n / 8 for n in range(12)],
+        "long_factor": [1.0 + n for n in range(12)],
+    }
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{arch: (arch, {}) for arch in ARCHITECTURES},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -44,6 +52,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "gemma3-soft-cap": ("gemma3", {"final_logit_softcapping": 2.0, "attention_bias": True}),
+    "phi3-longrope": ("phi3", LONGROPE | {"original_max_position_embeddings": 16}),
+    "phi3-longrope-short": ("phi3", LONGROPE | {"original_max_position_embeddings": 512}),
+    "qwen3_moe-some-dense": ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+    "qwen3_moe-not-normed": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 5}),
+    "qwen3_moe-windows": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    ),
+    "qwen2_moe-windows": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "glm4_moe-no-groups": ("glm4_moe", {"n_group": 1, "use_qk_norm": False}),
+    "glm4_moe-not-normed": ("glm4_moe", {"norm_topk_prob": False, "topk_group": 2}),
+    "mixtral-window": ("mixtral", {"sliding_window": 11, "hidden_act": "gelu"}),
     "gemma3-window-1": ("gemma3", {"sliding_window": 1}),
     **{
         f"llama-{name}": ("llama", {"rope_parameters": {"rope_theta": 5e4, **rope}})

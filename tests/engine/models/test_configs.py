@@ -22,7 +22,7 @@ YARN = {
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
-    archs = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+    archs = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "mixtral", "glm4_moe")
     return {arch: read_config(write_tiny(folder / arch, arch)) for arch in archs}
 
 
@@ -77,6 +77,8 @@ def test_absent_keys_take_the_defaults_of_their_architecture(
         parse_config(without(configs["llama"], partial_rotary_factor=0.5)).layers[0].rope.rotary_dim
         == 6
     )
+    uneven = without(configs["llama"], partial_rotary_factor=30 / 44) | {"head_dim": 44}
+    assert parse_config(uneven).layers[0].rope.rotary_dim == 30, "not 29: 44 * (30 / 44) < 30"
 
 
 def test_layers_of_one_window_share_a_group(configs: Mapping[str, dict[str, Any]]) -> None:
@@ -91,12 +93,38 @@ def test_layers_of_one_window_share_a_group(configs: Mapping[str, dict[str, Any]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dynamic rope": (
+    "a new rope": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        r"'dynamic' is not supported; known: .*llama3, yarn",
+        {"rope_parameters": {"rope_type": "spiral", "factor": 2.0}},
+        r"'spiral' is not supported; known: .*llama3, yarn",
     ),
-    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+    "dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "factor=None"),
+    "dynamic rope of a huge factor": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 1.7e308}},
+        "dynamic rope of factor 1.7e",
+    ),
+    "dynamic rope that shrinks": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}},
+        "dynamic rope of factor 0.5",
+    ),
+    "one expert in groups": ("glm4_moe", {"n_routed_experts": 4, "n_group": 4}, "4 experts in 4"),
+    "more experts than the groups have": (
+        "glm4_moe",
+        {"num_experts_per_tok": 4, "topk_group": 1},
+        "4 experts of 1 groups of 3",
+    ),
+    "experts without end": (
+        "mixtral",
+        {"num_local_experts": 4096, "num_hidden_layers": 9999},
+        "4096 experts in 9999 layers",
+    ),
+    "longrope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 6}},
+        "long_factor: want 6 numbers",
+    ),
     "llama3 borders": (
         "llama",
         {

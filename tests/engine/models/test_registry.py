@@ -16,7 +16,6 @@ from tiny_models import ARCHITECTURES, write_tiny
 from pdserve.engine import architectures as registry
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs, parse_config, register
-from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.load import load_model, open_checkpoint
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.layer import tensor_shapes
@@ -62,7 +61,7 @@ def test_conformance(name: str, models: Mapping[str, Path]) -> None:
     path = models[name]
     config = SPECS[name].parse(read_config(path))
     assert config.architecture == name
-    checkpoint = ViewedCheckpoint(open_checkpoint(path), SPECS[name].stored(config))
+    checkpoint = SPECS[name].view(open_checkpoint(path), config)
     stored = {key: checkpoint.layout(key).shape for key in checkpoint.names()}
     assert tensor_shapes(config) == stored
     decoder = load_decoder(path)

@@ -1,9 +1,20 @@
 """Rope tables: growth changes nothing, and divisors per frequency stand for llama3's scaling."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pdserve.engine.models.rope import ROPE_KINDS, RopeConfig, RopeTable, inverse_frequencies
+from pdserve.engine.models.hf_config.rope import read_rope
+from pdserve.engine.models.rope import (
+    ROPE_KINDS,
+    RopeConfig,
+    RopeTable,
+    for_context,
+    inverse_frequencies,
+)
 
 LLAMA3 = RopeConfig(5e5, 64, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
@@ -36,7 +47,41 @@ def test_factors_divide_the_frequencies() -> None:
 
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_every_kind_has_frequencies(kind: str) -> None:
-    rope = RopeConfig(1e4, 6, kind, 2.0, 100, factors=(1.0, 2.0, 3.0))
-    frequencies = inverse_frequencies(rope)
+    factors = (1.0, 2.0, 3.0)
+    rope = RopeConfig(1e4, 6, kind, 2.0, 100, factors=factors, long_factors=factors)
+    frequencies = inverse_frequencies(for_context(rope, 200))
     assert frequencies.shape == (3,)
     assert (frequencies > 0).all()
+
+
+BY_CONTEXT: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+    },
+}
+
+
+@pytest.mark.parametrize("context_len", [40, 64, 65, 256, 1024])
+@pytest.mark.parametrize("kind", BY_CONTEXT)
+def test_kinds_that_depend_on_the_context(kind: str, context_len: int) -> None:
+    """As transformers has them for a text that fills the context."""
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "rope_parameters": BY_CONTEXT[kind],
+    }
+    theirs, scale = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**fields), "cpu", seq_len=context_len)
+    rope = read_rope(fields, 8)
+    fixed = for_context(rope, context_len)
+    np.testing.assert_allclose(inverse_frequencies(fixed), theirs.numpy(), rtol=2e-7)
+    assert fixed.attention_factor == pytest.approx(scale)
+    assert for_context(fixed, 17) == fixed, "it is fixed"
+    table = RopeTable(rope, context_len)
+    again = RopeTable(fixed, 17)
+    assert np.array_equal(table.cos[:17], again.cos[:17])

@@ -1,0 +1,69 @@
+"""GLM 4.5 and 4.6: a mixture of experts behind some dense layers, rope in half of each head
+(arXiv:2508.06471).
+"""
+
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
+from pdserve.engine.models.hf_config.experts import num_experts, sigmoid_routing, with_experts
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.spec import ModelSpec, is_mtp
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    hf = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **hf}
+    config = standard(
+        hf,
+        qkv_bias=bool(hf.get("attention_bias", False)),
+        qk_norm="head" if hf.get("use_qk_norm") else "",
+    )
+    size = integer(hf, "moe_intermediate_size")
+    mixture = MixtureOfExperts(
+        num_experts(hf),
+        size,
+        sigmoid_routing(hf),
+        has_correction=True,
+        shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
+    )
+    first = integer(hf, "first_k_dense_replace", 1, minimum=0)
+    return with_experts(config, mixture, range(first, config.num_layers))
+
+
+GGUF_KEYS = (
+    "expert_shared_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "leading_dense_block_count",
+)
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """What a file does not say is as llama.cpp has it."""
+    defaults = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
+    config = defaults | expert_config(metadata, *GGUF_KEYS, scores="sigmoid")
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
+    further = metadata.get("glm4moe.nextn_predict_layers", 0)
+    config["num_hidden_layers"] = metadata["glm4moe.block_count"] - further
+    return config
+
+
+GGUF = GgufMapping(
+    "glm4moe",
+    tensors={
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+        "blk.{n}.nextn.eh_proj": "model.layers.{n}.eh_proj",
+        "blk.{n}.nextn.embed_tokens": "model.layers.{n}.embed_tokens",
+        "blk.{n}.nextn.enorm": "model.layers.{n}.enorm",
+        "blk.{n}.nextn.hnorm": "model.layers.{n}.hnorm",
+        "blk.{n}.nextn.shared_head_head": "model.layers.{n}.shared_head.head",
+        "blk.{n}.nextn.shared_head_norm": "model.layers.{n}.shared_head.norm",
+    },
+    config=gguf_config,
+)
+SPEC = ModelSpec(("Glm4MoeForCausalLM",), parse, GGUF, stored_experts, is_mtp)

@@ -1,0 +1,36 @@
+"""MiniMax M2: a mixture of experts on every layer, q and k normed as rows, rope in a part of each
+head.
+"""
+
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
+from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.standard import head_dim, standard
+from pdserve.engine.models.spec import ModelSpec, is_mtp
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    hf = {"rope_theta": 5e6, **hf}
+    if hf.get("rotary_dim") is not None:
+        hf = {"partial_rotary_factor": integer(hf, "rotary_dim") / head_dim(hf), **hf}
+    config = standard(hf, qk_norm="row")
+    mixture = MixtureOfExperts(
+        num_experts(hf),
+        config.ffn_size,
+        routing(hf, scores="sigmoid", normalized=True),
+        has_correction=True,
+    )
+    return with_experts(config, mixture, range(config.num_layers))
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    return expert_config(metadata, scores="sigmoid")
+
+
+GGUF = GgufMapping("minimax-m2", config=gguf_config)
+SPEC = ModelSpec(("MiniMaxM2ForCausalLM",), parse, GGUF, stored_experts, is_mtp)

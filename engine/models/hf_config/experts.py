@@ -1,0 +1,73 @@
+"""What config.json says about a mixture of experts. What is malformed raises UnsupportedModel."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.experts import MixtureOfExperts
+from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
+from pdserve.engine.models.hf_config.standard import num_layers
+from pdserve.engine.models.parts import ExpertRouting
+
+_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+_MAX_EXPERTS = 4096
+_MAX_MATRICES = 1 << 17  # of all layers together; MiniMax M2 has 15,872 experts
+_MAX_SCALE = 1e6
+
+
+def num_experts(hf: HfConfig) -> int:
+    """Under whichever of its names."""
+    name = next((name for name in _NAMES if hf.get(name) is not None), _NAMES[0])
+    return integer(hf, name, maximum=_MAX_EXPERTS)
+
+
+def routing(hf: HfConfig, **own: Any) -> ExpertRouting:
+    """`num_experts_per_tok` of them; `own` are further fields."""
+    return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **own)
+
+
+def sigmoid_routing(hf: HfConfig) -> ExpertRouting:
+    """As DeepSeek V3 has it: groups by the sum of their two best (arXiv:2412.19437, 2.1.2)."""
+    count = num_experts(hf)
+    groups = integer(hf, "n_group", 1)
+    kept = integer(hf, "topk_group", 1, maximum=groups)
+    found = routing(
+        hf,
+        scores="sigmoid",
+        normalized=bool(hf.get("norm_topk_prob", True)),
+        scale=positive(hf, "routed_scaling_factor", 1.0, most=_MAX_SCALE),
+        groups=groups,
+        kept_groups=kept,
+        group_best=2 if groups > 1 else 1,
+    )
+    if count % groups or count // groups < found.group_best:
+        raise UnsupportedModel(f"{count} experts in {groups} groups")
+    if found.top_k > kept * (count // groups):
+        raise UnsupportedModel(f"{found.top_k} experts of {kept} groups of {count // groups}")
+    return found
+
+
+def sparse_layers(hf: HfConfig) -> Collection[int]:
+    """Which layers have experts: every `decoder_sparse_step`th but `mlp_only_layers`."""
+    step = integer(hf, "decoder_sparse_step", 1)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise UnsupportedModel(f"config field mlp_only_layers={dense!r}: want a list")
+    return [n for n in range(num_layers(hf)) if (n + 1) % step == 0 and n not in dense]
+
+
+def with_experts(
+    config: ModelConfig, mixture: MixtureOfExperts, layers: Collection[int]
+) -> ModelConfig:
+    """The same with experts in some layers."""
+    wanted = set(layers)
+    if len(wanted) * mixture.num_experts > _MAX_MATRICES:
+        raise UnsupportedModel(f"{mixture.num_experts} experts in {len(wanted)} layers")
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, feed_forward=mixture) if n in wanted else layer
+            for n, layer in enumerate(config.layers)
+        ),
+    )

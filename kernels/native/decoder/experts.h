@@ -1,0 +1,77 @@
+// A mixture of experts: which gated products a row goes through is chosen by the row itself.
+//
+// Rows are gathered by expert, so that an expert's weights are read once for many rows, and the
+// tiles of all experts are divided over the threads at once. The results of a row are added in the
+// order of the experts: what a row becomes depends on that row alone.
+#pragma once
+#include <vector>
+
+#include "decoder/part.h"
+#include "linear/matrix.h"
+
+namespace pdserve {
+
+// How experts are chosen and weighted: engine/models/parts.py.
+struct Routing {
+  int64_t top_k = 1;
+  bool sigmoid = false;  // scores of the logits; otherwise softmax
+  bool normalized = false;
+  float scale = 1;
+  int64_t groups = 1, kept_groups = 1, group_best = 1;
+};
+
+// Throws std::invalid_argument if so many experts cannot be chosen like that.
+void check_routing(const Routing& routing, int64_t experts);
+
+struct Choice {
+  int64_t expert;
+  float weight;
+};
+
+// The top_k experts of one row, all different, best first, by its router logits [experts];
+// correction [experts] or null. scratch: 2 * experts + groups floats.
+void choose_experts(const Kernels& kernels, const Routing& routing, int64_t experts,
+                    const float* logits, const float* correction, float* scratch, Choice* chosen);
+
+// down(activation(gate x) * up x).
+struct Expert {
+  Matrix gate, up, down;
+};
+
+class ExpertsPart : public Part {
+ public:
+  static constexpr const char* kKind = "experts";
+  // router: [experts, values], and behind it, if there is a shared expert with a gate, that gate
+  // [1, values]. correction: [experts] or empty. shared: at most one, which every row goes to.
+  // Throws std::invalid_argument if the sizes do not fit each other.
+  ExpertsPart(std::vector<Matrix> router, std::vector<float> correction,
+              std::vector<Expert> experts, std::vector<Expert> shared, Routing routing,
+              Activation activation);
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step&, const Rows&, int64_t, const float*, float*) const override {}
+  bool ends_pass() const override { return true; }
+  bool wants_all_rows() const override { return true; }
+  void together(const Step& step, const Rows& rows, const float* x, float* y) const override;
+  int64_t products() const override;
+
+ private:
+  struct Scratch;
+
+  // Of some rows x, which become y.
+  void piece(const Step& step, int64_t rows, const float* x, float* y, Scratch& scratch) const;
+  // Slots [begins[e], begins[e + 1]) of `in` go through expert e: results[slot].
+  void compute(const Step& step, const std::vector<Expert>& experts, const int64_t* begins,
+               const Activations& in, Scratch& scratch, float* results) const;
+
+  std::vector<Matrix> router_;
+  std::vector<float> correction_;
+  std::vector<Expert> experts_, shared_;
+  Routing routing_;
+  Activation activation_;
+  int64_t values_ = 0;
+};
+
+}  // namespace pdserve

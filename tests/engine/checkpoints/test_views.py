@@ -1,0 +1,88 @@
+"""Tensors under other names than a model asks for, in stacks, and those of no model at all."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.views import Nth, View, ViewedCheckpoint, stacked
+from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
+from pdserve.engine.weights.unpack import unpack
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(EngineConfig(model=str(path)), lambda what, fraction: None)
+
+
+def stacks(path: Path) -> dict[str, torch.Tensor]:
+    """A model of which one tensor holds three matrices, and `gate` a fourth."""
+    write_tiny(path, "llama")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "experts.up.weight": torch.randn((3, 4, 5), generator=generator),
+        "gate.weight": torch.randn((4, 5), generator=generator),
+    }
+    save_file(tensors, path / "model.safetensors")
+    return tensors
+
+
+def test_matrices_of_a_stack(tmp_path: Path) -> None:
+    tensors = stacks(tmp_path)
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), stacked("experts.", ("up",), 3))
+    names = [f"experts.{n}.up.weight" for n in range(3)]
+    assert set(viewed.names()) == {*names, "gate.weight"}
+    for n, name in enumerate(names):
+        assert viewed.layout(name) == ("F32", (4, 5))
+        np.testing.assert_array_equal(unpack(viewed.tensor(name)), tensors["experts.up.weight"][n])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_stack_of_another_size_is_refused(count: int, tmp_path: Path) -> None:
+    stacks(tmp_path)
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), stacked("experts.", ("up",), count))
+    for look in (viewed.layout, viewed.tensor):
+        with pytest.raises(CheckpointError, match=rf"is \[3, 4, 5\], config says {count} matr"):
+            look("experts.0.up.weight")
+
+
+def test_a_vector_for_a_matrix_of_one_row(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama")
+    tensors = {"a": torch.arange(4.0), "b": torch.arange(8.0).view(2, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    views = {name: View(name, is_row=True) for name in tensors}
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), views)
+    assert viewed.layout("a").shape == viewed.tensor("a").shape == (1, 4)
+    assert viewed.layout("b").shape == viewed.tensor("b").shape == (2, 4), "it is one already"
+    assert unpack(viewed.tensor("a")).tolist() == [[0, 1, 2, 3]]
+
+
+def test_the_first_of_several_places_that_is_there(tmp_path: Path) -> None:
+    tensors = stacks(tmp_path)
+    views = {
+        "a": View("nowhere", fallback=View("experts.up.weight", Nth(1, 3))),
+        "b": View("gate.weight", slice(1, 3), fallback=View("experts.up.weight", Nth(0, 3))),
+        "c": View("nowhere", fallback=View("neither")),
+    }
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), views)
+    assert set(viewed.names()) == {"a", "b"}
+    np.testing.assert_array_equal(unpack(viewed.tensor("a")), tensors["experts.up.weight"][1])
+    np.testing.assert_array_equal(unpack(viewed.tensor("b")), tensors["gate.weight"][1:3])
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "minimax_m2", "llama"])
+def test_layers_behind_the_models_own(arch: str, tmp_path: Path) -> None:
+    """They guess several tokens ahead, where an architecture has them."""
+    path = write_tiny(tmp_path, arch)
+    file = path / "model.safetensors"
+    more = {"model.layers.3.eh_proj.weight": torch.ones((4, 4))}
+    save_file(load_file(file) | more, file)
+    if arch == "llama":
+        with pytest.raises(CheckpointError, match=r"no use for 1 tensors: model\.layers\.3\.eh"):
+            load(path)
+    else:
+        assert load(path).decoder.config.num_layers == 3

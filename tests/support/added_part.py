@@ -1,0 +1,51 @@
+"""Arcee's models: Llama with an MLP of squared ReLU, added from outside the product by importing
+this file.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pdserve.engine.architectures import llama, register
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models.layer import linear
+from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
+from pdserve.engine.models.parts import Part, TensorSpec
+from pdserve.engine.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredRelu(Part):
+    """max(x, 0) squared."""
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+@computes(SquaredRelu)
+class TorchSquaredRelu:
+    def __init__(self, part: SquaredRelu, setup: Setup) -> None:
+        pass
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        return x.relu().square()
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredReluMlp:
+    """engine/models/config.py FeedForward."""
+
+    def parts(self, config: ModelConfig, prefix: str) -> tuple[Part, ...]:
+        mlp, hidden, size = prefix + "mlp.", config.hidden_size, config.ffn_size
+        up = linear(mlp, {"up_proj": size}, hidden)
+        return (up, SquaredRelu(), linear(mlp, {"down_proj": hidden}, size))
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    config = llama.parse({**hf, "hidden_act": "silu"})  # which no part of it uses
+    layers = tuple(replace(layer, feed_forward=SquaredReluMlp()) for layer in config.layers)
+    return replace(config, layers=layers)
+
+
+register(ModelSpec(("ArceeForCausalLM",), parse))
