@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-transfer clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -137,6 +137,9 @@ bench-interference: setup
 
 bench-transfer: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line5_transfer.py $(ARGS)
+
+bench-formats: setup
+	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

@@ -22,6 +22,15 @@ class Matrix:
     def pack(
         context: Context, format: str, data: NDArray[np.uint8], rows: int, cols: int
     ) -> Matrix: ...
+    @staticmethod
+    def pack_groups(
+        context: Context,
+        format: str,
+        codes: NDArray[np.uint8],
+        type: str,
+        scales: NDArray[np.uint8],
+        zeros: NDArray[np.uint8] | None = None,
+    ) -> Matrix: ...
     @property
     def rows(self) -> int: ...
     @property
@@ -33,6 +42,7 @@ class Matrix:
     def row_values(self, context: Context, ids: NDArray[np.int64]) -> NDArray[np.float32]: ...
 
 def formats() -> list[str]: ...
+def grouped_formats() -> list[str]: ...
 def linear_into(
     context: Context,
     x: NDArray[np.float32],

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from pdserve.kernels import _native
 
-VERSION = "native-2"  # raise it with any change of a kernel's results
+VERSION = "native-3"  # raise it with any change of a kernel's results
 FORMATS = frozenset(_native.formats())  # that pack knows
+GROUPED = frozenset(_native.grouped_formats())  # that pack_groups knows
+SCALES = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # types of scales
 KV_BLOCK = 16  # a block's tokens must be a multiple of it
 
 
@@ -35,8 +37,29 @@ class CpuKernels:
         `data`: uint8 blocks [rows, bytes] of a GGUF type, or numbers of F16, BF16 (as uint16) or
         F32 [rows, cols]; `format` one of FORMATS, else ValueError. `data` is not needed afterwards.
         """
-        stored = np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1)
-        return _native.Matrix.pack(self.context, format, stored, rows, cols)
+        return _native.Matrix.pack(self.context, format, _bytes(data), rows, cols)
+
+    def pack_groups(
+        self,
+        format: str,
+        codes: NDArray[np.uint8],
+        scales: NDArray[Any],
+        zeros: NDArray[np.uint8] | None,
+    ) -> "_native.Matrix":
+        """Weights whose groups of columns share a scale, laid out for the kernels.
+
+        `format` one of GROUPED; `codes` and `zeros` as of `_native.Matrix.pack_groups`; `scales`
+        float32, float16 or bfloat16 (as uint16) [rows, groups]. ValueError as there.
+        """
+        zeros = None if zeros is None else np.ascontiguousarray(zeros)
+        kind = SCALES[scales.dtype.name]
+        codes = np.ascontiguousarray(codes)
+        return _native.Matrix.pack_groups(self.context, format, codes, kind, _bytes(scales), zeros)
+
+
+def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
+    """[rows, ...] as [rows, bytes]."""
+    return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1)
 
 
 def default_threads() -> int:

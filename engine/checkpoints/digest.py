@@ -15,12 +15,15 @@ from pdserve.engine.weights.format import RawTensor
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:
-    """The hash of one tensor; of several parts, over their hashes in the order of their names."""
+    """The hash of one tensor; of several parts, over their hashes in the order of their names,
+    and of columns in another order, over that order too."""
     hashes = [
         hashlib.sha256(np.ascontiguousarray(part).data).digest()
         for _, part in sorted(raw.parts.items())
     ]
     content = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
+    if raw.columns is not None:
+        content = hashlib.sha256(content + raw.columns.tobytes()).digest()
     head = json.dumps([name, raw.format, list(raw.shape)], separators=(",", ":")).encode()
     return hashlib.sha256(b"\0" + content + head).digest()
 

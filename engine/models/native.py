@@ -3,6 +3,8 @@
 Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -33,9 +35,12 @@ from pdserve.engine.models.parts import (
 )
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.formats.grouped import CODES, SCALES, ZEROS
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
-from pdserve.kernels.cpu import FORMATS, CpuKernels
+from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
+
+log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 Weights = Callable[[str], RawTensor]
@@ -73,21 +78,24 @@ class NativeDecoder:
             logit_scale=config.logit_scale,
             logit_soft_cap=config.logit_soft_cap,
         )
+        self._expanded: Counter[str] = Counter()  # weights, by their format
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope)
         self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
         self._reserve_positions(1)
-        embedding = self._pack(weights(EMBEDDING))
+        embedding = self._pack(EMBEDDING, weights(EMBEDDING))
         self._stack.set_embedding(embedding)
         for n in range(config.num_layers):
             self._add_layer(n, weights)
         (norm,) = self._fields(final_norm(config), weights, 0)
         self._stack.set_head(
             norm,
-            embedding if config.tied_head else self._pack(weights(HEAD)),
+            embedding if config.tied_head else self._pack(HEAD, weights(HEAD)),
             unpack(weights(HEAD_BIAS)) if config.head_bias else None,
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
+        for format, count in self._expanded.items():
+            log.warning("%d weights of %s have no packed form: kept as float32", count, format)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
@@ -150,10 +158,7 @@ class NativeDecoder:
                 given = {"weight": unpack(weights(part.weight.name)), "bias": bias}
                 return [("layer_norm", given | {"eps": part.eps})]
             case Linear():
-                matrices = [self._pack(weights(spec.name)) for spec in part.weights]
-                vectors = [unpack(weights(spec.name)) for spec in part.biases]
-                bias = np.concatenate(vectors) if vectors else None
-                return [("linear", {"matrices": matrices, "bias": bias})]
+                return self._linear(part, weights)
             case HeadNorm():
                 heads = part.heads
                 q_size, kv_size = heads.q * heads.dim, heads.kv * heads.dim
@@ -188,13 +193,27 @@ class NativeDecoder:
             f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
         )
 
+    def _linear(self, part: Linear, weights: Weights) -> list[NativePart]:
+        """If the columns of the first weight are stored in another order, the input of all is
+        brought into it."""
+        names = [spec.name for spec in part.weights]
+        first = weights(names[0])
+        matrices = [self._pack(names[0], first, first.columns)]
+        matrices += [self._pack(name, weights(name), first.columns) for name in names[1:]]
+        vectors = [unpack(weights(spec.name)) for spec in part.biases]
+        bias = np.concatenate(vectors) if vectors else None
+        linear: NativePart = ("linear", {"matrices": matrices, "bias": bias})
+        return (
+            [linear] if first.columns is None else [("reorder", {"order": first.columns}), linear]
+        )
+
     def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
         def packed(expert: Expert) -> list[_native.Matrix]:
             specs = (*expert.gate_up.weights, *expert.down.weights)
-            return [self._pack(weights(spec.name)) for spec in specs]
+            return [self._pack(spec.name, weights(spec.name)) for spec in specs]
 
         def router(spec: TensorSpec) -> _native.Matrix:  # a choice wants all bits there are
-            return self._pack(as_plain(weights(spec.name), "F32"))
+            return self._pack(spec.name, as_plain(weights(spec.name), "F32"))
 
         routers = [router(part.router)]
         correction = unpack(weights(part.correction.name)) if part.correction else None
@@ -219,11 +238,36 @@ class NativeDecoder:
             "activation": part.activation,
         }
 
-    def _pack(self, weight: RawTensor) -> "_native.Matrix":
-        """Formats that no kernel knows are expanded to float32."""
-        stored = weight if weight.format in FORMATS else as_plain(weight, "F32")
-        (data,) = stored.parts.values()
-        return self._kernels.pack(data, stored.format, *stored.shape)
+    def _pack(
+        self, name: str, raw: RawTensor, columns: NDArray[np.int64] | None = None
+    ) -> "_native.Matrix":
+        """For an input whose values are in the order of `columns`. What no kernel can read as it is
+        stored is expanded to float32. Raises UnsupportedModel for values that no kernel takes."""
+        if raw.format in GROUPED and fits_groups(raw) and same_order(raw.columns, columns):
+            codes, scales = raw.parts[CODES], raw.parts[SCALES]
+            try:
+                return self._kernels.pack_groups(raw.format, codes, scales, raw.parts.get(ZEROS))
+            except ValueError as error:
+                raise UnsupportedModel(f"tensor {name}: {error}") from error
+        if raw.format in FORMATS and columns is None:
+            (data,) = raw.parts.values()
+            return self._kernels.pack(data, raw.format, *raw.shape)
+        self._expanded[raw.format] += 1
+        values = unpack(raw) if columns is None else unpack(raw)[:, columns]
+        return self._kernels.pack(values, "F32", *raw.shape)
+
+
+def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def fits_groups(raw: RawTensor) -> bool:
+    """Whether the kernels have its sizes of groups and of scales."""
+    scales = raw.parts[SCALES]
+    width = raw.shape[1] // scales.shape[1]
+    if raw.format in ("INT4", "INT8"):
+        return width % 32 == 0 and not (ZEROS in raw.parts and scales.dtype == np.float32)
+    return raw.format == "FP8" or width == 16
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:

@@ -26,6 +26,7 @@ class RawTensor:
     parts: Mapping[str, NDArray[Any]]
     format: str
     shape: tuple[int, ...]
+    columns: NDArray[np.int64] | None = None  # stored column n is that of input columns[n]
 
     @property
     def nbytes(self) -> int:
@@ -35,12 +36,12 @@ class RawTensor:
         """Some rows of it: a view for a slice, a copy for an array of row numbers."""
         parts = {name: part[index] for name, part in self.parts.items()}
         count = len(next(iter(parts.values())))
-        return RawTensor(parts, self.format, (count, *self.shape[1:]))
+        return RawTensor(parts, self.format, (count, *self.shape[1:]), self.columns)
 
     def matrix(self, number: int) -> "RawTensor":
         """One matrix of a stack of them: a view."""
         parts = {name: part[number] for name, part in self.parts.items()}
-        return RawTensor(parts, self.format, self.shape[1:])
+        return RawTensor(parts, self.format, self.shape[1:], self.columns)
 
     def as_row(self) -> "RawTensor":
         """A vector as a matrix of one row: a view."""
@@ -49,18 +50,13 @@ class RawTensor:
 
 
 class Format(ABC):
-    """A way to store a matrix. `hf_parts`: names in Hugging Face files that replace "weight"."""
+    """A way to store a matrix."""
 
     name: str
-    hf_parts: tuple[str, ...] = ()
-
-    @abstractmethod
-    def shape(self, parts: Mapping[str, NDArray[Any]]) -> tuple[int, ...]:
-        """The shape of the values. Raises ValueError if the parts do not fit together."""
 
     @abstractmethod
     def unpack(self, raw: RawTensor) -> Floats:
-        """The values, float32 of raw.shape."""
+        """The values, float32 of raw.shape, columns in their stored order."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,6 @@ class BlockFormat(Format):
                 f"a row of {row_values} values is no multiple of {self.name}'s {self.block_values}"
             )
         return row_values // self.block_values * self.block_bytes
-
-    def shape(self, parts: Mapping[str, NDArray[Any]]) -> tuple[int, ...]:
-        *outer, row = parts[BLOCKS].shape
-        if row % self.block_bytes:
-            raise ValueError(f"a row of {row} bytes is no multiple of {self.name}'s blocks")
-        return (*outer, row // self.block_bytes * self.block_values)
 
     def unpack(self, raw: RawTensor) -> Floats:
         blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)

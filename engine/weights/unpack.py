@@ -40,6 +40,8 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
             values = part.parts[VALUES]
         else:
             values = widened(part.parts[VALUES], raw.format)
+        if raw.columns is not None:
+            values = values[:, np.argsort(raw.columns)]
         write_rounded(values, out[some], format)
 
 

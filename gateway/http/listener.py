@@ -7,6 +7,7 @@ over is closed at once. An IPv6 network of 64 bits counts as one address: its ow
 import asyncio
 import ipaddress
 import logging
+import math
 import resource
 import socket
 from collections.abc import Awaitable, Callable
@@ -40,7 +41,7 @@ class HttpListener:
         self._open = FairShare(most // 2)  # of which all may have twice as much
         self._most = most
         self._num_refused = 0  # since the last log line that there is no room
-        self._warn_at = 0.0  # by the loop's clock: the next time that a lack of room is logged
+        self._logged_at = -math.inf  # that there is no room, by the loop's clock
         self._serving: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -80,14 +81,14 @@ class HttpListener:
     def _has_room(self, owner: bytes) -> bool:
         room = self._open.total < self._most and self._open.has_room(owner)
         self._num_refused += not room
-        if not room and self._loop.time() >= self._warn_at:
+        if not room and self._loop.time() - self._logged_at >= FULL_LOG_S:
             log.warning(
                 "%d HTTP connections were closed at once: %d are open",
                 self._num_refused,
                 self._open.total,
             )
             self._num_refused = 0
-            self._warn_at = self._loop.time() + FULL_LOG_S
+            self._logged_at = self._loop.time()
         return room
 
     async def _hold(self, connection: socket.socket, owner: bytes) -> None:

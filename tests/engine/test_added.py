@@ -3,6 +3,7 @@
 Each is a file of tests/support that a test imports at run time.
 """
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,16 @@ def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
             made = added.quantized(tensor)
             prefix = name.removesuffix("weight")
             parts |= {prefix + part: array for part, array in made.items()}
-            raw = added.RawTensor(made, added.GroupedFormat.name, tensor.shape)
-            values[name] = added.GroupedFormat().unpack(raw)
+            raw = added.RawTensor(made, added.Grouped8.name, tensor.shape)
+            values[name] = added.Grouped8().unpack(raw)
             assert np.abs(values[name] - tensor).max() < 0.05
         else:
             parts[name] = values[name] = tensor
     assert len(parts) == len(tensors) + 2 * 7 * 3
     save_file(parts, stored / "model.safetensors")
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "grouped", "group_size": 16}
+    (stored / "config.json").write_text(json.dumps(config))
     save_file(values, rounded / "model.safetensors")
     prompt = {"x": list(range(3, 40))}
     exact = PagedRunner(load_decoder(rounded)).step(prompt)["x"]
@@ -84,10 +88,10 @@ def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
         loaded = load(stored, kv_dtype="float32", **options)
         found = PagedRunner(loaded.decoder).step(prompt)["x"]
         torch.testing.assert_close(found, exact, atol=1e-4, rtol=0)
-        assert loaded.card.quantization == added.GroupedFormat.name
+        assert loaded.card.quantization == added.Grouped8.name
     name = next(name for name in parts if name.endswith("scales"))
     save_file({**parts, name: parts[name][:, 1:].copy()}, stored / "model.safetensors")
-    with pytest.raises(CheckpointError, match="GROUPED8: scales or zeros do not fit"):
+    with pytest.raises(CheckpointError, match="is quantized: scales or zeros do not fit"):
         load(stored)
 
 

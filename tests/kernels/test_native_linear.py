@@ -1,5 +1,7 @@
 """Packed weights and their product: values, bounds, and the same bits on every path."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,47 @@ from numpy.typing import NDArray
 from pdserve.engine.weights.format import BLOCKS as STORED_BLOCKS
 from pdserve.engine.weights.format import VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.formats.grouped import (
+    CODES,
+    FP4,
+    FP8,
+    INT4,
+    INT8,
+    NAMES,
+    ZEROS,
+    GroupedFormat,
+    grouped,
+)
+from pdserve.engine.weights.formats.grouped import SCALES as SCALE_PART
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 
 FLOATS = ("F32", "F16", "BF16")
-BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS"),
+)
+# Name -> (format, columns of a group, 0 for the whole row, type of scales, zeros).
+GROUPS: dict[str, tuple[GroupedFormat, int, type[np.generic], bool]] = {
+    "INT4 of 128": (INT4, 128, np.float16, False),
+    "INT4 of 128, zeros": (INT4, 128, np.float16, True),
+    "INT4 of 32, bf16, zeros": (INT4, 32, np.uint16, True),
+    "INT4 of 64, bf16": (INT4, 64, np.uint16, False),
+    "INT4 of a row, f32": (INT4, 0, np.float32, False),
+    "INT4 of 96, zeros": (INT4, 96, np.float16, True),
+    "INT8 of 128, zeros": (INT8, 128, np.float16, True),
+    "INT8 of a row, bf16": (INT8, 0, np.uint16, False),
+    "INT8 of a row, f32": (INT8, 0, np.float32, False),
+    "INT8 of 64": (INT8, 64, np.float16, False),
+    "INT8 of 32, bf16, zeros": (INT8, 32, np.uint16, True),
+    "INT8 of 96": (INT8, 96, np.float32, False),
+    "FP8 of 128": (FP8, 128, np.float32, False),
+    "FP8 of a row, bf16": (FP8, 0, np.uint16, False),
+    "FP4 of 16": (FP4, 16, np.float32, False),
+}
+ENCODED = {*BLOCKS, *GROUPS} - {"FP8 of 128", "FP8 of a row, bf16"}  # against inputs as int8
+KINDS = (*FLOATS, *BLOCKS, *GROUPS)
+SUBNORMAL = 1e-38  # numbers of this size have no full precision
 ROW_COUNTS = (*range(2, 20), 31, 33, 70)
 # Where the float16 scales lie in a block; random bytes there would be infinities.
 SCALES = {
@@ -28,6 +66,10 @@ SCALES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),
+    "NVFP4": (),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 Floats = NDArray[np.float32]
 
@@ -50,18 +92,55 @@ def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.u
     for at in SCALES[kind]:
         scale = rng.normal(size=(len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8)
+    if kind == "MXFP4":  # exponents of tame sizes, and of the smallest
+        blocks[:, 0] = rng.integers(118, 132, len(blocks))
+        blocks[:2, 0] = (0, 1)[: len(blocks)]
     data = blocks.reshape(rows, -1)
     return data, unpack(RawTensor({STORED_BLOCKS: data}, kind, (rows, cols)))
 
 
+def group_tensor(kind: str, rows: int, cols: int, seed: int) -> RawTensor:
+    """Random levels in groups. 8-bit floats are no NaN; scales begin with the smallest there is."""
+    form, group, dtype, has_zeros = GROUPS[kind]
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (rows, cols * form.bits // 8), np.uint8)
+    if form is FP8:
+        codes[codes & 127 == 127] = 0
+    shape = (rows, cols // group if group else 1)
+    scales = rng.normal(size=shape).astype(np.float32)
+    if dtype == np.uint16:
+        scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
+        scales[0, 0] = seed % 2  # the least bfloat16, which is no float16, or 0
+    else:
+        scales = scales.astype(dtype)
+        scales[0, 0] = np.finfo(dtype).smallest_subnormal if form not in (FP8, FP4) else 1e-30
+    zeros = rng.integers(0, 1 << form.bits, shape, np.uint8) if has_zeros else None
+    return grouped(form, codes, scales, zeros)
+
+
 def quantum(kind: str) -> int:
+    if kind in GROUPS:
+        return max(32, GROUPS[kind][1])
     form = formats().get(kind)
     return form.block_values if isinstance(form, BlockFormat) else 1
+
+
+def cols_of(kind: str, blocks: int) -> int:
+    """A width of about `blocks` times 32."""
+    size = quantum(kind)
+    return blocks * max(32, size) if size <= 32 else (blocks % 5 + 1) * size
 
 
 def packed(
     context: _native.Context, kind: str, rows: int, cols: int, seed: int = 0
 ) -> tuple[_native.Matrix, Floats]:
+    if kind in GROUPS:
+        raw = group_tensor(kind, rows, cols, seed)
+        scales = raw.parts[SCALE_PART].view(np.uint8)
+        type_ = NAMES[raw.parts[SCALE_PART].dtype]
+        codes, zeros = raw.parts[CODES], raw.parts.get(ZEROS)
+        pack = _native.Matrix.pack_groups
+        return pack(context, raw.format, codes, type_, scales, zeros), unpack(raw)
     data, values = raw_tensor(kind, rows, cols, seed)
     return _native.Matrix.pack(context, kind, data, rows, cols), values
 
@@ -96,7 +175,7 @@ def product(
 
 @settings(max_examples=80, deadline=None)
 @given(
-    kind=st.sampled_from(FLOATS + BLOCKS),
+    kind=st.sampled_from(KINDS),
     rows=st.integers(1, 50),
     blocks=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
@@ -107,7 +186,7 @@ def test_packed_weights_are_the_stored_ones(
     matrix, values = packed(context, kind, rows, blocks * quantum(kind), seed)
     ids = np.random.default_rng(seed).permutation(rows)
     assert (matrix.rows, matrix.cols) == values.shape
-    assert matrix.nbytes >= values.size // 2
+    assert matrix.nbytes * 2 >= values.size
     for isa in _native.isas():
         read = matrix.row_values(_native.Context(1, isa=isa), ids)
         assert np.array_equal(read, values[ids])
@@ -115,7 +194,7 @@ def test_packed_weights_are_the_stored_ones(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    kind=st.sampled_from(FLOATS + BLOCKS),
+    kind=st.sampled_from(KINDS),
     rows=st.integers(1, 80),
     blocks=st.integers(1, 50),
     tokens=st.integers(1, 40),
@@ -126,40 +205,41 @@ def test_product_is_that_of_weights_and_encoded_inputs(
     kind: str, rows: int, blocks: int, tokens: int, isa: str, seed: int
 ) -> None:
     context = _native.Context(2, isa=isa)
-    cols = blocks * quantum(kind) if quantum(kind) < 256 else (blocks % 5 + 1) * 256
+    cols = cols_of(kind, blocks)
     matrix, values = packed(context, kind, rows, cols, seed)
     x = inputs(tokens, cols, seed)
     result = product(context, x, [matrix])
     seen = x.astype(np.float64)
     if kind == "BF16":
         seen = torch.from_numpy(x).bfloat16().double().numpy()
-    elif kind in BLOCKS:
+    elif kind in ENCODED:
         seen = encoded(x)
     exact = seen @ values.T.astype(np.float64)
     # Terms of d * q and of m may cancel: a bound on what is added up, a few roundings a block.
     terms = np.abs(seen) @ (np.abs(values.T.astype(np.float64)) + term_size(values, kind))
-    assert (np.abs(result - exact) <= terms * 2.0**-23 * (cols if kind in FLOATS else 8)).all()
+    rounding = terms * 2.0**-23 * (8 if kind in ENCODED else cols) + SUBNORMAL
+    assert (np.abs(result - exact) <= rounding).all()
     # int8 takes half a step of 1/127 of a block's largest input; bf16 2^-8 of every input.
     plain = x.astype(np.float64) @ values.T.astype(np.float64)
-    off = np.abs(x).reshape(tokens, -1, 32).max(2).repeat(32, 1) if kind in BLOCKS else np.abs(x)
-    share = {"F32": 0.0, "F16": 0.0, "BF16": 2.0**-8}.get(kind, 0.51 / 127)
-    bound = share * (off @ np.abs(values.T)) + terms * 2.0**-23 * (cols if kind in FLOATS else 8)
+    off = np.abs(x).reshape(tokens, -1, 32).max(2).repeat(32, 1) if kind in ENCODED else np.abs(x)
+    share = 0.51 / 127 if kind in ENCODED else {"BF16": 2.0**-8}.get(kind, 0.0)
+    bound = share * (off @ np.abs(values.T)) + rounding
     assert (np.abs(result - plain) <= bound).all()
 
 
 def term_size(values: Floats, kind: str) -> NDArray[np.float64]:
     """An upper bound of the parts d * q and m that a weight is the sum of: the format's largest."""
-    if kind in FLOATS:
+    if kind not in ENCODED:
         return np.zeros((values.shape[1], 1))
     return np.full((values.shape[1], 1), 4.0 * float(np.abs(values).max()))
 
 
-@pytest.mark.parametrize("kind", FLOATS + BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("blocks", [1, 18, 23])
 def test_a_row_is_the_same_alone_and_among_others(
     context: _native.Context, kind: str, blocks: int
 ) -> None:
-    cols = {1: blocks * 32, 32: blocks * 32}.get(quantum(kind), (blocks % 4 + 1) * 256)
+    cols = cols_of(kind, blocks)
     matrix, _ = packed(context, kind, 90, cols)
     x = inputs(max(ROW_COUNTS), cols)
     single = _native.Context(1)
@@ -169,10 +249,10 @@ def test_a_row_is_the_same_alone_and_among_others(
         assert same(product(single, x[-count:], [matrix]), alone[-count:])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FLOATS + BLOCKS if kind != "BF16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "BF16"])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> None:
-    cols = 2 * 256
+    cols = 6 * 256
     contexts = [_native.Context(1, isa=isa) for isa in _native.isas()]
     matrix, _ = packed(contexts[0], kind, 50, cols)
     x = inputs(tokens, cols)
@@ -207,19 +287,19 @@ def test_plain_numbers_of_any_width(context: _native.Context, kind: str, cols: i
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-@pytest.mark.parametrize("kind", FLOATS + BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spoils_its_row_alone(isa: str, kind: str, bad: float) -> None:
     context = _native.Context(1, isa=isa)
-    matrix, _ = packed(context, kind, 20, 512)
-    x = inputs(40, 512)
+    matrix, _ = packed(context, kind, 20, 768)
+    x = inputs(40, 768)
     clean = product(context, x, [matrix])
     for count in (1, 5, 40):
         x[count - 1, 300] = bad
         result = product(context, x[:count], [matrix])
         assert not np.isfinite(result[-1]).any()
         assert same(result[:-1], clean[: count - 1])
-        x = inputs(40, 512)
+        x = inputs(40, 768)
 
 
 def test_zero_and_tiny_inputs(context: _native.Context) -> None:
@@ -233,6 +313,7 @@ def test_zero_and_tiny_inputs(context: _native.Context) -> None:
 
 def test_every_format_is_tested_here() -> None:
     assert _native.formats() == [*FLOATS, *BLOCKS]
+    assert {form.name for form, *_ in GROUPS.values()} == {*_native.grouped_formats()}
 
 
 def test_wrong_arguments_raise(context: _native.Context) -> None:
@@ -272,6 +353,41 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
         matrix.row_values(context, np.array([0, 4]))
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([-1]))
+
+
+def test_wrong_groups_raise(context: _native.Context) -> None:
+    def pack(form: str, codes: Any, scales: Any, zeros: Any = None) -> None:
+        raw = scales.view(np.uint8)
+        _native.Matrix.pack_groups(context, form, codes, "F32", raw, zeros)
+
+    codes, ones = np.zeros((3, 64), np.uint8), np.ones((3, 4), np.float32)
+    pack("INT4", codes, ones)
+    pack("FP4", codes, np.ones((3, 8), np.float32))
+    with pytest.raises(ValueError, match="no packed layout for groups of 'INT5'"):
+        pack("INT5", codes, ones)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        pack("INT8", codes, ones)
+    with pytest.raises(ValueError, match="are of 16 columns"):
+        pack("FP4", codes, ones)
+    with pytest.raises(ValueError, match="evenly"):
+        pack("INT4", codes, np.ones((3, 5), np.float32))
+    with pytest.raises(ValueError, match="evenly"):
+        pack("INT4", codes, np.ones((3, 0), np.float32))
+    with pytest.raises(ValueError, match="a row of codes"):
+        pack("INT4", codes, np.ones((2, 4), np.float32))
+    with pytest.raises(ValueError, match="one byte a scale"):
+        pack("INT4", codes, ones, np.zeros((3, 3), np.uint8))
+    with pytest.raises(ValueError, match="floats have no zeros"):
+        pack("FP8", codes, ones, np.zeros((3, 4), np.uint8))
+    for nan in (0x7F, 0xFF):
+        with pytest.raises(ValueError, match="NaN"):
+            pack("FP8", np.full((3, 64), nan, np.uint8), ones)
+    with pytest.raises(ValueError, match="F16, BF16 or F32"):
+        _native.Matrix.pack_groups(context, "INT4", codes, "F64", codes)
+    with pytest.raises(ValueError, match="scales of 16 bits"):
+        pack("INT4", codes, ones, np.zeros((3, 4), np.uint8))
+    with pytest.raises(ValueError, match="at least one"):
+        _native.Matrix.pack_groups(context, "INT4", codes[:0], "F32", codes[:0])
 
 
 def test_no_tokens(context: _native.Context) -> None:

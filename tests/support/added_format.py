@@ -1,38 +1,51 @@
-"""A weight format of three stored parts, added from outside the product: eight-bit levels with a
-scale and a zero for each group of values. Importing this file is enough."""
+"""A weight format and the quantization method whose files hold it, added from outside the product:
+eight-bit levels with a scale and a zero for each group of values. Importing this file is enough."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from pdserve.engine.checkpoints import quantization
+from pdserve.engine.checkpoints.source import Layout
+from pdserve.engine.weights import formats
 from pdserve.engine.weights.format import Floats, Format, RawTensor
-from pdserve.engine.weights.formats import register
 
 GROUP = 16
 
 
-class GroupedFormat(Format):
+class Grouped8(Format):
     name = "GROUPED8"
-    hf_parts = ("qweight", "scales", "qzeros")
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def unpack(self, raw: RawTensor) -> Floats:
+        levels, scales, zeros = (raw.parts[part] for part in ("qweight", "scales", "qzeros"))
+        grouped = levels.reshape(*scales.shape, GROUP).astype(np.float32)
+        centred = grouped - zeros[..., None].astype(np.float32)
+        return (centred * scales[..., None].astype(np.float32)).reshape(levels.shape)
+
+
+class Method(quantization.QuantizationMethod):
+    names = ("grouped",)
+    forms = (("qweight", "scales", "qzeros"),)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        quantization.choice(config, ("group_size",), (GROUP,))
+
+    def layout(self, parts: quantization.Parts) -> Layout:
         levels = parts["qweight"]
         rows, cols = levels.shape
         if cols % GROUP or any(
             parts[p].shape != (rows, cols // GROUP) for p in ("scales", "qzeros")
         ):
             raise ValueError(f"scales or zeros do not fit levels of shape {[rows, cols]}")
-        return (rows, cols)
+        return Layout(Grouped8.name, (rows, cols))
 
-    def unpack(self, raw: RawTensor) -> Floats:
-        levels, scales, zeros = (raw.parts[part] for part in self.hf_parts)
-        grouped = levels.reshape(*scales.shape, GROUP).astype(np.float32)
-        centred = grouped - zeros[..., None].astype(np.float32)
-        return (centred * scales[..., None].astype(np.float32)).reshape(levels.shape)
+    def read(self, parts: quantization.Parts) -> RawTensor:
+        return RawTensor(parts, *self.layout(parts))
 
 
-register(GroupedFormat())
+formats.register(Grouped8())
+quantization.register(Method)
 
 
 def quantized(values: Floats) -> dict[str, Any]:

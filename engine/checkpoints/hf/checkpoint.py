@@ -1,19 +1,22 @@
 """A Hugging Face model directory: config.json and safetensors, in one file or sharded.
 
-A weight is one tensor of plain numbers, or the several parts of a storage format
-(engine/weights/format.py): those of `x.weight` are then `x.qweight`, `x.scales` and the like.
+A weight is one tensor of plain numbers, or several parts that the config's method of quantization
+reads (checkpoints/quantization): those of `x.weight` are then `x.qweight`, `x.scales` and the like.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.hf.text import directory_text_files
+from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
 from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
 from pdserve.engine.weights.format import VALUES, RawTensor
-from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
@@ -39,10 +42,11 @@ class DirectoryCheckpoint:
             if claimed - there:
                 missing = ", ".join(sorted(claimed - there)[:5])
                 raise CheckpointError(f"{path / shard} lacks tensors that {INDEX} names: {missing}")
-        self._parts = _grouped(self._owner)
-        method = _quantization(self._config)
-        if method and all(format is None for format, _ in self._parts.values()):
-            raise CheckpointError(f"{path} is quantized by {method!r}, which is not supported")
+        self._method = _method(path, self._config)
+        self._quantized = self._method.find(self._owner) if self._method else {}
+        if self._method and not self._quantized:
+            raise CheckpointError(f"{path}: its config names a quantization that no weight has")
+        self._names = self._find_names()
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -57,62 +61,79 @@ class DirectoryCheckpoint:
         return tuple(str(path) for path in sorted(self._path.glob("*.j*")))
 
     def names(self) -> Collection[str]:
-        return self._parts.keys()
+        return self._names
 
     def layout(self, name: str) -> Layout:
-        if (format := self._parts[name][0]) is None:
-            return self._readers[self._owner[name]].layout(name)
-        return Layout(format, self.tensor(name).shape)
+        if name not in self._quantized:
+            return self._reader(name).layout(name)
+        assert self._method is not None
+        with self._explained(name):
+            return self._method.layout(self._stored_parts(name))
 
     def tensor(self, name: str) -> RawTensor:
-        if name not in self._parts:
-            raise unknown_tensor(name, self._parts)
-        format, stored = self._parts[name]
-        parts = {part: self._reader(full).array(full) for part, full in stored.items()}
-        if format is None:
-            kind, shape = self.layout(name)
-            if kind not in PLAIN:
-                path = self._reader(name).path
-                known = ", ".join(PLAIN)
-                raise CheckpointError(f"{path}: tensor {name} is {kind}; supported: {known}")
-            return RawTensor(parts, kind, shape)
-        try:
-            return RawTensor(parts, format, formats()[format].shape(parts))
-        except ValueError as error:
-            raise CheckpointError(f"{self._path}: {name}, stored as {format}: {error}") from error
+        if name in self._quantized:
+            assert self._method is not None
+            with self._explained(name):
+                return self._method.read(self._stored_parts(name))
+        if name not in self._owner:
+            raise unknown_tensor(name, self.names())
+        kind, shape = self.layout(name)
+        reader = self._reader(name)
+        if kind not in PLAIN:
+            known = ", ".join(PLAIN)
+            raise CheckpointError(f"{reader.path}: tensor {name} is {kind}; supported: {known}")
+        return RawTensor({VALUES: reader.array(name)}, kind, shape)
 
     def release(self, name: str) -> None:
-        for stored in self._parts[name][1].values():
+        for stored in self._quantized.get(name, {"": name}).values():
             self._reader(stored).release(stored)
 
     def text_files(self) -> TextFiles:
         return directory_text_files(self._path, self._config)
 
+    def _find_names(self) -> frozenset[str]:
+        parts = {full for parts in self._quantized.values() for full in parts.values()}
+        unused = tuple(f".{leaf}" for leaf in self._method.unused) if self._method else ()
+        rest = {name for name in self._owner if not (unused and name.endswith(unused))}
+        return frozenset(rest - parts | self._quantized.keys())
+
+    def _stored_parts(self, name: str) -> dict[str, NDArray[Any]]:
+        for full in self._quantized[name].values():
+            if (kind := self._reader(full).layout(full).format) == "F8_E5M2":
+                raise ValueError(f"{full} is {kind}: want F8_E4M3")
+        return {
+            part: self._reader(full).array(full) for part, full in self._quantized[name].items()
+        }
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {name} is quantized: {error}") from error
+
     def _reader(self, stored: str) -> SafetensorsReader:
         return self._readers[self._owner[stored]]
 
 
-def _quantization(config: Mapping[str, Any]) -> str:
-    """The method by which a model's weights are quantized, as its config names it; MLX names none.
-    Empty if they are not."""
-    for key, unnamed in (("quantization_config", "an unnamed method"), ("quantization", "mlx")):
-        if isinstance(given := config.get(key), dict):
-            return str(given.get("quant_method", unnamed))
-    return ""
-
-
-def _grouped(stored: Collection[str]) -> dict[str, tuple[str | None, dict[str, str]]]:
-    """Name of a weight -> (format, or None for one tensor as it is; part -> stored name)."""
-    found: dict[str, tuple[str | None, dict[str, str]]] = {}
-    taken: set[str] = set()
-    for format in formats().values():
-        for name in stored if format.hf_parts else ():
-            prefix = name.removesuffix(format.hf_parts[0])
-            parts = {part: prefix + part for part in format.hf_parts}
-            if prefix.endswith(".") and all(full in stored for full in parts.values()):
-                found[prefix + "weight"] = (format.name, parts)
-                taken.update(parts.values())
-    return found | {name: (None, {VALUES: name}) for name in stored if name not in taken}
+def _method(path: Path, config: Mapping[str, Any]) -> QuantizationMethod | None:
+    """How the weights are quantized, as config.json names it. Raises CheckpointError for a method
+    that is not supported; MLX names none."""
+    given = config.get("quantization_config", config.get("compression_config"))
+    if given is None and isinstance(config.get("quantization"), dict):
+        given = {"quant_method": "mlx"}
+    if given is None:
+        return None
+    name = given.get("quant_method") if isinstance(given, dict) else given
+    if not isinstance(name, str) or name not in methods():
+        known = ", ".join(sorted(methods()))
+        raise CheckpointError(
+            f"{path} is quantized by {name!r}, which is not supported: {known} are"
+        )
+    try:
+        return methods()[name](given)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: quantization_config of {name}: {error}") from error
 
 
 def _shards(path: Path) -> tuple[list[str], dict[str, str]]:

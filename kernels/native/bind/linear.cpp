@@ -12,7 +12,9 @@
 
 using pdserve::Activations;
 using pdserve::Layout;
+using pdserve::Least;
 using pdserve::Matrix;
+using pdserve::Scales;
 
 namespace {
 
@@ -28,16 +30,22 @@ Numbers new_array(int64_t rows, int64_t cols) {
 }
 
 std::string layout_name(const Matrix& m) {
+  std::string name;
   switch (m.layout) {
     case Layout::kBf16: return "bf16";
     case Layout::kF16: return "f16";
     case Layout::kF32: return "f32";
+    case Layout::kF8: name = "f8"; break;
+    case Layout::kFp4: name = "fp4"; break;
+    case Layout::kIq4: name = "iq4"; break;
     case Layout::kU4:
     case Layout::kU5:
-    case Layout::kU8: break;
+    case Layout::kU8: name = "u" + std::to_string(pdserve::quant_bits(m.layout));
   }
-  return "u" + std::to_string(pdserve::quant_bits(m.layout)) + " group " + std::to_string(m.group) +
-         (m.wide_scales ? " f32" : " f16") + (m.has_minima ? " scales and minima" : " scales");
+  const char* scales = m.scales == Scales::kF16 ? " f16" : m.scales == Scales::kBf16 ? " bf16" : " f32";
+  const char* least = m.least == Least::kMinima  ? " scales and minima"
+                      : m.least == Least::kZeros ? " scales and zeros" : " scales";
+  return name + " group " + std::to_string(m.group) + scales + least;
 }
 
 Matrix pack(Context& context, const std::string& format, const Array<const uint8_t, 2>& data,
@@ -47,6 +55,65 @@ Matrix pack(Context& context, const std::string& format, const Array<const uint8
   nb::gil_scoped_release unlocked;
   return pdserve::pack(context.pool, stored, data.data(), static_cast<int64_t>(data.size()), rows,
                        cols);
+}
+
+// The formats that pack_groups takes.
+struct GroupedFormat {
+  const char* name;
+  Layout layout;
+  int bits;
+};
+
+constexpr GroupedFormat kGrouped[] = {{"INT4", Layout::kU4, 4},
+                                      {"INT8", Layout::kU8, 8},
+                                      {"FP8", Layout::kF8, 8},
+                                      {"FP4", Layout::kFp4, 4}};
+
+std::vector<std::string> grouped_formats() {
+  std::vector<std::string> names;
+  for (const GroupedFormat& format : kGrouped) names.emplace_back(format.name);
+  return names;
+}
+
+const GroupedFormat& grouped_format(const std::string& name) {
+  for (const GroupedFormat& format : kGrouped) {
+    if (name == format.name) return format;
+  }
+  throw std::invalid_argument("no packed layout for groups of '" + name + "'");
+}
+
+Scales scales_type(const std::string& type) {
+  if (type == "F16") return Scales::kF16;
+  if (type == "BF16") return Scales::kBf16;
+  require(type == "F32", "scales must be F16, BF16 or F32");
+  return Scales::kF32;
+}
+
+Matrix pack_groups(Context& context, const std::string& name,
+                   const Array<const uint8_t, 2>& codes, const std::string& type,
+                   const Array<const uint8_t, 2>& scales,
+                   const std::optional<Array<const uint8_t, 2>>& zeros) {
+  const GroupedFormat& format = grouped_format(name);
+  pdserve::Grouped from{};
+  from.layout = format.layout;
+  from.scales = scales_type(type);
+  const auto size = static_cast<size_t>(pdserve::scale_bytes(from.scales));
+  from.rows = static_cast<int64_t>(codes.shape(0));
+  from.cols = static_cast<int64_t>(codes.shape(1)) * 8 / format.bits;
+  from.groups = static_cast<int64_t>(scales.shape(1) / size);
+  require(scales.shape(0) == codes.shape(0) && scales.shape(1) % size == 0,
+          "scales has one row of whole numbers a row of codes");
+  if (zeros) {
+    require(from.layout == Layout::kU4 || from.layout == Layout::kU8, "floats have no zeros");
+    require(zeros->shape(0) == codes.shape(0) &&
+                static_cast<int64_t>(zeros->shape(1)) == from.groups,
+            "zeros has one byte a scale");
+    from.zeros = zeros->data();
+  }
+  from.codes = codes.data();
+  from.d = scales.data();
+  nb::gil_scoped_release unlocked;
+  return pdserve::pack_groups(context.pool, from);
 }
 
 Numbers row_values(const Matrix& m, Context& context, const Array<const int64_t, 1>& ids) {
@@ -104,6 +171,16 @@ void bind_linear(nb::module_& m) {
                   nb::arg("rows"), nb::arg("cols"),
                   "format: GGUF's name of the type; data: uint8 [rows, bytes of a row] as stored.\n"
                   "ValueError if the format has no layout or the sizes do not fit.")
+      .def_static("pack_groups", &pack_groups, nb::arg("context"), nb::arg("format"),
+                  nb::arg("codes").noconvert(), nb::arg("type"), nb::arg("scales").noconvert(),
+                  nb::arg("zeros").noconvert() = nb::none(),
+                  "format: INT4, INT8, FP8 (e4m3) or FP4 (e2m1); codes: uint8 [rows, bytes of a\n"
+                  "row], of 4 bits the first in the low nibble; scales: one number of `type` (F16,\n"
+                  "BF16, F32) for each group of a row's columns, as uint8 [rows, bytes]; zeros:\n"
+                  "uint8 [rows, groups], without which integers are less 8 or 128. A value is\n"
+                  "(level - zero) * scale. ValueError if sizes do not fit, groups of integers are\n"
+                  "no multiples of 32 columns, those of FP4 not of 16, scales beside zeros are\n"
+                  "F32, or a float is NaN.")
       .def_prop_ro("rows", [](const Matrix& self) { return self.rows; })
       .def_prop_ro("cols", [](const Matrix& self) { return self.cols; })
       .def_prop_ro("nbytes", &Matrix::bytes)
@@ -113,6 +190,7 @@ void bind_linear(nb::module_& m) {
            "ValueError if an id is outside.");
 
   m.def("formats", &pdserve::stored_formats, "The formats that Matrix.pack takes.");
+  m.def("grouped_formats", &grouped_formats, "The formats that Matrix.pack_groups takes.");
   m.def(
       "linear_into",
       [](Context& context, const Array<const float, 2>& x,

@@ -48,6 +48,12 @@ class Fields {
     return {};
   }
 
+  std::vector<int64_t> integers(const char* name) {
+    using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    const auto array = as<Integers>(get(name), name, "int64 [n]");
+    return {array.data(), array.data() + array.size()};
+  }
+
   std::vector<Matrix> matrices(const char* name) {
     return as<std::vector<Matrix>>(get(name), name, "a list of Matrix");
   }
@@ -185,6 +191,8 @@ const Kind kKinds[] = {
      }},
     {ScalePart::kKind,
      [](Fields& f, const Stack&) { return part<ScalePart>(f.number("factor")); }},
+    {ReorderPart::kKind,
+     [](Fields& f, const Stack&) { return part<ReorderPart>(f.integers("order")); }},
     {HoldPart::kKind, [](Fields&, const Stack&) { return part<HoldPart>(); }},
     {AddPart::kKind,
      [](Fields& f, const Stack&) { return part<AddPart>(f.integer("held", 0, 1) != 0); }},

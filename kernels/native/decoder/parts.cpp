@@ -186,6 +186,21 @@ void ScalePart::row(const Step& step, const Rows&, int64_t, const float*, float*
   step.kernels.scale(y, factor_, size_);
 }
 
+int64_t ReorderPart::fit(int64_t inputs) {
+  require_size("order", static_cast<int64_t>(order_.size()), inputs);
+  std::vector<bool> there(order_.size());
+  for (int64_t from : order_) {
+    require(from >= 0 && from < inputs && !there[static_cast<size_t>(from)],
+            "order must have each value of a row once");
+    there[static_cast<size_t>(from)] = true;
+  }
+  return inputs;
+}
+
+void ReorderPart::row(const Step&, const Rows&, int64_t, const float* x, float* y) const {
+  for (size_t n = 0; n < order_.size(); ++n) y[n] = x[order_[n]];
+}
+
 void HoldPart::row(const Step& step, const Rows&, int64_t row, const float* x, float*) const {
   const size_t bytes = static_cast<size_t>(step.hidden) * sizeof(float);
   std::memcpy(step.held + row * step.hidden, x, bytes);

@@ -195,6 +195,22 @@ class ScalePart : public Part {
   int64_t size_ = 0;
 };
 
+// The row's values in another order: value n of the result is value order[n].
+class ReorderPart : public Part {
+ public:
+  static constexpr const char* kKind = "reorder";
+  explicit ReorderPart(std::vector<int64_t> order) : order_(std::move(order)) {}
+
+  const char* kind() const override { return kKind; }
+  Writes writes() const override { return Writes::kElsewhere; }
+  int64_t fit(int64_t inputs) override;
+  void row(const Step& step, const Rows& rows, int64_t row, const float* x,
+           float* y) const override;
+
+ private:
+  std::vector<int64_t> order_;
+};
+
 // Keeps the row for the next AddPart of its layer, which adds it too; the value is the stream again.
 // It comes behind the layer's attention: rows are renumbered there.
 class HoldPart : public Part {

@@ -32,9 +32,12 @@ uint32_t encoding_of(const Matrix& m) {
     case Layout::kU4:
     case Layout::kU5:
     case Layout::kU8:
+    case Layout::kFp4:
+    case Layout::kIq4:
       return kInt8;
     case Layout::kBf16:
       return kBf16;
+    case Layout::kF8:
     case Layout::kF16:
     case Layout::kF32:
       break;

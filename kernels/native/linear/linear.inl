@@ -1,34 +1,66 @@
 // Products of encoded activations with packed weights, whatever their layout.
 
-// Weights in groups of 32. Where there are no minima, the offset is 2 to the power of kShift.
+using Run = void(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
+                 int64_t end);
+
+// The product for integers with f16 or f32 scales. An offset is 2 to the power of kShift.
 template <Quants kQuants, int kShift>
-static void quants_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
-                          int64_t begin, int64_t end) {
-  auto* run = &int8_linear<Kind<kQuants, false, false, kShift>>;
-  if (m.has_minima) {
-    run = m.wide_scales ? &int8_linear<Kind<kQuants, true, true>>
-                        : &int8_linear<Kind<kQuants, false, true>>;
+static Run* run_of_integers(const Matrix& m) {
+  const bool half = m.scales == Scales::kF16;
+  switch (m.least) {
+    case Least::kNone:
+      return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kNone, kShift>>
+                  : &int8_linear<Kind<kQuants, Scales::kF32, Least::kNone, kShift>>;
+    case Least::kZeros: return &int8_linear<Kind<kQuants, Scales::kF16, Least::kZeros>>;
+    case Least::kMinima: break;
   }
-  run(m, x, y, stride, begin, end);
+  return &int8_linear<Kind<kQuants, Scales::kF32, Least::kMinima>>;
+}
+
+// Each kind that a stored format is packed as (pack.cpp).
+static Run* run_of(const Matrix& m) {
+  const bool half = m.scales == Scales::kF16, minima = m.least == Least::kMinima;
+  switch (m.layout) {
+    case Layout::kF32: return &float_linear<Layout::kF32>;
+    case Layout::kF16: return &float_linear<Layout::kF16>;
+    case Layout::kBf16: return &float_linear<Layout::kBf16>;
+    case Layout::kF8: return &float8_linear;
+    case Layout::kU4:
+      return half && minima ? &int8_linear<Kind<Quants::kNibbles, Scales::kF16, Least::kMinima>>
+                            : run_of_integers<Quants::kNibbles, 3>(m);
+    case Layout::kU5:
+      return !minima ? &int8_linear<Kind<Quants::kFives, Scales::kF16, Least::kNone, 4>>
+             : half  ? &int8_linear<Kind<Quants::kFives, Scales::kF16, Least::kMinima>>
+                     : &int8_linear<Kind<Quants::kFives, Scales::kF32, Least::kMinima>>;
+    case Layout::kU8:
+      if (m.group != 16) return run_of_integers<Quants::kBytes, 7>(m);
+      return minima ? &int8_linear<Kind<Quants::kBytes, Scales::kF32, Least::kMinima, 0, 16>>
+                    : &int8_linear<Kind<Quants::kBytes, Scales::kF32, Least::kNone, 7, 16>>;
+    case Layout::kFp4:
+      if (m.group != 16) return &int8_linear<Kind<Quants::kFp4, Scales::kBf16, Least::kNone, 4>>;
+      return half ? &int8_linear<Kind<Quants::kFp4, Scales::kF16, Least::kNone, 4, 16>>
+                  : &int8_linear<Kind<Quants::kFp4, Scales::kF32, Least::kNone, 4, 16>>;
+    case Layout::kIq4: break;
+  }
+  return half ? &int8_linear<Kind<Quants::kIq4, Scales::kF16, Least::kNone, 7>>
+              : &int8_linear<Kind<Quants::kIq4, Scales::kF32, Least::kNone, 7>>;
 }
 
 static void linear(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
                    int64_t end) {
-  switch (m.layout) {
-    case Layout::kF32: return float_linear<Layout::kF32>(m, x, y, stride, begin, end);
-    case Layout::kF16: return float_linear<Layout::kF16>(m, x, y, stride, begin, end);
-    case Layout::kBf16: return float_linear<Layout::kBf16>(m, x, y, stride, begin, end);
-    case Layout::kU4: return quants_linear<Quants::kNibbles, 3>(m, x, y, stride, begin, end);
-    case Layout::kU5: return quants_linear<Quants::kFives, 4>(m, x, y, stride, begin, end);
-    case Layout::kU8: break;
-  }
-  if (m.group == 32) return quants_linear<Quants::kBytes, 7>(m, x, y, stride, begin, end);
-  auto* run = m.has_minima ? &int8_linear<Kind<Quants::kBytes, true, true, 0, 16>>
-                           : &int8_linear<Kind<Quants::kBytes, true, false, 7, 16>>;
-  run(m, x, y, stride, begin, end);
+  run_of(m)(m, x, y, stride, begin, end);
 }
 
 // --- one row of weights, exactly as the stored format means it
+
+static F any_scales(Scales scales, const uint8_t* at, int64_t group) {
+  switch (scales) {
+    case Scales::kF16: return load_scales<Scales::kF16>(at, group);
+    case Scales::kBf16: return load_scales<Scales::kBf16>(at, group);
+    case Scales::kF32: break;
+  }
+  return load_scales<Scales::kF32>(at, group);
+}
 
 static void matrix_row(const Matrix& m, int64_t row, float* out) {
   const uint8_t* tile = m.data.get() + row / 16 * m.tile_bytes;
@@ -43,9 +75,9 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     return;
   }
   if (m.layout == Layout::kF16 || m.layout == Layout::kF32) {
-    const bool wide = m.layout == Layout::kF32;
     for (int64_t i = 0; i < m.cols; ++i) {
-      store(lanes, wide ? load_scales<true>(tile, i) : load_scales<false>(tile, i));
+      store(lanes, m.layout == Layout::kF32 ? load_scales<Scales::kF32>(tile, i)
+                                            : load_scales<Scales::kF16>(tile, i));
       out[i] = lanes[lane];
     }
     return;
@@ -55,13 +87,18 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
   for (int64_t i = 0; i < m.cols; ++i) {
     if (i % m.group == 0) {
       const int64_t g = i / m.group;
-      const uint8_t *ds = tile + m.scales_at, *ms = tile + m.minima_at;
-      store(lanes, m.wide_scales ? load_scales<true>(ds, g) : load_scales<false>(ds, g));
+      store(lanes, any_scales(m.scales, tile + m.scales_at, g));
       d = lanes[lane];
-      if (m.has_minima) {
-        store(lanes, m.wide_scales ? load_scales<true>(ms, g) : load_scales<false>(ms, g));
+      if (m.least != Least::kNone) {
+        const Scales type = m.least == Least::kZeros ? Scales::kF16 : m.scales;
+        store(lanes, any_scales(type, tile + m.minima_at, g));
         least = lanes[lane];
       }
+    }
+    if (m.layout == Layout::kF8) {
+      store(lanes, load_e4m3(tile + 16 * i));
+      out[i] = lanes[lane] * 256.0f * d;
+      continue;
     }
     const int64_t b = i / 32, j = i % 32 / 4;
     int q;
@@ -72,7 +109,10 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     } else {
       q = block[64 * j];
     }
-    const float scaled = (float)(q - m.offset) * d;  // rounded once, as the format means it
-    out[i] = m.has_minima ? scaled + least : scaled;
+    if (m.layout == Layout::kFp4) q = kFp4Levels[q];
+    if (m.layout == Layout::kIq4) q = kIq4Levels[q];
+    const float minus = m.least == Least::kZeros ? least : (float)-m.offset;
+    const float scaled = ((float)q + minus) * d;  // rounded once, as the format means it
+    out[i] = m.least == Least::kMinima ? scaled + least : scaled;
   }
 }

@@ -1,4 +1,4 @@
-// Products with weights of 16 and 32 bits.
+// Products with weights of 8, 16 and 32 bits that are floats.
 
 static constexpr int kFloatTiles = kRegisters >= 32 ? 4 : 2;
 static constexpr int kFloatRows = kRegisters >= 32 ? 6 : 2;
@@ -76,6 +76,58 @@ static void float_linear(const Matrix& m, const Activations& x, float* y, int64_
         float_rows<K, kFloatRows, kFloatTiles>(at, m.tile_bytes, steps, in, rows, to);
       } else {
         float_rows<K, kFloatRows, 1>(at, m.tile_bytes, steps, in, rows, to);
+      }
+    }
+    tile += full ? kFloatTiles : 1;
+  }
+}
+
+// Weights of 8 bits; each is scaled before it is multiplied.
+template <int kRows, int kTiles>
+static void float8_product(const Matrix& m, const uint8_t* tile, const float* x, const Target& to) {
+  F acc[kRows][kTiles];
+  load_sums(to, acc);
+  for (int64_t i = 0; i < m.cols;) {
+    const uint8_t* d = tile + m.scales_at + i / m.group * 64;
+    F scale[kTiles];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) {  // load_e4m3 gives a 256th
+      scale[t] = mul(load((const float*)(d + t * m.tile_bytes)), set1(256.0f));
+    }
+    for (const int64_t end = i + m.group; i < end; ++i) {
+      if (kRows <= 2 && i % 4 == 0) __builtin_prefetch(tile + 16 * i + 4096);
+#pragma GCC unroll 8
+      for (int t = 0; t < kTiles; ++t) {
+        const F w = mul(load_e4m3(tile + t * m.tile_bytes + 16 * i), scale[t]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) acc[r][t] = fma(w, set1(x[r * m.cols + i]), acc[r][t]);
+      }
+    }
+  }
+  store_sums(to, acc);
+}
+
+template <int kRows, int kTiles>
+static void float8_rows(const Matrix& m, const uint8_t* tile, const float* x, int64_t rows,
+                        const Target& to) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return float8_rows<kRows - 1, kTiles>(m, tile, x, rows, to);
+  }
+  float8_product<kRows, kTiles>(m, tile, x, to);
+}
+
+static void float8_linear(const Matrix& m, const Activations& x, float* y, int64_t stride,
+                          int64_t begin, int64_t end) {
+  for (int64_t tile = begin; tile < end;) {
+    const uint8_t* at = m.data.get() + tile * m.tile_bytes;
+    const bool full = end - tile >= kFloatTiles;
+    for (int64_t r = 0; r < x.rows; r += kFloatRows) {
+      const int64_t rows = x.rows - r < kFloatRows ? x.rows - r : kFloatRows;
+      Target to = {y + r * stride + 16 * tile, stride, m.rows - 16 * tile, false};
+      if (full) {
+        float8_rows<kFloatRows, kFloatTiles>(m, at, x.f32 + r * m.cols, rows, to);
+      } else {
+        float8_rows<kFloatRows, 1>(m, at, x.f32 + r * m.cols, rows, to);
       }
     }
     tile += full ? kFloatTiles : 1;

@@ -1,4 +1,4 @@
-// Products with weights of 4, 5 and 8 bits; activations int8 per block of 32.
+// Products with weights of 4, 5 and 8 bits that are levels; activations int8 per block of 32.
 
 // A register tile is kRows rows times kTiles tiles of outputs.
 static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2;  // with one tile
@@ -7,23 +7,26 @@ static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kSingleRows = 2 * kFewRows;  // more: kManyTiles at once
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
-enum class Quants { kNibbles, kFives, kSmall, kBytes };  // kSmall: bytes of 0 to 31
+// How levels lie: in nibbles, as nibbles with a fifth bit, as the numbers of 16 levels in a table, as
+// bytes of 0 to 31, as any bytes.
+enum class Quants { kNibbles, kFives, kFp4, kIq4, kSmall, kBytes };
 
-template <Quants kQuants_, bool kWide_, bool kMinima_, int kShift_ = 0, int kGroup_ = 32>
+template <Quants kQuants_, Scales kScales_, Least kLeast_, int kShift_ = 0, int kGroup_ = 32>
 struct Kind {
   static constexpr Quants kQuants = kQuants_;
-  static constexpr bool kWide = kWide_;      // scales and minima are float32
-  static constexpr bool kMinima = kMinima_;  // else there is an offset,
-  static constexpr int kShift = kShift_;     // 2 to the power of this
+  static constexpr Scales kScales = kScales_;
+  static constexpr Least kLeast = kLeast_;
+  static constexpr bool kOffset = kLeast == Least::kNone;  // the offset is
+  static constexpr int kShift = kShift_;                   // 2 to the power of this
   static constexpr int kGroup = kGroup_;
-  static constexpr bool kPacked = kQuants == Quants::kNibbles || kQuants == Quants::kFives;
-  static constexpr int kBlockBytes = kQuants == Quants::kNibbles ? 256
-                                     : kQuants == Quants::kFives ? 320 : 512;
-  static constexpr int kScaleBytes = 32 / kGroup * (kWide ? 64 : 32);
+  static constexpr bool kPacked = kQuants != Quants::kSmall && kQuants != Quants::kBytes;
+  static constexpr bool kSmallLevels = kQuants != Quants::kBytes && kQuants != Quants::kIq4;
+  static constexpr int kBlockBytes = kQuants == Quants::kFives ? 320 : kPacked ? 256 : 512;
+  static constexpr int kScaleBytes = 32 / kGroup * 16 * scale_bytes(kScales);
   // How many bytes ahead the product of few rows prefetches, as measured on Zen 4: packed weights
   // into the first cache, because their arithmetic is slower, and weights of 8 bits into the second.
   static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
-  static constexpr int kStreamBytes = kBlockBytes + (kMinima ? 2 : 1) * kScaleBytes;
+  static constexpr int kStreamBytes = kBlockBytes + (kOffset ? 1 : 2) * kScaleBytes;
   // How many bytes of the next panel each register tile prefetches for each block, if rows are many.
   static constexpr int kFetch = kQuants == Quants::kBytes ? 256 : kPacked ? 192 : 128;
   // If there are more rows than this, packed weights are expanded first, once for all rows.
@@ -38,24 +41,42 @@ struct Panel {
   int64_t next;
   int64_t blocks;
   const uint8_t* ahead;  // what is needed later and may be fetched now
+  int64_t first;         // number of its first block in the tile
+  int group_shift;       // of Matrix
 };
 
-template <bool kWide>
+template <Scales kScales>
 PDS_INLINE F load_scales(const uint8_t* at, int64_t group) {
-  if constexpr (kWide) {
-    return load((const float*)at + 16 * group);
-  } else {
-    return load_f16((const uint16_t*)at + 16 * group);
-  }
+  if constexpr (kScales == Scales::kF32) return load((const float*)at + 16 * group);
+  if constexpr (kScales == Scales::kBf16) return load_bf16((const uint16_t*)at + 16 * group);
+  return load_f16((const uint16_t*)at + 16 * group);
 }
 
-template <Quants kQuants>
-PDS_INLINE I dot_quants(I acc, B w, const int8_t* x) {
-  if constexpr (kQuants == Quants::kBytes) {
-    return dot(acc, w, x);
-  } else {
-    return dot_small(acc, w, x);
-  }
+// What is added for each unit of an activation: m, or -d * z.
+template <class K>
+PDS_INLINE F load_least(const uint8_t* at, int64_t group, F d) {
+  if constexpr (K::kLeast == Least::kZeros) return mul(d, load_scales<Scales::kF16>(at, group));
+  return load_scales<K::kScales>(at, group);
+}
+
+template <class K>
+PDS_INLINE B with_fifths(B nibbles, B fifths, int k) {
+  if constexpr (K::kQuants == Quants::kFives) return with_fifth(nibbles, fifths, k);
+  return nibbles;
+}
+
+// Nibbles as the levels that they stand for.
+template <class K>
+PDS_INLINE B levels_of(B nibbles) {
+  if constexpr (K::kQuants == Quants::kFp4) return lookup(nibbles, kFp4Levels);
+  if constexpr (K::kQuants == Quants::kIq4) return lookup(nibbles, kIq4Levels);
+  return nibbles;
+}
+
+template <class K>
+PDS_INLINE I dot_levels(I acc, B w, const int8_t* x) {
+  if constexpr (K::kSmallLevels) return dot_small(acc, w, x);
+  return dot(acc, w, x);
 }
 
 // acc += (sum of group) * d * d_x + m * d_x * sum of x, in this order on every path.
@@ -65,13 +86,13 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
                           F (&acc)[kRows][kTiles]) {
 #pragma GCC unroll 8
   for (int t = 0; t < kTiles; ++t) {
-    F d = load_scales<K::kWide>(w.d + t * w.next, group);
+    F d = load_scales<K::kScales>(w.d + t * w.next, group);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       acc[r][t] = fma(to_float(sum[r][t]), mul(d, set1(scale[r])), acc[r][t]);
     }
-    if constexpr (K::kMinima) {
-      F m = load_scales<K::kWide>(w.m + t * w.next, group);
+    if constexpr (!K::kOffset) {
+      F m = load_least<K>(w.m + t * w.next, group, d);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) acc[r][t] = fma(m, set1(scaled_sum[r]), acc[r][t]);
     }
@@ -81,8 +102,8 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
 template <class K, int kRows, int kTiles>
 static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, const Target& to) {
   constexpr int kHalves = 32 / K::kGroup;
-  constexpr int kLoads = (K::kPacked ? 4 : 8) / kHalves;
-  static_assert(kHalves == 1 || !K::kPacked, "a vector of nibbles spans the block");
+  constexpr int kLoads = K::kPacked ? 4 : 8 / kHalves;  // of half a block, one nibble of each byte
+  static_assert(kHalves == 1 || K::kQuants != Quants::kFives);
   F acc[kRows][kTiles];
   load_sums(to, acc);
   for (int64_t b = 0; b < w.blocks; ++b) {
@@ -108,50 +129,48 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
         int32_t minus = block.minus_sum;
         if constexpr (kHalves == 2) {
           minus = half == 0 ? block.minus_half : block.minus_sum - block.minus_half;
-          if constexpr (K::kMinima) scaled_sum[r] = block.scale * (float)-minus;
+          if constexpr (!K::kOffset) scaled_sum[r] = block.scale * (float)-minus;
         } else {
           scaled_sum[r] = block.scaled_sum;
         }
 #pragma GCC unroll 8
         for (int t = 0; t < kTiles; ++t) {
-          sum[r][t] = K::kMinima ? set1_i(0) : shift_left(set1_i(minus), K::kShift);
+          sum[r][t] = !K::kOffset ? set1_i(0) : shift_left(set1_i(minus), K::kShift);
         }
       }
-      B fifths[kTiles];
+      B fifths[kTiles] = {};
       if constexpr (K::kQuants == Quants::kFives) {
         for (int t = 0; t < kTiles; ++t) fifths[t] = load_b(q + t * w.next + 256);
       }
+      const bool lows = !K::kPacked || kHalves == 1 || half == 0;
+      const bool highs = K::kPacked && (kHalves == 1 || half == 1);
 #pragma GCC unroll 8
-      for (int j = half * kLoads; j < (half + 1) * kLoads; ++j) {
+      for (int j = 0; j < kLoads; ++j) {
+        const int at = K::kPacked ? j : half * kLoads + j;
         B low[kTiles], high[kTiles];
 #pragma GCC unroll 8
         for (int t = 0; t < kTiles; ++t) {
-          low[t] = load_b(q + t * w.next + 64 * j);
+          low[t] = load_b(q + t * w.next + 64 * at);
           if constexpr (K::kPacked) {
-            high[t] = high_nibbles(low[t]);
-            low[t] = low_nibbles(low[t]);
-          }
-          if constexpr (K::kQuants == Quants::kFives) {
-            low[t] = with_fifth(low[t], fifths[t], j);
-            high[t] = with_fifth(high[t], fifths[t], j + 4);
+            high[t] = levels_of<K>(with_fifths<K>(high_nibbles(low[t]), fifths[t], j + 4));
+            low[t] = levels_of<K>(with_fifths<K>(low_nibbles(low[t]), fifths[t], j));
           }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          const int8_t* in = x[r * x_stride + b].q + 4 * j;
+          const int8_t* in = x[r * x_stride + b].q + 4 * at;
 #pragma GCC unroll 8
-          for (int t = 0; t < kTiles; ++t) {
-            sum[r][t] = dot_quants<K::kQuants>(sum[r][t], low[t], in);
+          for (int t = 0; lows && t < kTiles; ++t) {
+            sum[r][t] = dot_levels<K>(sum[r][t], low[t], in);
           }
-          if constexpr (K::kPacked) {
 #pragma GCC unroll 8
-            for (int t = 0; t < kTiles; ++t) {
-              sum[r][t] = dot_quants<K::kQuants>(sum[r][t], high[t], in + 16);
-            }
+          for (int t = 0; highs && t < kTiles; ++t) {
+            sum[r][t] = dot_levels<K>(sum[r][t], high[t], in + 16);
           }
         }
       }
-      add_group<K>(w, b * kHalves + half, sum, scale, scaled_sum, acc);
+      const int64_t group = kHalves == 2 ? 2 * b + half : (w.first + b) >> w.group_shift;
+      add_group<K>(w, group, sum, scale, scaled_sum, acc);
     }
   }
   store_sums(to, acc);
@@ -193,15 +212,17 @@ static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
         low = with_fifth(low, fifths, j);
         high = with_fifth(high, fifths, j + 4);
       }
-      store_b(q + 512 * b + 64 * j, low);
-      store_b(q + 512 * b + 64 * j + 256, high);
+      store_b(q + 512 * b + 64 * j, levels_of<K>(low));
+      store_b(q + 512 * b + 64 * j + 256, levels_of<K>(high));
     }
-    store(d + 16 * b, load_scales<K::kWide>(from.d, b));
-    if constexpr (K::kMinima) store(m + 16 * b, load_scales<K::kWide>(from.m, b));
+    const int64_t group = (from.first + b) >> from.group_shift;
+    const F scale = load_scales<K::kScales>(from.d, group);
+    store(d + 16 * b, scale);
+    if constexpr (!K::kOffset) store(m + 16 * b, load_least<K>(from.m, group, scale));
   }
 }
 
-// 4- and 5-bit weights against many rows: expanded a panel at a time, once for all of them.
+// Weights of 4 and 5 bits against many rows: expanded a panel at a time, once for all of them.
 template <class K, int kTiles>
 static void expanded_product(const Panel& all, const Activations& x, Target to) {
   struct alignas(64) Expanded {
@@ -215,14 +236,16 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
     const int64_t blocks = all.blocks - b < step ? all.blocks - b : step;
     for (int t = 0; t < kTiles; ++t) {
       const int64_t skip = t * all.next;
-      Panel from = {all.q + skip + b * K::kBlockBytes, all.d + skip + b * K::kScaleBytes,
-                    all.m + skip + b * K::kScaleBytes, 0, blocks, nullptr};
+      Panel from = {all.q + skip + b * K::kBlockBytes, all.d + skip, all.m + skip, 0, blocks,
+                    nullptr, b, all.group_shift};
       expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
     }
     Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m,
-                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles};
+                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0};
     to.resume = b > 0;
-    int8_all<Kind<Quants::kSmall, true, K::kMinima, K::kShift>, kManyRows, kTiles>(
+    constexpr Quants kLevels = K::kSmallLevels ? Quants::kSmall : Quants::kBytes;
+    constexpr Least kLeast = K::kOffset ? Least::kNone : Least::kMinima;
+    int8_all<Kind<kLevels, Scales::kF32, kLeast, K::kShift>, kManyRows, kTiles>(
         panel, x.int8 + b, all.blocks, x.rows, to);
   }
 }
@@ -234,7 +257,7 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
   for (int64_t tile = begin; tile < end;) {
     const uint8_t* at = m.data.get() + tile * m.tile_bytes;
     Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks,
-               at + kManyTiles * m.tile_bytes};
+               at + kManyTiles * m.tile_bytes, 0, m.group_shift};
     Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
     const bool pair = end - tile >= kManyTiles;
     if (x.rows <= kSingleRows || !pair) {
@@ -242,7 +265,7 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
       ++tile;
       continue;
     }
-    if constexpr (K::kPacked) {
+    if constexpr (K::kPacked && K::kGroup == 32) {
       if (x.rows > K::kDirectRows) {
         expanded_product<K, kManyTiles>(w, x, to);
         tile += kManyTiles;

@@ -9,7 +9,9 @@
 //   block of kU5: the same, and a fifth vector: bit k of its byte n belongs to byte n of the k-th
 //     vector of inputs 4k to 4k + 3
 //   block of kU8, 8 vectors; vector j holds of output i its inputs 4j to 4j + 3
-//   d, m: a vector of 16 outputs, float16 or float32; m only where has_minima
+//   block of kFp4 and kIq4: as kU4, each nibble the number of one of 16 levels
+//   kF8: a vector of 16 outputs for each input, no blocks
+//   d: a vector of 16 outputs, float16, bfloat16 or float32; m: the same, or -z as float16
 //   kBf16: a vector for each pair of inputs, output i's pair in bytes 4i to 4i + 3
 //   kF16, kF32: a vector of 16 outputs for each input
 //
@@ -21,11 +23,15 @@
 
 namespace pdserve {
 
-// How a packed weight is stored and what it means; d is the scale of its group, m the minimum.
+// How a packed weight is stored and what it means; d is the scale of its group, m the minimum, z the
+// zero point.
 enum class Layout : int {
-  kU4,    // 4 bits: d * (q - offset), or d * q + m
+  kU4,    // 4 bits: d * (q - offset), d * q + m, or d * (q - z)
   kU5,    // 5 bits: the same
   kU8,    // 8 bits: the same
+  kFp4,   // 4 bits: d * (kFp4Levels[q] - offset)
+  kIq4,   // 4 bits: d * (kIq4Levels[q] - offset)
+  kF8,    // 8-bit floats (e4m3): d * q
   kBf16,  // pairs of inputs side by side
   kF16,   // one vector of 16 outputs an input
   kF32,
@@ -33,17 +39,51 @@ enum class Layout : int {
 
 // Bits of a quantized weight; 0 if the layout holds numbers.
 constexpr int quant_bits(Layout layout) {
-  return layout == Layout::kU4 ? 4 : layout == Layout::kU5 ? 5 : layout == Layout::kU8 ? 8 : 0;
+  switch (layout) {
+    case Layout::kU4:
+    case Layout::kFp4:
+    case Layout::kIq4: return 4;
+    case Layout::kU5: return 5;
+    case Layout::kU8: return 8;
+    case Layout::kF8:
+    case Layout::kBf16:
+    case Layout::kF16:
+    case Layout::kF32: break;
+  }
+  return 0;
 }
+
+// What is subtracted from levels that have neither minima nor zero points.
+constexpr int offset_of(Layout layout) {
+  return layout == Layout::kFp4 ? 16 : layout == Layout::kIq4 ? 128 : 1 << quant_bits(layout) >> 1;
+}
+
+// Floats of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero), doubled, plus 16.
+constexpr uint8_t kFp4Levels[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+// The levels of GGUF's IQ4 formats, plus 128.
+constexpr uint8_t kIq4Levels[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                    129, 141, 153, 166, 181, 197, 217, 241};
+
+enum class Scales : int { kF16, kBf16, kF32 };
+
+constexpr int scale_bytes(Scales scales) { return scales == Scales::kF32 ? 4 : 2; }
+
+// What a group has beside its scale.
+enum class Least : int {
+  kNone,     // an offset of the layout
+  kMinima,   // m, of the type of the scales
+  kZeros,    // -z as float16
+};
 
 struct Matrix {
   Layout layout = Layout::kF32;
   int64_t rows = 0;           // outputs; the last tile is padded with weights of 0
   int64_t cols = 0;           // inputs
-  int group = 32;             // of quants: inputs that share d and m; 32, or 16 (kU8 only)
-  bool wide_scales = false;   // d and m are float32, else float16
-  bool has_minima = false;    // m is stored, and offset is 0
-  int offset = 0;             // subtracted from q
+  int64_t group = 32;         // of quants and kF8: inputs that share d; see group_shift
+  int group_shift = 0;        // block b of 32 inputs has the d of group b >> group_shift
+  Scales scales = Scales::kF16;
+  Least least = Least::kNone;
+  int offset = 0;             // subtracted from a level: offset_of(layout), or 0
   int64_t tile_bytes = 0;     // a multiple of 64
   int64_t scales_at = 0;      // offset in a tile of d [groups][16]
   int64_t minima_at = 0;      // offset in a tile of m [groups][16]

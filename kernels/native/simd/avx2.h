@@ -56,6 +56,13 @@ PDS_INLINE F load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x)))};
 }
+// As float16; see avx512.h.
+PDS_INLINE F load_e4m3(const uint8_t* p) {
+  __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
+  wide = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xBFFF));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
+}
 // AVX2 masks no loads under 32 bits: tails go through the stack.
 PDS_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
   uint16_t t[16] = {};
@@ -157,6 +164,10 @@ PDS_INLINE B low_nibbles(B x) {
 }
 PDS_INLINE B high_nibbles(B x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+PDS_INLINE B lookup(B numbers, const uint8_t* table) {
+  __m256i wide = _mm256_broadcastsi128_si256(load_128(table));
+  return {_mm256_shuffle_epi8(wide, numbers.a), _mm256_shuffle_epi8(wide, numbers.b)};
 }
 PDS_INLINE __m256i with_fifth(__m256i nibbles, __m256i fifths, int k) {
   __m256i there = k < 4 ? _mm256_slli_epi16(fifths, 4 - k) : _mm256_srli_epi16(fifths, k - 4);

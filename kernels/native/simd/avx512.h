@@ -48,6 +48,14 @@ PDS_INLINE F load_i8_n(const int8_t* p, int64_t n) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
 }
 
+// As float16 with its sign, exponent and mantissa where that type has them; the exponent's bias is
+// then 8 too high.
+PDS_INLINE F load_e4m3(const uint8_t* p) {
+  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+  wide = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xBFFF));
+  return {_mm512_cvtph_ps(wide)};
+}
+
 PDS_INLINE I set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 PDS_INLINE I load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 PDS_INLINE void store_i(int32_t* p, I a) { _mm512_storeu_si512(p, a.v); }
@@ -91,6 +99,10 @@ PDS_INLINE void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
 PDS_INLINE B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PDS_INLINE B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+PDS_INLINE B lookup(B numbers, const uint8_t* table) {
+  __m512i wide = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  return {_mm512_shuffle_epi8(wide, numbers.v)};
 }
 PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
   __m512i there = k < 4 ? _mm512_slli_epi16(fifths.v, 4 - k) : _mm512_srli_epi16(fifths.v, k - 4);

@@ -205,6 +205,11 @@ PDS_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) t[i] = p[i];
   return load_bf16(t);
 }
+PDS_INLINE F load_e4m3(const uint8_t* p) {  // as float16; see avx512.h
+  uint16_t t[16];
+  for (int i = 0; i < 16; ++i) t[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7F) << 7);
+  return load_f16(t);
+}
 PDS_INLINE F load_f16_n(const uint16_t* p, int64_t n) {
   uint16_t t[16] = {};
   for (int64_t i = 0; i < n; ++i) t[i] = p[i];
@@ -224,6 +229,11 @@ PDS_INLINE B load_b(const uint8_t* p) {
 PDS_INLINE void store_b(uint8_t* p, B a) { __builtin_memcpy(p, &a, 64); }
 PDS_INLINE B low_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] & 15; return a; }
 PDS_INLINE B high_nibbles(B a) { PDS_QUARTERS a.v[i] = a.v[i] >> 4; return a; }
+PDS_INLINE B lookup(B numbers, const uint8_t* table) {
+  B r;
+  for (int i = 0; i < 64; ++i) r.v[i / 16][i % 16] = table[numbers.v[i / 16][i % 16]];
+  return r;
+}
 PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
   PDS_QUARTERS nibbles.v[i] = nibbles.v[i] | ((fifths.v[i] >> k & 1) << 4);
   return nibbles;

@@ -12,17 +12,28 @@ namespace {
 
 struct Shape {
   Layout layout;
-  int group;
-  bool wide, minima;
+  int group;  // 0: the whole row
+  Scales scales;
+  Least least;
 };
 
+constexpr Scales kHalf = Scales::kF16, kBrain = Scales::kBf16, kWide = Scales::kF32;
+constexpr Least kNone = Least::kNone, kMinima = Least::kMinima, kZeros = Least::kZeros;
+
 const Shape kShapes[] = {
-    {Layout::kU4, 32, false, false}, {Layout::kU4, 32, false, true}, {Layout::kU4, 32, true, true},
-    {Layout::kU5, 32, false, false}, {Layout::kU5, 32, false, true}, {Layout::kU5, 32, true, true},
-    {Layout::kU8, 32, false, false}, {Layout::kU8, 32, false, true}, {Layout::kU8, 32, true, true},
-    {Layout::kU8, 16, true, false},  {Layout::kU8, 16, true, true},
-    {Layout::kBf16, 32, false, false}, {Layout::kF16, 32, false, false},
-    {Layout::kF32, 32, false, false},
+    {Layout::kU4, 32, kHalf, kNone},    {Layout::kU4, 32, kHalf, kMinima},
+    {Layout::kU4, 32, kWide, kMinima},  {Layout::kU4, 128, kHalf, kZeros},
+    {Layout::kU4, 0, kWide, kNone},     {Layout::kU4, 64, kWide, kMinima},
+    {Layout::kU5, 32, kHalf, kNone},    {Layout::kU5, 32, kHalf, kMinima},
+    {Layout::kU5, 32, kWide, kMinima},  {Layout::kU8, 32, kHalf, kNone},
+    {Layout::kU8, 0, kWide, kNone},     {Layout::kU8, 64, kHalf, kZeros},
+    {Layout::kU8, 128, kWide, kMinima}, {Layout::kU8, 16, kWide, kNone},
+    {Layout::kU8, 16, kWide, kMinima},  {Layout::kFp4, 32, kBrain, kNone},
+    {Layout::kFp4, 16, kHalf, kNone},   {Layout::kFp4, 16, kWide, kNone},
+    {Layout::kIq4, 32, kHalf, kNone},   {Layout::kIq4, 32, kWide, kNone},
+    {Layout::kF8, 128, kWide, kNone},   {Layout::kF8, 0, kWide, kNone},
+    {Layout::kBf16, 32, kHalf, kNone},  {Layout::kF16, 32, kHalf, kNone},
+    {Layout::kF32, 32, kHalf, kNone},
 };
 
 bool quantized(const Matrix& m) { return quant_bits(m.layout) > 0; }
@@ -30,30 +41,51 @@ bool quantized(const Matrix& m) { return quant_bits(m.layout) > 0; }
 void set_float(uint8_t* at, float value) { std::memcpy(at, &value, 4); }
 void set_half(uint8_t* at, uint16_t value) { std::memcpy(at, &value, 2); }
 
+bool scaled(const Matrix& m) { return quantized(m) || m.layout == Layout::kF8; }
+
+int bits_of(Layout layout) {
+  if (int bits = quant_bits(layout)) return bits;
+  return layout == Layout::kF8 ? 8 : layout == Layout::kF32 ? 32 : 16;
+}
+
+void set_number(Random& random, Scales type, uint8_t* at) {
+  if (type == Scales::kF32) return set_float(at, random.uniform() / 16);
+  if (type == Scales::kF16) return set_half(at, any_half(random, -5));
+  const float value = random.uniform() / 16;
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  set_half(at, static_cast<uint16_t>(word >> 16));
+}
+
 // Any bytes as quants, tame scales; the matrix ends at a page that cannot be read.
 Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t cols) {
   Matrix m;
   m.layout = shape.layout;
   m.rows = rows;
   m.cols = cols;
-  m.group = shape.group;
-  m.wide_scales = shape.wide;
-  m.has_minima = shape.minima;
-  m.offset = shape.minima || !quantized(m) ? 0 : 1 << (quant_bits(shape.layout) - 1);
-  int64_t inputs = shape.layout == Layout::kBf16 ? round_up(cols, 2) : cols;
-  int bits = quantized(m) ? quant_bits(shape.layout) : shape.layout == Layout::kF32 ? 32 : 16;
-  int64_t quants = inputs * kLanes * bits / 8;
-  int scale_bytes = shape.wide ? 4 : 2;
-  int64_t scales = quantized(m) ? cols / shape.group * kLanes * scale_bytes : 0;
+  m.group = shape.group ? shape.group : cols;
+  m.group_shift = shape.group ? 0 : 62;
+  while (shape.group && 32 << m.group_shift < shape.group) ++m.group_shift;
+  m.scales = shape.scales;
+  m.least = shape.least;
+  m.offset = shape.least == Least::kNone ? offset_of(shape.layout) : 0;
+  const int64_t inputs = shape.layout == Layout::kBf16 ? round_up(cols, 2) : cols;
+  const int bits = bits_of(shape.layout);
+  const int64_t quants = inputs * kLanes * bits / 8;
+  const int64_t numbers = scaled(m) ? cols / m.group * kLanes : 0;
+  const Scales least = shape.least == Least::kZeros ? Scales::kF16 : shape.scales;
   m.scales_at = quants;
-  m.minima_at = quants + scales;
-  m.tile_bytes = round_up(quants + scales * (shape.minima ? 2 : 1), kAlign);
+  m.minima_at = quants + numbers * scale_bytes(shape.scales);
+  const int64_t leasts = shape.least == Least::kNone ? 0 : numbers * scale_bytes(least);
+  m.tile_bytes = round_up(m.minima_at + leasts, kAlign);
   auto memory = std::make_shared<Guarded<uint8_t>>(m.bytes());
   m.data = std::shared_ptr<uint8_t>(memory, memory->data());
   for (int64_t tile = 0; tile < m.tiles(); ++tile) {
     uint8_t* at = m.data.get() + tile * m.tile_bytes;
     for (int64_t i = 0; i < quants * 8 / bits; ++i) {
-      if (quantized(m)) {
+      if (m.layout == Layout::kF8) {
+        at[i] = static_cast<uint8_t>(random.bits() & 0xBF);  // tame: exponents below 8
+      } else if (quantized(m)) {
         if (i < quants) at[i] = static_cast<uint8_t>(random.bits());
       } else if (m.layout == Layout::kF32) {
         set_float(at + 4 * i, random.uniform());
@@ -66,9 +98,15 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
         set_half(at + 2 * i, static_cast<uint16_t>(word >> 16));
       }
     }
-    for (int64_t i = quants; i < m.minima_at + (shape.minima ? scales : 0); i += scale_bytes) {
-      if (shape.wide) set_float(at + i, random.uniform() / 16);
-      else set_half(at + i, any_half(random, -5));
+    const int size = scale_bytes(shape.scales);
+    for (int64_t i = 0; i < numbers; ++i) {
+      set_number(random, shape.scales, at + m.scales_at + i * size);
+      uint8_t* beside = at + m.minima_at + i * scale_bytes(least);
+      if (shape.least == Least::kZeros) {  // -1 to -8
+        set_half(beside, static_cast<uint16_t>(0xBC00 + (random.below(4) << 10)));
+      } else if (shape.least == Least::kMinima) {
+        set_number(random, least, beside);
+      }
     }
   }
   return m;
@@ -173,13 +211,15 @@ void check_matrix(Random& random, const Shape& shape, int64_t rows, int64_t outp
   }
 }
 
+constexpr int64_t kPoisoned = 128;  // inputs of a row
+
 // A NaN or an infinity makes its own row non-finite, and no other.
 void check_poison(const Shape& shape, float poison) {
   Random random(9);
-  const Matrix m = random_matrix(random, shape, 20, 96);
-  std::vector<float> values(3 * 96);
-  fill(random, values.data(), 3 * 96);
-  values[96 + 40] = poison;
+  const Matrix m = random_matrix(random, shape, 20, kPoisoned);
+  std::vector<float> values(3 * kPoisoned);
+  fill(random, values.data(), 3 * kPoisoned);
+  values[kPoisoned + 40] = poison;
   for (const Kernels* target : targets()) {
     const Inputs in(*target, m, values.data(), 3);
     const std::vector<float> y = product(*target, m, in.x);
@@ -196,13 +236,14 @@ void test_linear() {
   Random random(3);
   int64_t number = 0;
   for (const Shape& shape : kShapes) {
-    const bool blocks = quant_bits(shape.layout) > 0;
+    const bool blocks = quant_bits(shape.layout) > 0 || shape.layout == Layout::kF8;
+    const int64_t group = shape.group > 32 ? shape.group : 32;
     for (int64_t rows : {1, 2, 3, 5, 8, 13, 33}) {
       if (!runs(number++)) continue;
-      check_matrix(random, shape, rows, 1 + random.below(70), 32 * (1 + random.below(4)));
+      check_matrix(random, shape, rows, 1 + random.below(70), group * (1 + random.below(4)));
       if (!blocks) check_matrix(random, shape, rows, 1 + random.below(70), 1 + random.below(70));
     }
-    if (runs(number++)) check_matrix(random, shape, 40, 48, 32 * 45);  // more than a panel
+    if (runs(number++)) check_matrix(random, shape, 40, 48, 128 * 12);  // more than a panel
     if (!runs(number++)) continue;
     for (float poison : {NAN, INFINITY, -INFINITY}) check_poison(shape, poison);
   }

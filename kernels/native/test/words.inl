@@ -56,6 +56,7 @@ int run_words(const Operands& o, Result* results) {
   s.put("load_f16_n", load_f16_n(o.h_tail, o.n), Equal::kBits);
   s.put("load_i8", load_i8(o.q), Equal::kBits);
   s.put("load_i8_n", load_i8_n(o.q_tail, o.n), Equal::kBits);
+  s.put("load_e4m3", load_e4m3(o.w), Equal::kBits);
 
   s.put("set1_i", set1_i(o.i[5]));
   s.put("add_i", add(i, j));
@@ -90,6 +91,7 @@ int run_words(const Operands& o, Result* results) {
   B sevens = load_b(small);
   s.put("low_nibbles", low_nibbles(w));
   s.put("high_nibbles", high_nibbles(w));
+  s.put("lookup", lookup(low_nibbles(w), o.w + 48));
   s.put("with_fifth_0", with_fifth(low_nibbles(w), w, 0));
   s.put("with_fifth_3", with_fifth(high_nibbles(w), w, 3));
   s.put("with_fifth_7", with_fifth(low_nibbles(w), w, 7));

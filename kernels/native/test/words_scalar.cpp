@@ -113,6 +113,12 @@ int run_words(const Operands& o, Result* results) {
   s.put("load_f16_n", [&](int l) { return tail(l) ? from_f16(o.h[l]) : 0.0f; });
   s.put("load_i8", [&](int l) { return static_cast<float>(o.q[l]); });
   s.put("load_i8_n", [&](int l) { return tail(l) ? static_cast<float>(o.q[l]) : 0.0f; });
+  s.put("load_e4m3", [&](int l) {
+    const int exponent = o.w[l] >> 3 & 15, mantissa = o.w[l] & 7;
+    const float size = exponent ? std::ldexp(8.0f + static_cast<float>(mantissa), exponent - 10)
+                                : std::ldexp(static_cast<float>(mantissa), -9);
+    return std::copysign(size / 256, o.w[l] & 0x80 ? -1.0f : 1.0f);
+  });
 
   s.put("set1_i", [&](int) { return o.i[5]; });
   s.put("add_i", [&](int l) { return ui(l) + uj(l); });
@@ -154,6 +160,8 @@ int run_words(const Operands& o, Result* results) {
   for (int k = 0; k < 64; ++k) low[k] = o.w[k] & 15;
   auto* high = reinterpret_cast<uint8_t*>(s.next("high_nibbles")->lane);
   for (int k = 0; k < 64; ++k) high[k] = o.w[k] >> 4;
+  auto* found = reinterpret_cast<uint8_t*>(s.next("lookup")->lane);
+  for (int k = 0; k < 64; ++k) found[k] = o.w[48 + (o.w[k] & 15)];
   auto fifth = [&](const char* word, int shift, int bit) {
     auto* out = reinterpret_cast<uint8_t*>(s.next(word)->lane);
     for (int k = 0; k < 64; ++k) {

@@ -27,6 +27,7 @@ class Fuzzed:
         ]
         self._parts: list[Callable[[Random, np.random.Generator], Any]] = [
             self._linear,
+            self._groups,
             self._attention,
             self._sampling,
             self._copy,
@@ -54,6 +55,29 @@ class Fuzzed:
             row_bytes = form.row_bytes(cols)
         data = numbers.integers(0, 256, (rows, row_bytes), np.uint8)
         matrix = _native.Matrix.pack(context, kind, data, rows, cols)
+        self._product(rng, numbers, context, matrix, tokens)
+
+    def _groups(self, rng: Random, numbers: np.random.Generator) -> None:
+        """Levels, scales and zeros of any bytes; sizes that may not fit."""
+        context, kind = rng.choice(self._contexts), rng.choice(_native.grouped_formats())
+        rows, groups = rng.randint(1, 70), rng.randint(1, 5)
+        width = rng.choice((8, 16, 32, 64, 96, 128)) * (2 if kind.endswith("8") else 1)
+        codes = numbers.integers(0, 127 if kind == "FP8" else 256, (rows, groups * width), np.uint8)
+        dtype = rng.choice(tuple(FLOATS))
+        scales = numbers.integers(0, 256, (rows, groups * FLOATS[dtype]), np.uint8)
+        zeros = numbers.integers(0, 256, (rows, groups), np.uint8) if rng.random() < 0.4 else None
+        matrix = _native.Matrix.pack_groups(context, kind, codes, dtype, scales, zeros)
+        self._product(rng, numbers, context, matrix, rng.randint(1, 40))
+
+    def _product(
+        self,
+        rng: Random,
+        numbers: np.random.Generator,
+        context: _native.Context,
+        matrix: _native.Matrix,
+        tokens: int,
+    ) -> None:
+        rows, cols = matrix.rows, matrix.cols
         ids = numbers.integers(0, rows, 5) if rng.random() < 0.7 else _ids(rng, 5)
         matrix.row_values(context, ids)
         out = np.empty((tokens, rows), np.float32)

@@ -1,0 +1,66 @@
+"""AWQ (arXiv:2306.00978) as AutoAWQ writes it: integers of 4 bits packed along the outputs.
+
+`qweight` int32 [inputs, outputs / 8], `qzeros` int32 [groups, outputs / 8], `scales` [groups,
+outputs]. The eight integers of a word, the lowest first, are those of outputs ORDER.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, choice
+from pdserve.engine.checkpoints.source import Layout
+from pdserve.engine.weights.bits import Bytes
+from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.formats.grouped import (
+    INT4,
+    even_groups,
+    grouped,
+    nibbles,
+    packed_nibbles,
+)
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Awq(QuantizationMethod):
+    names = ("awq",)
+    forms = (("qweight", "qzeros", "scales"),)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        choice(config, ("bits", "w_bit"), (4,))
+        version = str(config.get("version", "gemm")).lower()
+        choice({"version": version}, ("version",), ("gemm",))
+        group = config.get("group_size", config.get("q_group_size", 128))
+        if type(group) is not int or not (group == -1 or group > 0):
+            raise ValueError(f"group_size is {group!r}: want a number of inputs, or -1")
+        self._group = group
+
+    def layout(self, parts: Parts) -> Layout:
+        packed = parts["qweight"]
+        if packed.ndim != 2 or packed.dtype != np.int32:
+            raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
+        inputs, words = packed.shape
+        groups = 1 if self._group == -1 else -(-inputs // self._group)
+        for name, shape in (("scales", (groups, words * 8)), ("qzeros", (groups, words))):
+            if parts[name].shape != shape:
+                raise ValueError(f"{name} is {list(parts[name].shape)}, not {list(shape)}")
+        return Layout(INT4.name, (words * 8, inputs))
+
+    def read(self, parts: Parts) -> RawTensor:
+        _, (_, inputs) = self.layout(parts)
+        group = inputs if self._group == -1 else self._group
+        codes = packed_nibbles(np.ascontiguousarray(_integers(parts["qweight"]).T))
+        zeros = even_groups(_integers(parts["qzeros"]).T, group, inputs)
+        return grouped(INT4, codes, even_groups(parts["scales"].T, group, inputs), zeros)
+
+
+def _integers(packed: NDArray[np.int32]) -> Bytes:
+    """int32 [n, words] -> uint8 [n, 8 words], in the order of the outputs."""
+    words = nibbles(np.ascontiguousarray(packed).view(np.uint8)).reshape(*packed.shape, 8)
+    return words[..., np.argsort(ORDER)].reshape(len(packed), -1)
+
+
+METHOD = Awq

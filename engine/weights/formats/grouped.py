@@ -1,0 +1,108 @@
+"""Levels of 4 or 8 bits that share a scale, and in some a zero point, with a group of their row.
+
+The layouts of GPTQ, AWQ, FP8 and compressed-tensors files are brought into this one form.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.weights.bits import Bytes
+from pdserve.engine.weights.format import Floats, Format, RawTensor
+from pdserve.engine.weights.plain import PLAIN, widened
+
+CODES, SCALES, ZEROS = "codes", "scales", "zeros"
+NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # of the types of scales
+
+
+def _e4m3() -> Floats:
+    """Of each byte the 8-bit float that it is: 4 bits of exponent, 3 of mantissa, no infinities."""
+    codes = np.arange(128)
+    exponent, mantissa = codes >> 3, codes & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+    values = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+    values[127] = np.nan
+    return np.concatenate((values, -values)).astype(np.float32)
+
+
+E4M3 = _e4m3()
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+class GroupedFormat(Format):
+    """`codes` uint8 [rows, bytes], of 4 bits the first in the low nibble; `scales` [rows, groups]
+    of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for integers only.
+
+    A value is (level - zero) * scale; without zeros integers are less half of their range.
+    """
+
+    def __init__(self, name: str, bits: int, table: Floats | None) -> None:
+        """`table`: the level of each code; None: the code itself."""
+        self.name = name
+        self.bits = bits
+        self._table = table
+
+    def unpack(self, raw: RawTensor) -> Floats:
+        codes, scales = raw.parts[CODES], widened(raw.parts[SCALES], NAMES[raw.parts[SCALES].dtype])
+        zeros = raw.parts.get(ZEROS)
+        levels = self._levels(nibbles(codes) if self.bits == 4 else codes)
+        groups = levels.reshape(*scales.shape, -1)
+        if zeros is not None:
+            groups -= zeros[..., None]
+        elif self._table is None:
+            groups -= np.float32(1 << self.bits >> 1)
+        groups *= scales[..., None]
+        return groups.reshape(raw.shape)
+
+    def _levels(self, codes: Bytes) -> Floats:
+        return codes.astype(np.float32) if self._table is None else self._table[codes]
+
+
+INT4 = GroupedFormat("INT4", 4, None)
+INT8 = GroupedFormat("INT8", 8, None)
+FP8 = GroupedFormat("FP8", 8, E4M3)
+FP4 = GroupedFormat("FP4", 4, E2M1)
+FORMATS = (INT4, INT8, FP8, FP4)
+
+
+def grouped(
+    format: GroupedFormat,
+    codes: Bytes,
+    scales: NDArray[Any],
+    zeros: Bytes | None = None,
+    columns: NDArray[np.int64] | None = None,
+) -> RawTensor:
+    """A weight in that form. Raises ValueError if the parts do not fit together."""
+    shape = (codes.shape[0], codes.shape[1] * 8 // format.bits)
+    rows, groups = scales.shape
+    if rows != shape[0] or groups < 1 or shape[1] % groups:
+        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros are {list(zeros.shape)}, scales {list(scales.shape)}")
+    if scales.dtype not in NAMES:
+        raise ValueError(f"scales are {scales.dtype}, not of {', '.join(NAMES.values())}")
+    parts = {CODES: codes, SCALES: scales}
+    if zeros is not None and (zeros != 1 << format.bits >> 1).any():
+        parts[ZEROS] = zeros
+    return RawTensor(parts, format.name, shape, columns)
+
+
+def even_groups(of_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
+    """[rows, ceil(cols / group)] for groups that may end in a shorter one, as [rows, n] for groups
+    that divide `cols` evenly."""
+    if -(-cols // group) != of_group.shape[1]:
+        raise ValueError(f"{of_group.shape[1]} groups of {group} columns do not make {cols}")
+    width = math.gcd(group, cols)
+    return of_group[:, np.arange(cols // width) * width // group]
+
+
+def nibbles(packed: Bytes) -> Bytes:
+    """uint8 [..., n] -> [..., 2 n]: the low nibble of each byte first."""
+    return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def packed_nibbles(levels: Bytes) -> Bytes:
+    """uint8 [..., 2 n] of 0 to 15 -> [..., n]: the inverse of `nibbles`."""
+    return levels[..., 0::2] | levels[..., 1::2] << np.uint8(4)

@@ -1,0 +1,43 @@
+// Numbers of 16 bits as floats and back, exactly; by arithmetic, because not every compiler has the types.
+#pragma once
+#include "base/common.h"
+
+namespace pdserve {
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float float_of_bf16(uint16_t bits) {
+  return float_of_bits(static_cast<uint32_t>(bits) << 16);
+}
+
+inline float float_of_half(uint16_t half) {
+  const uint32_t bits = half;
+  const uint32_t sign = (bits & 0x8000) << 16, rest = (bits & 0x7FFF) << 13;
+  if ((bits & 0x7C00) == 0) {  // 0 and what is below the normal numbers: a multiple of 2^-24
+    const float tiny = static_cast<float>(bits & 0x3FF) * 0x1p-24f;
+    return sign ? -tiny : tiny;
+  }
+  const bool special = (bits & 0x7C00) == 0x7C00;  // infinity and NaN
+  return float_of_bits(sign | (rest + (special ? 224u : 112u) * (1u << 23)));  // bias 15 to 127
+}
+
+// Sets `half` to the float16 that is exactly `value`; false if there is none.
+inline bool exact_half(float value, uint16_t& half) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 0xFF;
+  const float steps = (sign ? -value : value) * 0x1p24f;  // of the subnormal numbers
+  if (steps < 1024) {
+    const auto whole = static_cast<uint32_t>(steps);
+    half = static_cast<uint16_t>(sign | whole);
+    return static_cast<float>(whole) == steps;
+  }
+  half = static_cast<uint16_t>(sign | (exponent - 112) << 10 | (bits >> 13 & 0x3FF));
+  return exponent <= 142 && !(bits & 0x1FFF);
+}
+
+}  // namespace pdserve
