@@ -3,8 +3,8 @@
 `make bench-formats` (or `python -m benchmarks.kernels.formats [FORMAT ...]`) prints a JSON line for
 each format: stored and packed bits of a weight, the product of one row beside a classic format's of
 the same shape (Q4_0; Q8_0 for 8 bits), and how long packing takes. Products read as many matrices
-as fill WORKING_SET, on all cores; both formats in turns, and the ratio is the median of the pairs: a
-machine that drifts moves both.
+as fill WORKING_SET, on all cores; both formats in turns, and the ratio is the median of the
+pairs: a machine that drifts moves both.
 """
 
 import argparse
