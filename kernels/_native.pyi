@@ -30,6 +30,7 @@ class Matrix:
         type: str,
         scales: NDArray[np.uint8],
         zeros: NDArray[np.uint8] | None = None,
+        divisors: NDArray[np.float32] | None = None,
     ) -> Matrix: ...
     @property
     def rows(self) -> int: ...

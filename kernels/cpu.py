@@ -15,7 +15,7 @@ from pdserve.kernels import _native
 VERSION = "native-3"  # raise it with any change of a kernel's results
 FORMATS = frozenset(_native.formats())  # that pack knows
 GROUPED = frozenset(_native.grouped_formats())  # that pack_groups knows
-SCALES = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # types of scales
+SCALES = {"float16": "F16", "uint16": "BF16", "float32": "F32", "uint8": "E4M3"}
 KV_BLOCK = 16  # a block's tokens must be a multiple of it
 
 
@@ -44,17 +44,21 @@ class CpuKernels:
         format: str,
         codes: NDArray[np.uint8],
         scales: NDArray[Any],
-        zeros: NDArray[np.uint8] | None,
+        zeros: NDArray[np.uint8] | None = None,
+        divisors: NDArray[np.float32] | None = None,
     ) -> "_native.Matrix":
         """Weights whose groups of columns share a scale, laid out for the kernels.
 
-        `format` one of GROUPED; `codes` and `zeros` as of `_native.Matrix.pack_groups`; `scales`
-        float32, float16 or bfloat16 (as uint16) [rows, groups]. ValueError as there.
+        `format` one of GROUPED; `codes`, `zeros` and `divisors` as of `_native.Matrix.pack_groups`;
+        `scales` float32, float16, bfloat16 (as uint16) or 8-bit floats (as uint8) [rows, groups].
+        ValueError as there.
         """
         zeros = None if zeros is None else np.ascontiguousarray(zeros)
-        kind = SCALES[scales.dtype.name]
-        codes = np.ascontiguousarray(codes)
-        return _native.Matrix.pack_groups(self.context, format, codes, kind, _bytes(scales), zeros)
+        divisors = None if divisors is None else np.ascontiguousarray(divisors)
+        kind, codes = SCALES[scales.dtype.name], np.ascontiguousarray(codes)
+        return _native.Matrix.pack_groups(
+            self.context, format, codes, kind, _bytes(scales), zeros, divisors
+        )
 
 
 def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:

@@ -46,7 +46,7 @@ GROUPED = {
     "int8 of outputs": Variant("INT8", 0, "float32", False),
     "FP8 of blocks": Variant("FP8", 128, "float32", False),
     "FP8 of outputs": Variant("FP8", 0, "float32", False),
-    "NVFP4 of compressed-tensors": Variant("FP4", 16, "float32", False),
+    "NVFP4 of compressed-tensors": Variant("FP4", 16, "uint8", False),
 }
 
 
@@ -64,6 +64,8 @@ def stored(kernels: CpuKernels, name: str) -> Stored:
     form = formats()[name]
     assert isinstance(form, BlockFormat)
     data = rng.integers(0, 60, (ROWS, form.row_bytes(COLS)), np.uint8)  # small scales
+    if name == "MXFP4":  # bytes of exponents: these would be numbers that cost more
+        data[:, :: form.block_bytes] = 120
     bits = 8 * form.block_bytes / form.block_values
     return Stored(bits, lambda: kernels.pack(data, name, ROWS, COLS))
 
@@ -74,14 +76,16 @@ def _grouped(kernels: CpuKernels, variant: Variant, rng: np.random.Generator) ->
     codes = rng.integers(0, 120, (ROWS, COLS * form.bits // 8), np.uint8)
     groups = COLS // variant.group if variant.group else 1
     scales = np.full((ROWS, groups), 0.01, np.float32)
+    if variant.scales == "uint8":
+        scales = np.full((ROWS, groups), 0x38, np.float32)  # one
     if variant.scales == "uint16":
         scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
     scales = scales.astype(variant.scales)
+    divisors = np.ones(ROWS, np.float32) if variant.format == "FP4" else None
     zeros = rng.integers(0, 1 << form.bits, (ROWS, groups), np.uint8) if variant.zeros else None
-    # Files store NVFP4's scales in 8 bits, zeros in as many as a level has.
-    scale_bits = 8 if variant.format == "FP4" else 8 * scales.itemsize
-    bits = form.bits + (scale_bits + form.bits * variant.zeros) * groups / COLS
-    return Stored(bits, lambda: kernels.pack_groups(variant.format, codes, scales, zeros))
+    # Files store zeros in as many bits as levels.
+    bits = form.bits + (8 * scales.itemsize + form.bits * variant.zeros) * groups / COLS
+    return Stored(bits, lambda: kernels.pack_groups(variant.format, codes, scales, zeros, divisors))
 
 
 def seconds(kernels: CpuKernels, matrices: list[Matrix]) -> float:

@@ -35,7 +35,7 @@ from pdserve.engine.models.parts import (
 )
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.formats.grouped import CODES, SCALES, ZEROS
+from pdserve.engine.weights.formats.grouped import SCALES, ZEROS
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
@@ -244,9 +244,8 @@ class NativeDecoder:
         """For an input whose values are in the order of `columns`. What no kernel can read as it is
         stored is expanded to float32. Raises UnsupportedModel for values that no kernel takes."""
         if raw.format in GROUPED and fits_groups(raw) and same_order(raw.columns, columns):
-            codes, scales = raw.parts[CODES], raw.parts[SCALES]
             try:
-                return self._kernels.pack_groups(raw.format, codes, scales, raw.parts.get(ZEROS))
+                return self._kernels.pack_groups(raw.format, **raw.parts)
             except ValueError as error:
                 raise UnsupportedModel(f"tensor {name}: {error}") from error
         if raw.format in FORMATS and columns is None:
@@ -267,7 +266,7 @@ def fits_groups(raw: RawTensor) -> bool:
     width = raw.shape[1] // scales.shape[1]
     if raw.format in ("INT4", "INT8"):
         return width % 32 == 0 and not (ZEROS in raw.parts and scales.dtype == np.float32)
-    return raw.format == "FP8" or width == 16
+    return True
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:

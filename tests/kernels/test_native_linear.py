@@ -13,19 +13,18 @@ from pdserve.engine.weights.format import BLOCKS as STORED_BLOCKS
 from pdserve.engine.weights.format import VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import (
-    CODES,
     FP4,
     FP8,
     INT4,
     INT8,
-    NAMES,
-    ZEROS,
     GroupedFormat,
+    float4,
     grouped,
 )
 from pdserve.engine.weights.formats.grouped import SCALES as SCALE_PART
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
+from pdserve.kernels.cpu import SCALES as SCALE_TYPES
 
 FLOATS = ("F32", "F16", "BF16")
 BLOCKS = (
@@ -48,7 +47,7 @@ GROUPS: dict[str, tuple[GroupedFormat, int, type[np.generic], bool]] = {
     "INT8 of 96": (INT8, 96, np.float32, False),
     "FP8 of 128": (FP8, 128, np.float32, False),
     "FP8 of a row, bf16": (FP8, 0, np.uint16, False),
-    "FP4 of 16": (FP4, 16, np.float32, False),
+    "FP4 of 16": (FP4, 16, np.uint8, False),
 }
 ENCODED = {*BLOCKS, *GROUPS} - {"FP8 of 128", "FP8 of a row, bf16"}  # against inputs as int8
 KINDS = (*FLOATS, *BLOCKS, *GROUPS)
@@ -107,13 +106,15 @@ def group_tensor(kind: str, rows: int, cols: int, seed: int) -> RawTensor:
     if form is FP8:
         codes[codes & 127 == 127] = 0
     shape = (rows, cols // group if group else 1)
+    if form is FP4:
+        return float4(codes, rng.integers(0, 127, shape, np.uint8), np.float32(37.3))
     scales = rng.normal(size=shape).astype(np.float32)
     if dtype == np.uint16:
         scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
         scales[0, 0] = seed % 2  # the least bfloat16, which is no float16, or 0
     else:
         scales = scales.astype(dtype)
-        scales[0, 0] = np.finfo(dtype).smallest_subnormal if form not in (FP8, FP4) else 1e-30
+        scales[0, 0] = np.finfo(dtype).smallest_subnormal if form is not FP8 else 1e-30
     zeros = rng.integers(0, 1 << form.bits, shape, np.uint8) if has_zeros else None
     return grouped(form, codes, scales, zeros)
 
@@ -136,11 +137,10 @@ def packed(
 ) -> tuple[_native.Matrix, Floats]:
     if kind in GROUPS:
         raw = group_tensor(kind, rows, cols, seed)
-        scales = raw.parts[SCALE_PART].view(np.uint8)
-        type_ = NAMES[raw.parts[SCALE_PART].dtype]
-        codes, zeros = raw.parts[CODES], raw.parts.get(ZEROS)
+        parts = {**raw.parts, SCALE_PART: raw.parts[SCALE_PART].view(np.uint8)}
+        type_ = SCALE_TYPES[raw.parts[SCALE_PART].dtype.name]
         pack = _native.Matrix.pack_groups
-        return pack(context, raw.format, codes, type_, scales, zeros), unpack(raw)
+        return pack(context, raw.format, type=type_, **parts), unpack(raw)
     data, values = raw_tensor(kind, rows, cols, seed)
     return _native.Matrix.pack(context, kind, data, rows, cols), values
 
@@ -316,6 +316,23 @@ def test_every_format_is_tested_here() -> None:
     assert {form.name for form, *_ in GROUPS.values()} == {*_native.grouped_formats()}
 
 
+@pytest.mark.parametrize("kind", [*BLOCKS, *GROUPS])
+def test_packed_weights_take_hardly_more_memory_than_stored_ones(
+    context: _native.Context, kind: str
+) -> None:
+    rows, cols = 64, 12 * 256
+    matrix, _ = packed(context, kind, rows, cols)
+    if kind in GROUPS:
+        form, _, _, zeros = GROUPS[kind]
+        parts = group_tensor(kind, rows, cols, 0).parts
+        stored = parts["codes"].nbytes + parts["scales"].nbytes
+        stored += parts["scales"].size * form.bits // 8 if zeros else 0  # as files pack them
+    else:
+        stored = raw_tensor(kind, rows, cols, 0)[0].nbytes
+    most = 1.35 if stored * 8 < 4 * rows * cols else 1.15
+    assert matrix.nbytes <= most * stored
+
+
 def test_wrong_arguments_raise(context: _native.Context) -> None:
     data, _ = raw_tensor("Q4_1", 4, 64, 0)
     pack = _native.Matrix.pack
@@ -362,12 +379,11 @@ def test_wrong_groups_raise(context: _native.Context) -> None:
 
     codes, ones = np.zeros((3, 64), np.uint8), np.ones((3, 4), np.float32)
     pack("INT4", codes, ones)
-    pack("FP4", codes, np.ones((3, 8), np.float32))
     with pytest.raises(ValueError, match="no packed layout for groups of 'INT5'"):
         pack("INT5", codes, ones)
     with pytest.raises(ValueError, match="multiples of 32"):
         pack("INT8", codes, ones)
-    with pytest.raises(ValueError, match="are of 16 columns"):
+    with pytest.raises(ValueError, match="FP4, and no other, has E4M3 scales"):
         pack("FP4", codes, ones)
     with pytest.raises(ValueError, match="evenly"):
         pack("INT4", codes, np.ones((3, 5), np.float32))
@@ -382,8 +398,18 @@ def test_wrong_groups_raise(context: _native.Context) -> None:
     for nan in (0x7F, 0xFF):
         with pytest.raises(ValueError, match="NaN"):
             pack("FP8", np.full((3, 64), nan, np.uint8), ones)
-    with pytest.raises(ValueError, match="F16, BF16 or F32"):
+    with pytest.raises(ValueError, match="F16, BF16, F32 or E4M3"):
         _native.Matrix.pack_groups(context, "INT4", codes, "F64", codes)
+    eighths = np.full((3, 8), 0x38, np.uint8)
+    for scales, divisors, why in (
+        (eighths, None, "FP4, and no other"),
+        (eighths, np.ones(2, np.float32), "one number a row"),
+        (eighths[:, 1:].copy(), np.ones(3, np.float32), "evenly"),
+        (eighths[:, ::2].copy(), np.ones(3, np.float32), "are of 16 columns"),
+        (eighths + 0x47, np.ones(3, np.float32), "NaN"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            _native.Matrix.pack_groups(context, "FP4", codes, "E4M3", scales, None, divisors)
     with pytest.raises(ValueError, match="scales of 16 bits"):
         pack("INT4", codes, ones, np.zeros((3, 4), np.uint8))
     with pytest.raises(ValueError, match="at least one"):

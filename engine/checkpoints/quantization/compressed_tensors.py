@@ -20,10 +20,10 @@ from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.formats.fp4 import mxfp4
 from pdserve.engine.weights.formats.grouped import (
-    E4M3,
     FP4,
     INT4,
     INT8,
+    float4,
     grouped,
     nibbles,
 )
@@ -126,7 +126,7 @@ def _float4(parts: Parts) -> RawTensor:
         raise ValueError(f"weight_scale is {scale.dtype} {list(scale.shape)}: want bytes, 2 dims")
     if "weight_global_scale" in parts:
         whole = parts["weight_global_scale"].reshape(-1)[0].astype(np.float32)
-        return grouped(FP4, codes, E4M3[scale] / whole)
+        return float4(codes, scale, whole)
     return mxfp4(codes, scale)
 
 

@@ -13,7 +13,7 @@ from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.format import Floats, Format, RawTensor
 from pdserve.engine.weights.plain import PLAIN, widened
 
-CODES, SCALES, ZEROS = "codes", "scales", "zeros"
+CODES, SCALES, ZEROS, DIVISORS = "codes", "scales", "zeros", "divisors"
 NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # of the types of scales
 
 
@@ -33,9 +33,11 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 class GroupedFormat(Format):
     """`codes` uint8 [rows, bytes], of 4 bits the first in the low nibble; `scales` [rows, groups]
-    of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for integers only.
+    of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for integers only. FP4 has
+    8-bit floats as scales, and `divisors` float32 [rows].
 
-    A value is (level - zero) * scale; without zeros integers are less half of their range.
+    A value is (level - zero) * scale; without zeros integers are less half of their range. With
+    divisors a scale is first divided by that of its row.
     """
 
     def __init__(self, name: str, bits: int, table: Floats | None) -> None:
@@ -45,7 +47,7 @@ class GroupedFormat(Format):
         self._table = table
 
     def unpack(self, raw: RawTensor) -> Floats:
-        codes, scales = raw.parts[CODES], widened(raw.parts[SCALES], NAMES[raw.parts[SCALES].dtype])
+        codes, scales = raw.parts[CODES], scales_of(raw)
         zeros = raw.parts.get(ZEROS)
         levels = self._levels(nibbles(codes) if self.bits == 4 else codes)
         groups = levels.reshape(*scales.shape, -1)
@@ -65,6 +67,25 @@ INT8 = GroupedFormat("INT8", 8, None)
 FP8 = GroupedFormat("FP8", 8, E4M3)
 FP4 = GroupedFormat("FP4", 4, E2M1)
 FORMATS = (INT4, INT8, FP8, FP4)
+
+
+def scales_of(raw: RawTensor) -> Floats:
+    """The scale of each group, float32 [rows, groups]."""
+    stored = raw.parts[SCALES]
+    if DIVISORS in raw.parts:
+        found: Floats = E4M3[stored] / raw.parts[DIVISORS][:, None]
+        return found
+    return widened(stored, NAMES[stored.dtype])
+
+
+def float4(codes: Bytes, scales: Bytes, divisor: np.float32) -> RawTensor:
+    """A weight of 4-bit floats in groups of 16, as NVFP4 stores it. Raises ValueError if the parts
+    do not fit together."""
+    shape = (codes.shape[0], codes.shape[1] * 2)
+    if scales.shape != (shape[0], shape[1] // 16) or shape[1] % 16:
+        raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
+    divisors = np.full(shape[0], divisor, np.float32)
+    return RawTensor({CODES: codes, SCALES: scales, DIVISORS: divisors}, FP4.name, shape)
 
 
 def grouped(

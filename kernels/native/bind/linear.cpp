@@ -40,9 +40,13 @@ std::string layout_name(const Matrix& m) {
     case Layout::kIq4: name = "iq4"; break;
     case Layout::kU4:
     case Layout::kU5:
-    case Layout::kU8: name = "u" + std::to_string(pdserve::quant_bits(m.layout));
+    case Layout::kU8:
+    case Layout::kU2:
+    case Layout::kU3:
+    case Layout::kU6: name = "u" + std::to_string(pdserve::quant_bits(m.layout));
   }
-  const char* scales = m.scales == Scales::kF16 ? " f16" : m.scales == Scales::kBf16 ? " bf16" : " f32";
+  static constexpr const char* kScales[] = {" f16", " bf16", " f32", " i8 f16", " e4m3 f32"};
+  const char* scales = kScales[static_cast<int>(m.scales)];
   const char* least = m.least == Least::kMinima  ? " scales and minima"
                       : m.least == Least::kZeros ? " scales and zeros" : " scales";
   return name + " group " + std::to_string(m.group) + scales + least;
@@ -85,14 +89,16 @@ const GroupedFormat& grouped_format(const std::string& name) {
 Scales scales_type(const std::string& type) {
   if (type == "F16") return Scales::kF16;
   if (type == "BF16") return Scales::kBf16;
-  require(type == "F32", "scales must be F16, BF16 or F32");
+  if (type == "E4M3") return Scales::kE4m3;
+  require(type == "F32", "scales must be F16, BF16, F32 or E4M3");
   return Scales::kF32;
 }
 
 Matrix pack_groups(Context& context, const std::string& name,
                    const Array<const uint8_t, 2>& codes, const std::string& type,
                    const Array<const uint8_t, 2>& scales,
-                   const std::optional<Array<const uint8_t, 2>>& zeros) {
+                   const std::optional<Array<const uint8_t, 2>>& zeros,
+                   const std::optional<Array<const float, 1>>& divisors) {
   const GroupedFormat& format = grouped_format(name);
   pdserve::Grouped from{};
   from.layout = format.layout;
@@ -110,6 +116,11 @@ Matrix pack_groups(Context& context, const std::string& name,
             "zeros has one byte a scale");
     from.zeros = zeros->data();
   }
+  require((from.layout == Layout::kFp4) == (from.scales == Scales::kE4m3) &&
+              (from.layout == Layout::kFp4) == divisors.has_value(),
+          "FP4, and no other, has E4M3 scales and divisors");
+  require(!divisors || divisors->size() == codes.shape(0), "divisors has one number a row");
+  if (divisors) from.divisors = divisors->data();
   from.codes = codes.data();
   from.d = scales.data();
   nb::gil_scoped_release unlocked;
@@ -174,13 +185,15 @@ void bind_linear(nb::module_& m) {
       .def_static("pack_groups", &pack_groups, nb::arg("context"), nb::arg("format"),
                   nb::arg("codes").noconvert(), nb::arg("type"), nb::arg("scales").noconvert(),
                   nb::arg("zeros").noconvert() = nb::none(),
+                  nb::arg("divisors").noconvert() = nb::none(),
                   "format: INT4, INT8, FP8 (e4m3) or FP4 (e2m1); codes: uint8 [rows, bytes of a\n"
                   "row], of 4 bits the first in the low nibble; scales: one number of `type` (F16,\n"
-                  "BF16, F32) for each group of a row's columns, as uint8 [rows, bytes]; zeros:\n"
-                  "uint8 [rows, groups], without which integers are less 8 or 128. A value is\n"
-                  "(level - zero) * scale. ValueError if sizes do not fit, groups of integers are\n"
-                  "no multiples of 32 columns, those of FP4 not of 16, scales beside zeros are\n"
-                  "F32, or a float is NaN.")
+                  "BF16, F32; E4M3 of FP4) for each group of a row's columns, as uint8 [rows,\n"
+                  "bytes]; zeros: uint8 [rows, groups], without which integers are less 8 or 128;\n"
+                  "divisors: float32 [rows], of FP4. A value is (level - zero) * scale / divisor.\n"
+                  "ValueError if sizes do not fit, groups of integers are no multiples of 32\n"
+                  "columns, those of FP4 not of 16, scales beside zeros are F32, or an 8-bit float\n"
+                  "is NaN.")
       .def_prop_ro("rows", [](const Matrix& self) { return self.rows; })
       .def_prop_ro("cols", [](const Matrix& self) { return self.cols; })
       .def_prop_ro("nbytes", &Matrix::bytes)

@@ -3,8 +3,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "base/half.h"
-
 namespace pdserve {
 
 namespace {
@@ -21,8 +19,6 @@ uint16_t half_bits(const uint8_t* p) {
   return value;
 }
 
-float half(const uint8_t* p) { return float_of_half(half_bits(p)); }
-
 constexpr uint32_t kLow = 0x0F0F0F0F, kSigns = 0x80808080;
 
 // Byte k of the result is `set` where bit `at` + k of mask is 1.
@@ -32,8 +28,7 @@ uint32_t spread(uint32_t mask, int at, uint32_t set) {
          (nibble & 8) * (set << 21);
 }
 
-// Values centred on zero, from q of up to 7 bits and a centre, as q + 128 - centre.
-uint32_t biased(uint32_t q, uint32_t centre) { return q + (0x80 - centre) * 0x01010101u; }
+uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
 void read_nibbles(const uint8_t* at, Block& out) {
   for (int j = 0; j < 4; ++j) out.q[j] = word(at + 4 * j);
@@ -41,14 +36,14 @@ void read_nibbles(const uint8_t* at, Block& out) {
 
 void read_q4_0(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 18;
-  out.half_d[0] = half_bits(block);
+  out.d[0] = half_bits(block);
   read_nibbles(block + 2, out);
 }
 
 void read_q4_1(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 20;
-  out.half_d[0] = half_bits(block);
-  out.half_m = half_bits(block + 2);
+  out.d[0] = half_bits(block);
+  out.m = half_bits(block + 2);
   read_nibbles(block + 4, out);
 }
 
@@ -64,20 +59,20 @@ void read_five(const uint8_t* at, Block& out) {
 
 void read_q5_0(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 22;
-  out.half_d[0] = half_bits(block);
+  out.d[0] = half_bits(block);
   read_five(block + 2, out);
 }
 
 void read_q5_1(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 24;
-  out.half_d[0] = half_bits(block);
-  out.half_m = half_bits(block + 2);
+  out.d[0] = half_bits(block);
+  out.m = half_bits(block + 2);
   read_five(block + 4, out);
 }
 
 void read_q8_0(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 34;
-  out.half_d[0] = half_bits(block);
+  out.d[0] = half_bits(block);
   for (int j = 0; j < 8; ++j) out.q[j] = word(block + 2 + 4 * j) ^ kSigns;
 }
 
@@ -96,9 +91,11 @@ void read_q2_k(const uint8_t* row, int64_t b, Block& out) {
   }
   for (int h = 0; h < 2; ++h) {
     const uint8_t scales = block[2 * part.number + h];
-    out.d[h] = static_cast<float>(scales & 15) * half(block + 80);
-    out.m[h] = -(static_cast<float>(scales >> 4) * half(block + 82));
+    out.code_d[h] = static_cast<int8_t>(scales & 15);
+    out.code_m[h] = static_cast<int8_t>(scales >> 4);
   }
+  out.d[0] = half_bits(block + 80);
+  out.m = negated(half_bits(block + 82));
 }
 
 void read_q3_k(const uint8_t* row, int64_t b, Block& out) {
@@ -107,14 +104,15 @@ void read_q3_k(const uint8_t* row, int64_t b, Block& out) {
   for (int j = 0; j < 8; ++j) {
     const uint32_t low = word(block + 32 + 32 * part.pair + 4 * j) >> part.shift & 0x03030303;
     const uint32_t top = word(block + 4 * j) >> part.number & 0x01010101;
-    out.q[j] = biased(low | top << 2, 4);
+    out.q[j] = low | top << 2;
   }
   for (int h = 0; h < 2; ++h) {
     const int g = 2 * part.number + h;
     const int low = block[96 + g % 8] >> (g < 8 ? 0 : 4) & 15;
     const int high = block[104 + g % 4] >> (g / 4 * 2) & 3;
-    out.d[h] = static_cast<float>((low | high << 4) - 32) * half(block + 108);
+    out.code_d[h] = static_cast<int8_t>((low | high << 4) - 32);
   }
+  out.d[0] = half_bits(block + 108);
 }
 
 // Q4_K, Q5_K: scale and minimum of group g, 6 bits each, in the twelve bytes from byte 4 on.
@@ -128,8 +126,10 @@ void read_six(const uint8_t* block, int g, Block& out) {
     scale = (packed[g + 4] & 15) | (packed[g - 4] >> 6 << 4);
     least = (packed[g + 4] >> 4) | (packed[g] >> 6 << 4);
   }
-  out.d[0] = static_cast<float>(scale) * half(block);
-  out.m[0] = -(static_cast<float>(least) * half(block + 2));
+  out.code_d[0] = static_cast<int8_t>(scale);
+  out.code_m[0] = static_cast<int8_t>(least);
+  out.d[0] = half_bits(block);
+  out.m = negated(half_bits(block + 2));
 }
 
 void read_q4_k(const uint8_t* row, int64_t b, Block& out) {
@@ -162,12 +162,12 @@ void read_q6_k(const uint8_t* row, int64_t b, Block& out) {
     const uint8_t* lows = block + 64 * part.pair + part.number % 2 * 32 + 4 * j;
     const uint32_t low = word(lows) >> (part.number % 4 < 2 ? 0 : 4) & kLow;
     const uint32_t high = word(block + 128 + 32 * part.pair + 4 * j) >> part.shift & 0x03030303;
-    out.q[j] = biased(low | high << 4, 32);
+    out.q[j] = low | high << 4;
   }
   for (int h = 0; h < 2; ++h) {
-    const auto scale = static_cast<int8_t>(block[192 + 2 * part.number + h]);
-    out.d[h] = static_cast<float>(scale) * half(block + 208);
+    out.code_d[h] = static_cast<int8_t>(block[192 + 2 * part.number + h]);
   }
+  out.d[0] = half_bits(block + 208);
 }
 
 // A byte of exponent e: the scale 2^(e - 127), halved because levels are doubled (kFp4Levels).
@@ -175,7 +175,7 @@ void read_mxfp4(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 17;
   const int e = block[0];
   // As bfloat16: the exponent stands in bits 7 to 14, and 2^-128 and 2^-127 are subnormal.
-  out.half_d[0] = static_cast<uint16_t>(e > 1 ? (e - 1) << 7 : 0x20 << e);
+  out.d[0] = static_cast<uint16_t>(e > 1 ? (e - 1) << 7 : 0x20 << e);
   read_nibbles(block + 1, out);
 }
 
@@ -193,7 +193,7 @@ void read_nvfp4(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b / 2 * 36;
   const int first = static_cast<int>(b % 2 * 2);
   const uint8_t* runs = block + 4 + 8 * first;
-  for (int h = 0; h < 2; ++h) out.half_d[h] = half_of_ue4m3(block[first + h]);
+  for (int h = 0; h < 2; ++h) out.d[h] = half_of_ue4m3(block[first + h]);
   for (int j = 0; j < 2; ++j) {  // words j and 2 + j: inputs 4j and 8 + 4j of both runs
     const uint32_t one = word(runs + 4 * j), other = word(runs + 8 + 4 * j);
     out.q[j] = (one & kLow) | (other & kLow) << 4;
@@ -203,7 +203,7 @@ void read_nvfp4(const uint8_t* row, int64_t b, Block& out) {
 
 void read_iq4_nl(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 18;
-  out.half_d[0] = half_bits(block);
+  out.d[0] = half_bits(block);
   read_nibbles(block + 2, out);
 }
 
@@ -212,7 +212,8 @@ void read_iq4_xs(const uint8_t* row, int64_t b, Block& out) {
   const int part = Part(b).number;
   const int low = block[4 + part / 2] >> part % 2 * 4 & 15;
   const int high = half_bits(block + 2) >> 2 * part & 3;
-  out.d[0] = static_cast<float>((low | high << 4) - 32) * half(block);
+  out.code_d[0] = static_cast<int8_t>((low | high << 4) - 32);
+  out.d[0] = half_bits(block);
   read_nibbles(block + 8 + 16 * part, out);
 }
 
@@ -225,15 +226,15 @@ constexpr StoredFormat kFormats[] = {
     {"Q5_0", 32, 22, Layout::kU5, 32, Scales::kF16, false, read_q5_0},
     {"Q5_1", 32, 24, Layout::kU5, 32, Scales::kF16, true, read_q5_1},
     {"Q8_0", 32, 34, Layout::kU8, 32, Scales::kF16, false, read_q8_0},
-    {"Q2_K", 256, 84, Layout::kU8, 16, Scales::kF32, true, read_q2_k},
-    {"Q3_K", 256, 110, Layout::kU8, 16, Scales::kF32, false, read_q3_k},
-    {"Q4_K", 256, 144, Layout::kU4, 32, Scales::kF32, true, read_q4_k},
-    {"Q5_K", 256, 176, Layout::kU5, 32, Scales::kF32, true, read_q5_k},
-    {"Q6_K", 256, 210, Layout::kU8, 16, Scales::kF32, false, read_q6_k},
+    {"Q2_K", 256, 84, Layout::kU2, 16, Scales::kCodes, true, read_q2_k},
+    {"Q3_K", 256, 110, Layout::kU3, 16, Scales::kCodes, false, read_q3_k},
+    {"Q4_K", 256, 144, Layout::kU4, 32, Scales::kCodes, true, read_q4_k},
+    {"Q5_K", 256, 176, Layout::kU5, 32, Scales::kCodes, true, read_q5_k},
+    {"Q6_K", 256, 210, Layout::kU6, 16, Scales::kCodes, false, read_q6_k},
     {"MXFP4", 32, 17, Layout::kFp4, 32, Scales::kBf16, false, read_mxfp4},
     {"NVFP4", 64, 36, Layout::kFp4, 16, Scales::kF16, false, read_nvfp4},
     {"IQ4_NL", 32, 18, Layout::kIq4, 32, Scales::kF16, false, read_iq4_nl},
-    {"IQ4_XS", 256, 136, Layout::kIq4, 32, Scales::kF32, false, read_iq4_xs},
+    {"IQ4_XS", 256, 136, Layout::kIq4, 32, Scales::kCodes, false, read_iq4_xs},
 };
 
 }  // namespace

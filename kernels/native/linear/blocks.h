@@ -9,13 +9,13 @@
 namespace pdserve {
 
 // 32 values of one row as words of 4 bytes: 8 of them, or 4 whose low nibbles are the first 16
-// values; with their scales and minima: two where groups are of 16 values.
+// values; with their scales and minima, in the types of the format.
 struct Block {
   uint32_t q[8];
-  float d[2];
-  float m[2];
-  uint16_t half_d[2];  // the same where scales have 16 bits
-  uint16_t half_m;
+  uint16_t d[2];       // 16 bits: of each 16 values; codes: the first is the float16 of all
+  uint16_t m;          // 16 bits; codes: the float16 of all, negated
+  int8_t code_d[2];    // of each 16 values; the first, if groups are of 32
+  int8_t code_m[2];
 };
 
 // One stored format: a row is a run of blocks.

@@ -32,6 +32,9 @@ uint32_t encoding_of(const Matrix& m) {
     case Layout::kU4:
     case Layout::kU5:
     case Layout::kU8:
+    case Layout::kU2:
+    case Layout::kU3:
+    case Layout::kU6:
     case Layout::kFp4:
     case Layout::kIq4:
       return kInt8;

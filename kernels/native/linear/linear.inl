@@ -3,7 +3,7 @@
 using Run = void(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
                  int64_t end);
 
-// The product for integers with f16 or f32 scales. An offset is 2 to the power of kShift.
+// The product for integers in groups of files that name any. An offset is 2 to the power of kShift.
 template <Quants kQuants, int kShift>
 static Run* run_of_integers(const Matrix& m) {
   const bool half = m.scales == Scales::kF16;
@@ -19,31 +19,34 @@ static Run* run_of_integers(const Matrix& m) {
 
 // Each kind that a stored format is packed as (pack.cpp).
 static Run* run_of(const Matrix& m) {
-  const bool half = m.scales == Scales::kF16, minima = m.least == Least::kMinima;
+  constexpr Scales kHalf = Scales::kF16, kCodes = Scales::kCodes;
+  constexpr Least kNone = Least::kNone, kMinima = Least::kMinima;
+  const bool codes = m.scales == kCodes, minima = m.least == kMinima;
   switch (m.layout) {
     case Layout::kF32: return &float_linear<Layout::kF32>;
     case Layout::kF16: return &float_linear<Layout::kF16>;
     case Layout::kBf16: return &float_linear<Layout::kBf16>;
     case Layout::kF8: return &float8_linear;
+    case Layout::kU2: return &int8_linear<Kind<Quants::kTwos, kCodes, kMinima, 0, 16>>;
+    case Layout::kU3: return &int8_linear<Kind<Quants::kThrees, kCodes, kNone, 2, 16>>;
+    case Layout::kU6: return &int8_linear<Kind<Quants::kSixes, kCodes, kNone, 5, 16>>;
     case Layout::kU4:
-      return half && minima ? &int8_linear<Kind<Quants::kNibbles, Scales::kF16, Least::kMinima>>
-                            : run_of_integers<Quants::kNibbles, 3>(m);
+      if (codes) return &int8_linear<Kind<Quants::kNibbles, kCodes, kMinima>>;
+      return minima && m.scales == kHalf ? &int8_linear<Kind<Quants::kNibbles, kHalf, kMinima>>
+                                         : run_of_integers<Quants::kNibbles, 3>(m);
     case Layout::kU5:
-      return !minima ? &int8_linear<Kind<Quants::kFives, Scales::kF16, Least::kNone, 4>>
-             : half  ? &int8_linear<Kind<Quants::kFives, Scales::kF16, Least::kMinima>>
-                     : &int8_linear<Kind<Quants::kFives, Scales::kF32, Least::kMinima>>;
-    case Layout::kU8:
-      if (m.group != 16) return run_of_integers<Quants::kBytes, 7>(m);
-      return minima ? &int8_linear<Kind<Quants::kBytes, Scales::kF32, Least::kMinima, 0, 16>>
-                    : &int8_linear<Kind<Quants::kBytes, Scales::kF32, Least::kNone, 7, 16>>;
+      return codes    ? &int8_linear<Kind<Quants::kFives, kCodes, kMinima>>
+             : minima ? &int8_linear<Kind<Quants::kFives, kHalf, kMinima>>
+                      : &int8_linear<Kind<Quants::kFives, kHalf, kNone, 4>>;
+    case Layout::kU8: return run_of_integers<Quants::kBytes, 7>(m);
     case Layout::kFp4:
-      if (m.group != 16) return &int8_linear<Kind<Quants::kFp4, Scales::kBf16, Least::kNone, 4>>;
-      return half ? &int8_linear<Kind<Quants::kFp4, Scales::kF16, Least::kNone, 4, 16>>
-                  : &int8_linear<Kind<Quants::kFp4, Scales::kF32, Least::kNone, 4, 16>>;
+      return m.scales == kHalf          ? &int8_linear<Kind<Quants::kFp4, kHalf, kNone, 4, 16>>
+             : m.scales == Scales::kBf16 ? &int8_linear<Kind<Quants::kFp4, Scales::kBf16, kNone, 4>>
+                                         : &int8_linear<Kind<Quants::kFp4, Scales::kE4m3, kNone, 4, 16>>;
     case Layout::kIq4: break;
   }
-  return half ? &int8_linear<Kind<Quants::kIq4, Scales::kF16, Least::kNone, 7>>
-              : &int8_linear<Kind<Quants::kIq4, Scales::kF32, Least::kNone, 7>>;
+  return codes ? &int8_linear<Kind<Quants::kIq4, kCodes, kNone, 7>>
+               : &int8_linear<Kind<Quants::kIq4, kHalf, kNone, 7>>;
 }
 
 static void linear(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
@@ -57,9 +60,44 @@ static F any_scales(Scales scales, const uint8_t* at, int64_t group) {
   switch (scales) {
     case Scales::kF16: return load_scales<Scales::kF16>(at, group);
     case Scales::kBf16: return load_scales<Scales::kBf16>(at, group);
-    case Scales::kF32: break;
+    case Scales::kF32: return load_scales<Scales::kF32>(at, group);
+    case Scales::kCodes: return load_i8((const int8_t*)at + 16 * group);
+    case Scales::kE4m3: break;
   }
-  return load_scales<Scales::kF32>(at, group);
+  return load_e4m3(at + 16 * group);
+}
+
+// The d, or if `least` what goes with it, of the group of input i.
+static float group_number(const Matrix& m, const uint8_t* tile, int64_t lane, int64_t i,
+                          bool least) {
+  float lanes[16];
+  const bool zeros = least && m.least == Least::kZeros;
+  const uint8_t* at = tile + (least ? m.minima_at : m.scales_at);
+  store(lanes, any_scales(zeros ? Scales::kF16 : m.scales, at, i / m.group));
+  const float number = lanes[lane];
+  if (zeros || (m.scales != Scales::kCodes && m.scales != Scales::kE4m3)) return number;
+  const bool codes = m.scales == Scales::kCodes;
+  const int64_t super = codes ? i / kSuper + (least ? m.cols / kSuper : 0) : 0;
+  store(lanes, any_scales(codes ? Scales::kF16 : Scales::kF32, tile + m.factors_at, super));
+  return codes ? number * lanes[lane] : number / lanes[lane];
+}
+
+// The level of input i of an output: `block` is where the output's first byte of its block is.
+static int level_at(Layout layout, const uint8_t* block, int64_t i) {
+  const int64_t j = i % 32 / 4;  // the vector of its inputs
+  block += i % 4;
+  const int nibble = block[64 * (j % 4)] >> (j < 4 ? 0 : 4) & 15;
+  const int pair = j % 4 * 2;
+  switch (layout) {
+    case Layout::kU2: return block[64 * (j / 4)] >> pair & 3;
+    case Layout::kU3: return (block[64 * (j / 4)] >> pair & 3) | (block[128] >> j & 1) << 2;
+    case Layout::kU5: return nibble | (block[256] >> j & 1) << 4;
+    case Layout::kU6: return nibble | (block[256 + 64 * (j / 4)] >> pair & 3) << 4;
+    case Layout::kU8: return block[64 * j];
+    case Layout::kFp4: return kFp4Levels[nibble];
+    case Layout::kIq4: return kIq4Levels[nibble];
+    default: return nibble;
+  }
 }
 
 static void matrix_row(const Matrix& m, int64_t row, float* out) {
@@ -75,9 +113,9 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     return;
   }
   if (m.layout == Layout::kF16 || m.layout == Layout::kF32) {
+    const Scales type = m.layout == Layout::kF32 ? Scales::kF32 : Scales::kF16;
     for (int64_t i = 0; i < m.cols; ++i) {
-      store(lanes, m.layout == Layout::kF32 ? load_scales<Scales::kF32>(tile, i)
-                                            : load_scales<Scales::kF16>(tile, i));
+      store(lanes, any_scales(type, tile, i));
       out[i] = lanes[lane];
     }
     return;
@@ -86,31 +124,15 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
   float d = 0, least = 0;
   for (int64_t i = 0; i < m.cols; ++i) {
     if (i % m.group == 0) {
-      const int64_t g = i / m.group;
-      store(lanes, any_scales(m.scales, tile + m.scales_at, g));
-      d = lanes[lane];
-      if (m.least != Least::kNone) {
-        const Scales type = m.least == Least::kZeros ? Scales::kF16 : m.scales;
-        store(lanes, any_scales(type, tile + m.minima_at, g));
-        least = lanes[lane];
-      }
+      d = group_number(m, tile, lane, i, false);
+      if (m.least != Least::kNone) least = group_number(m, tile, lane, i, true);
     }
     if (m.layout == Layout::kF8) {
       store(lanes, load_e4m3(tile + 16 * i));
       out[i] = lanes[lane] * 256.0f * d;
       continue;
     }
-    const int64_t b = i / 32, j = i % 32 / 4;
-    int q;
-    const uint8_t* block = tile + 64 * bits * b + 4 * lane + i % 4;  // this output's bytes
-    if (bits < 8) {
-      q = block[64 * (j % 4)] >> (j < 4 ? 0 : 4) & 15;
-      if (bits == 5) q |= (block[256] >> j & 1) << 4;
-    } else {
-      q = block[64 * j];
-    }
-    if (m.layout == Layout::kFp4) q = kFp4Levels[q];
-    if (m.layout == Layout::kIq4) q = kIq4Levels[q];
+    const int q = level_at(m.layout, tile + 64 * bits * (i / 32) + 4 * lane, i);
     const float minus = m.least == Least::kZeros ? least : (float)-m.offset;
     const float scaled = ((float)q + minus) * d;  // rounded once, as the format means it
     out[i] = m.least == Least::kMinima ? scaled + least : scaled;

@@ -95,9 +95,11 @@ static void float8_product(const Matrix& m, const uint8_t* tile, const float* x,
       scale[t] = mul(load((const float*)(d + t * m.tile_bytes)), set1(256.0f));
     }
     for (const int64_t end = i + m.group; i < end; ++i) {
-      if (kRows <= 2 && i % 4 == 0) __builtin_prefetch(tile + 16 * i + 4096);
 #pragma GCC unroll 8
       for (int t = 0; t < kTiles; ++t) {
+        if (kRows <= 2 && i % 4 == 0) {
+          __builtin_prefetch(tile + (t + kTiles) * m.tile_bytes + 16 * i);
+        }
         const F w = mul(load_e4m3(tile + t * m.tile_bytes + 16 * i), scale[t]);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) acc[r][t] = fma(w, set1(x[r * m.cols + i]), acc[r][t]);

@@ -1,4 +1,4 @@
-// Products with weights of 4, 5 and 8 bits that are levels; activations int8 per block of 32.
+// Products with weights of 2 to 8 bits that are levels; activations int8 per block of 32.
 
 // A register tile is kRows rows times kTiles tiles of outputs.
 static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2;  // with one tile
@@ -7,9 +7,23 @@ static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kSingleRows = 2 * kFewRows;  // more: kManyTiles at once
 static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
 
-// How levels lie: in nibbles, as nibbles with a fifth bit, as the numbers of 16 levels in a table, as
-// bytes of 0 to 31, as any bytes.
-enum class Quants { kNibbles, kFives, kFp4, kIq4, kSmall, kBytes };
+// How levels lie: see Layout; kSmall are bytes of 0 to 127, kBytes any.
+enum class Quants { kNibbles, kFives, kFp4, kIq4, kTwos, kThrees, kSixes, kSmall, kBytes };
+
+constexpr int block_bytes(Quants quants) {
+  switch (quants) {
+    case Quants::kNibbles:
+    case Quants::kFp4:
+    case Quants::kIq4: return 256;
+    case Quants::kFives: return 320;
+    case Quants::kTwos: return 128;
+    case Quants::kThrees: return 192;
+    case Quants::kSixes: return 384;
+    case Quants::kSmall:
+    case Quants::kBytes: break;
+  }
+  return 512;
+}
 
 template <Quants kQuants_, Scales kScales_, Least kLeast_, int kShift_ = 0, int kGroup_ = 32>
 struct Kind {
@@ -19,10 +33,11 @@ struct Kind {
   static constexpr bool kOffset = kLeast == Least::kNone;  // the offset is
   static constexpr int kShift = kShift_;                   // 2 to the power of this
   static constexpr int kGroup = kGroup_;
+  static constexpr int kHalves = 32 / kGroup;
   static constexpr bool kPacked = kQuants != Quants::kSmall && kQuants != Quants::kBytes;
   static constexpr bool kSmallLevels = kQuants != Quants::kBytes && kQuants != Quants::kIq4;
-  static constexpr int kBlockBytes = kQuants == Quants::kFives ? 320 : kPacked ? 256 : 512;
-  static constexpr int kScaleBytes = 32 / kGroup * 16 * scale_bytes(kScales);
+  static constexpr int kBlockBytes = block_bytes(kQuants);
+  static constexpr int kScaleBytes = kHalves * 16 * scale_bytes(kScales);
   // How many bytes ahead the product of few rows prefetches, as measured on Zen 4: packed weights
   // into the first cache, because their arithmetic is slower, and weights of 8 bits into the second.
   static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
@@ -38,11 +53,13 @@ struct Panel {
   const uint8_t* q;
   const uint8_t* d;
   const uint8_t* m;
+  const uint8_t* factors;  // of Matrix
   int64_t next;
   int64_t blocks;
   const uint8_t* ahead;  // what is needed later and may be fetched now
   int64_t first;         // number of its first block in the tile
-  int group_shift;       // of Matrix
+  int64_t supers;        // of 256 columns in a tile
+  int64_t group_step;    // of Matrix
 };
 
 template <Scales kScales>
@@ -52,11 +69,31 @@ PDS_INLINE F load_scales(const uint8_t* at, int64_t group) {
   return load_f16((const uint16_t*)at + 16 * group);
 }
 
+// The scale of a group in the tile `skip` bytes behind the first.
+template <class K>
+PDS_INLINE F load_d(const Panel& w, int64_t skip, int64_t group) {
+  if constexpr (K::kScales == Scales::kCodes) {
+    const F codes = load_i8((const int8_t*)(w.d + skip) + 16 * group);
+    return mul(codes, load_scales<Scales::kF16>(w.factors + skip, group * K::kGroup / kSuper));
+  }
+  if constexpr (K::kScales == Scales::kE4m3) {
+    return div(load_e4m3(w.d + skip + 16 * group), load((const float*)(w.factors + skip)));
+  }
+  return load_scales<K::kScales>(w.d + skip, group);
+}
+
 // What is added for each unit of an activation: m, or -d * z.
 template <class K>
-PDS_INLINE F load_least(const uint8_t* at, int64_t group, F d) {
-  if constexpr (K::kLeast == Least::kZeros) return mul(d, load_scales<Scales::kF16>(at, group));
-  return load_scales<K::kScales>(at, group);
+PDS_INLINE F load_least(const Panel& w, int64_t skip, int64_t group, F d) {
+  if constexpr (K::kLeast == Least::kZeros) {
+    return mul(d, load_scales<Scales::kF16>(w.m + skip, group));
+  }
+  if constexpr (K::kScales == Scales::kCodes) {
+    const F codes = load_i8((const int8_t*)(w.m + skip) + 16 * group);
+    const int64_t super = w.supers + group * K::kGroup / kSuper;
+    return mul(codes, load_scales<Scales::kF16>(w.factors + skip, super));
+  }
+  return load_scales<K::kScales>(w.m + skip, group);
 }
 
 template <class K>
@@ -73,6 +110,24 @@ PDS_INLINE B levels_of(B nibbles) {
   return nibbles;
 }
 
+// The levels of inputs 4k to 4k + 3 of the block at q.
+template <class K>
+PDS_INLINE B level_vector(const uint8_t* q, int k) {
+  if constexpr (!K::kPacked) return load_b(q + 64 * k);
+  if constexpr (K::kQuants == Quants::kTwos || K::kQuants == Quants::kThrees) {
+    const B twos = pairs(load_b(q + 64 * (k / 4)), k % 4);
+    if constexpr (K::kQuants == Quants::kTwos) return twos;
+    return with_third(twos, load_b(q + 128), k);
+  }
+  const B both = load_b(q + 64 * (k % 4));
+  const B nibbles = k < 4 ? low_nibbles(both) : high_nibbles(both);
+  if constexpr (K::kQuants == Quants::kFives) return with_fifth(nibbles, load_b(q + 256), k);
+  if constexpr (K::kQuants == Quants::kSixes) {
+    return with_pair(nibbles, load_b(q + 256 + 64 * (k / 4)), k % 4);
+  }
+  return levels_of<K>(nibbles);
+}
+
 template <class K>
 PDS_INLINE I dot_levels(I acc, B w, const int8_t* x) {
   if constexpr (K::kSmallLevels) return dot_small(acc, w, x);
@@ -86,24 +141,54 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
                           F (&acc)[kRows][kTiles]) {
 #pragma GCC unroll 8
   for (int t = 0; t < kTiles; ++t) {
-    F d = load_scales<K::kScales>(w.d + t * w.next, group);
+    F d = load_d<K>(w, t * w.next, group);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       acc[r][t] = fma(to_float(sum[r][t]), mul(d, set1(scale[r])), acc[r][t]);
     }
     if constexpr (!K::kOffset) {
-      F m = load_least<K>(w.m + t * w.next, group, d);
+      F m = load_least<K>(w, t * w.next, group, d);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) acc[r][t] = fma(m, set1(scaled_sum[r]), acc[r][t]);
     }
   }
 }
 
+// The dot products of a block; a vector of nibbles is read once for both of its halves.
+template <class K, int kRows, int kTiles>
+PDS_INLINE void add_block(const uint8_t* q, int64_t next, const Int8Block* x, int64_t x_stride,
+                          I (&sum)[kRows][kTiles]) {
+  B fifths[kTiles] = {};
+  if constexpr (K::kQuants == Quants::kFives) {
+    for (int t = 0; t < kTiles; ++t) fifths[t] = load_b(q + t * next + 256);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < (K::kPacked ? 4 : 8); ++j) {
+    B low[kTiles], high[kTiles];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) {
+      low[t] = load_b(q + t * next + 64 * j);
+      if constexpr (K::kPacked) {
+        high[t] = levels_of<K>(with_fifths<K>(high_nibbles(low[t]), fifths[t], j + 4));
+        low[t] = levels_of<K>(with_fifths<K>(low_nibbles(low[t]), fifths[t], j));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* in = x[r * x_stride].q + 4 * j;
+#pragma GCC unroll 8
+      for (int t = 0; t < kTiles; ++t) sum[r][t] = dot_levels<K>(sum[r][t], low[t], in);
+      if constexpr (K::kPacked) {
+#pragma GCC unroll 8
+        for (int t = 0; t < kTiles; ++t) sum[r][t] = dot_levels<K>(sum[r][t], high[t], in + 16);
+      }
+    }
+  }
+}
+
 template <class K, int kRows, int kTiles>
 static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, const Target& to) {
-  constexpr int kHalves = 32 / K::kGroup;
-  constexpr int kLoads = K::kPacked ? 4 : 8 / kHalves;  // of half a block, one nibble of each byte
-  static_assert(kHalves == 1 || K::kQuants != Quants::kFives);
+  constexpr int kHalves = K::kHalves;
   F acc[kRows][kTiles];
   load_sums(to, acc);
   for (int64_t b = 0; b < w.blocks; ++b) {
@@ -138,38 +223,24 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
           sum[r][t] = !K::kOffset ? set1_i(0) : shift_left(set1_i(minus), K::kShift);
         }
       }
-      B fifths[kTiles] = {};
-      if constexpr (K::kQuants == Quants::kFives) {
-        for (int t = 0; t < kTiles; ++t) fifths[t] = load_b(q + t * w.next + 256);
-      }
-      const bool lows = !K::kPacked || kHalves == 1 || half == 0;
-      const bool highs = K::kPacked && (kHalves == 1 || half == 1);
+      if constexpr (kHalves == 2) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          B levels[kTiles];
 #pragma GCC unroll 8
-      for (int j = 0; j < kLoads; ++j) {
-        const int at = K::kPacked ? j : half * kLoads + j;
-        B low[kTiles], high[kTiles];
+          for (int t = 0; t < kTiles; ++t) levels[t] = level_vector<K>(q + t * w.next, 4 * half + j);
 #pragma GCC unroll 8
-        for (int t = 0; t < kTiles; ++t) {
-          low[t] = load_b(q + t * w.next + 64 * at);
-          if constexpr (K::kPacked) {
-            high[t] = levels_of<K>(with_fifths<K>(high_nibbles(low[t]), fifths[t], j + 4));
-            low[t] = levels_of<K>(with_fifths<K>(low_nibbles(low[t]), fifths[t], j));
+          for (int r = 0; r < kRows; ++r) {
+            const int8_t* in = x[r * x_stride + b].q + 16 * half + 4 * j;
+#pragma GCC unroll 8
+            for (int t = 0; t < kTiles; ++t) sum[r][t] = dot_levels<K>(sum[r][t], levels[t], in);
           }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const int8_t* in = x[r * x_stride + b].q + 4 * at;
-#pragma GCC unroll 8
-          for (int t = 0; lows && t < kTiles; ++t) {
-            sum[r][t] = dot_levels<K>(sum[r][t], low[t], in);
-          }
-#pragma GCC unroll 8
-          for (int t = 0; highs && t < kTiles; ++t) {
-            sum[r][t] = dot_levels<K>(sum[r][t], high[t], in + 16);
-          }
-        }
+      } else {
+        add_block<K>(q, w.next, x + b, x_stride, sum);
       }
-      const int64_t group = kHalves == 2 ? 2 * b + half : (w.first + b) >> w.group_shift;
+      const int64_t block = w.first + b;
+      const int64_t group = kHalves == 2 ? 2 * block + half : group_of(block, w.group_step);
       add_group<K>(w, group, sum, scale, scaled_sum, acc);
     }
   }
@@ -199,36 +270,30 @@ static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows
   }
 }
 
-// Packed quants as bytes, and float scales, of the blocks of `from` in one tile.
+// Packed levels as bytes, and float scales, of the blocks of `from` in one tile.
 template <class K>
 static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
   for (int64_t b = 0; b < from.blocks; ++b) {
     const uint8_t* block = from.q + K::kBlockBytes * b;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      B both = load_b(block + 64 * j), low = low_nibbles(both), high = high_nibbles(both);
-      if constexpr (K::kQuants == Quants::kFives) {
-        B fifths = load_b(block + 256);
-        low = with_fifth(low, fifths, j);
-        high = with_fifth(high, fifths, j + 4);
-      }
-      store_b(q + 512 * b + 64 * j, levels_of<K>(low));
-      store_b(q + 512 * b + 64 * j + 256, levels_of<K>(high));
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) store_b(q + 512 * b + 64 * k, level_vector<K>(block, k));
+    for (int half = 0; half < K::kHalves; ++half) {
+      const int64_t number = from.first + b, to = K::kHalves * b + half;
+      const int64_t group = K::kHalves == 2 ? 2 * number + half : group_of(number, from.group_step);
+      const F scale = load_d<K>(from, 0, group);
+      store(d + 16 * to, scale);
+      if constexpr (!K::kOffset) store(m + 16 * to, load_least<K>(from, 0, group, scale));
     }
-    const int64_t group = (from.first + b) >> from.group_shift;
-    const F scale = load_scales<K::kScales>(from.d, group);
-    store(d + 16 * b, scale);
-    if constexpr (!K::kOffset) store(m + 16 * b, load_least<K>(from.m, group, scale));
   }
 }
 
-// Weights of 4 and 5 bits against many rows: expanded a panel at a time, once for all of them.
+// Packed weights against many rows: expanded a panel at a time, once for all of them.
 template <class K, int kTiles>
 static void expanded_product(const Panel& all, const Activations& x, Target to) {
   struct alignas(64) Expanded {
     uint8_t q[kPanelBlocks * 512];
-    float d[kPanelBlocks * 16];
-    float m[kPanelBlocks * 16];
+    float d[kPanelBlocks * 16 * K::kHalves];
+    float m[kPanelBlocks * 16 * K::kHalves];
   } tile[kTiles];
   const int64_t panels = (all.blocks + kPanelBlocks - 1) / kPanelBlocks;
   const int64_t step = (all.blocks + panels - 1) / panels;
@@ -236,16 +301,16 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
     const int64_t blocks = all.blocks - b < step ? all.blocks - b : step;
     for (int t = 0; t < kTiles; ++t) {
       const int64_t skip = t * all.next;
-      Panel from = {all.q + skip + b * K::kBlockBytes, all.d + skip, all.m + skip, 0, blocks,
-                    nullptr, b, all.group_shift};
+      Panel from = {all.q + skip + b * K::kBlockBytes, all.d + skip, all.m + skip,
+                    all.factors + skip, 0, blocks, nullptr, b, all.supers, all.group_step};
       expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
     }
-    Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m,
-                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0};
+    Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m, nullptr,
+                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0, group_step(1)};
     to.resume = b > 0;
     constexpr Quants kLevels = K::kSmallLevels ? Quants::kSmall : Quants::kBytes;
     constexpr Least kLeast = K::kOffset ? Least::kNone : Least::kMinima;
-    int8_all<Kind<kLevels, Scales::kF32, kLeast, K::kShift>, kManyRows, kTiles>(
+    int8_all<Kind<kLevels, Scales::kF32, kLeast, K::kShift, K::kGroup>, kManyRows, kTiles>(
         panel, x.int8 + b, all.blocks, x.rows, to);
   }
 }
@@ -256,8 +321,8 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
   const int64_t blocks = m.cols / 32;
   for (int64_t tile = begin; tile < end;) {
     const uint8_t* at = m.data.get() + tile * m.tile_bytes;
-    Panel w = {at, at + m.scales_at, at + m.minima_at, m.tile_bytes, blocks,
-               at + kManyTiles * m.tile_bytes, 0, m.group_shift};
+    Panel w = {at, at + m.scales_at, at + m.minima_at, at + m.factors_at, m.tile_bytes, blocks,
+               at + kManyTiles * m.tile_bytes, 0, m.cols / kSuper, m.group_step};
     Target to = {y + 16 * tile, stride, m.rows - 16 * tile, false};
     const bool pair = end - tile >= kManyTiles;
     if (x.rows <= kSingleRows || !pair) {
@@ -265,7 +330,7 @@ static void int8_linear(const Matrix& m, const Activations& x, float* y, int64_t
       ++tile;
       continue;
     }
-    if constexpr (K::kPacked && K::kGroup == 32) {
+    if constexpr (K::kPacked) {
       if (x.rows > K::kDirectRows) {
         expanded_product<K, kManyTiles>(w, x, to);
         tile += kManyTiles;

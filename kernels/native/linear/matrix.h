@@ -9,9 +9,12 @@
 //   block of kU5: the same, and a fifth vector: bit k of its byte n belongs to byte n of the k-th
 //     vector of inputs 4k to 4k + 3
 //   block of kU8, 8 vectors; vector j holds of output i its inputs 4j to 4j + 3
+//   block of kU6: as kU4, and two vectors more: bits 2k and 2k + 1 of byte n of the first belong to
+//     byte n of the k-th vector of inputs 4k to 4k + 3, those of the second to the vector 4 + k
+//   block of kU2: two such vectors; of kU3: these and a vector of third bits, as kU5 has its fifths
 //   block of kFp4 and kIq4: as kU4, each nibble the number of one of 16 levels
 //   kF8: a vector of 16 outputs for each input, no blocks
-//   d: a vector of 16 outputs, float16, bfloat16 or float32; m: the same, or -z as float16
+//   d: a vector of 16 outputs of the type of scales; m: the same, or -z as float16
 //   kBf16: a vector for each pair of inputs, output i's pair in bytes 4i to 4i + 3
 //   kF16, kF32: a vector of 16 outputs for each input
 //
@@ -29,6 +32,9 @@ enum class Layout : int {
   kU4,    // 4 bits: d * (q - offset), d * q + m, or d * (q - z)
   kU5,    // 5 bits: the same
   kU8,    // 8 bits: the same
+  kU2,    // 2, 3 and 6 bits: the same
+  kU3,
+  kU6,
   kFp4,   // 4 bits: d * (kFp4Levels[q] - offset)
   kIq4,   // 4 bits: d * (kIq4Levels[q] - offset)
   kF8,    // 8-bit floats (e4m3): d * q
@@ -45,6 +51,9 @@ constexpr int quant_bits(Layout layout) {
     case Layout::kIq4: return 4;
     case Layout::kU5: return 5;
     case Layout::kU8: return 8;
+    case Layout::kU2: return 2;
+    case Layout::kU3: return 3;
+    case Layout::kU6: return 6;
     case Layout::kF8:
     case Layout::kBf16:
     case Layout::kF16:
@@ -64,9 +73,27 @@ constexpr uint8_t kFp4Levels[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 
 constexpr uint8_t kIq4Levels[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                     129, 141, 153, 166, 181, 197, 217, 241};
 
-enum class Scales : int { kF16, kBf16, kF32 };
+// The type of d, and of m.
+enum class Scales : int {
+  kF16,
+  kBf16,
+  kF32,
+  kCodes,  // int8 times a float16 of each 256 columns
+  kE4m3,   // 8-bit floats over a float32 of the output
+};
 
-constexpr int scale_bytes(Scales scales) { return scales == Scales::kF32 ? 4 : 2; }
+constexpr int scale_bytes(Scales scales) {
+  switch (scales) {
+    case Scales::kF32: return 4;
+    case Scales::kF16:
+    case Scales::kBf16: return 2;
+    case Scales::kCodes:
+    case Scales::kE4m3: break;
+  }
+  return 1;
+}
+
+constexpr int64_t kSuper = 256;  // columns that share the second factor of kCodes
 
 // What a group has beside its scale.
 enum class Least : int {
@@ -75,18 +102,25 @@ enum class Least : int {
   kZeros,    // -z as float16
 };
 
+// Division by a multiplication: b / n for blocks and groups whose product is below 2^32.
+constexpr int64_t group_step(int64_t blocks_of_group) {
+  return (int64_t{1} << 32) / blocks_of_group + (blocks_of_group > 1 ? 1 : 0);
+}
+constexpr int64_t group_of(int64_t block, int64_t step) { return block * step >> 32; }
+
 struct Matrix {
   Layout layout = Layout::kF32;
   int64_t rows = 0;           // outputs; the last tile is padded with weights of 0
   int64_t cols = 0;           // inputs
-  int64_t group = 32;         // of quants and kF8: inputs that share d; see group_shift
-  int group_shift = 0;        // block b of 32 inputs has the d of group b >> group_shift
+  int64_t group = 32;         // of quants and kF8: inputs that share d
+  int64_t group_step = pdserve::group_step(1);  // block b of 32 inputs has the d of group_of(b, group_step)
   Scales scales = Scales::kF16;
   Least least = Least::kNone;
   int offset = 0;             // subtracted from a level: offset_of(layout), or 0
   int64_t tile_bytes = 0;     // a multiple of 64
   int64_t scales_at = 0;      // offset in a tile of d [groups][16]
   int64_t minima_at = 0;      // offset in a tile of m [groups][16]
+  int64_t factors_at = 0;     // kCodes: of float16 [cols / 256][16] for d, then for m; kE4m3: [16]
   std::shared_ptr<uint8_t> data;  // 64-byte aligned [tiles][tile_bytes]
 
   int64_t tiles() const { return ceil_div(rows, kLanes); }

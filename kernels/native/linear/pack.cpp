@@ -13,39 +13,67 @@ namespace pdserve {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // rows or columns; keeps products within int64
-constexpr int kWholeRow = 62;                // a group_shift that makes every group the first
 constexpr uint32_t kLow = 0x0F0F0F0F;
 
-// Eight words of 0 to 31 a byte as kU5 has them, of one row: four of nibbles and one of fifth bits.
-void split_fifths(uint32_t (&q)[8]) {
-  uint32_t fifths = 0;
-  for (int k = 0; k < 8; ++k) fifths |= (q[k] >> 4 & 0x01010101u) << k;
-  for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
-  q[4] = fifths;
+// Bits `at` and `at` + 1 of the bytes of four words, as the fields of one.
+uint32_t fields(const uint32_t* q, int at) {
+  uint32_t all = 0;
+  for (int k = 0; k < 4; ++k) all |= (q[k] >> at & 0x03030303u) << 2 * k;
+  return all;
 }
+
+// Bit `at` of the bytes of eight words.
+uint32_t flags(const uint32_t* q, int at) {
+  uint32_t all = 0;
+  for (int k = 0; k < 8; ++k) all |= (q[k] >> at & 0x01010101u) << k;
+  return all;
+}
+
+// Eight words of levels, a byte each, as the words of the layout.
+void split(Layout layout, uint32_t (&q)[8]) {
+  const uint32_t low[2] = {fields(q, 0), fields(q + 4, 0)};
+  const uint32_t high[2] = {fields(q, 4), fields(q + 4, 4)};
+  const uint32_t thirds = flags(q, 2), fifths = flags(q, 4);
+  if (layout == Layout::kU2 || layout == Layout::kU3) {
+    q[0] = low[0];
+    q[1] = low[1];
+    q[2] = thirds;
+  } else if (layout == Layout::kU5 || layout == Layout::kU6) {
+    for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
+    q[4] = layout == Layout::kU5 ? fifths : high[0];
+    q[5] = high[1];
+  }
+}
+
+void put_half(uint8_t* at, int64_t index, uint16_t half) { std::memcpy(at + 2 * index, &half, 2); }
 
 // 16 rows of one block format; rows[i] is null where a row is padding, and the tile is zeros.
 void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* const* rows,
                  uint8_t* tile) {
   const int words = quant_bits(m.layout), groups = static_cast<int>(32 / m.group);
+  const bool minima = m.least == Least::kMinima, codes = m.scales == Scales::kCodes;
   auto* q = reinterpret_cast<uint32_t*>(tile);
-  uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at;
+  uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at, *factors = tile + m.factors_at;
   Block block;
   for (int64_t b = 0; b < m.cols / 32; ++b) {
     for (int64_t i = 0; i < kLanes && rows[i]; ++i) {
       format.read(rows[i], b, block);
-      if (m.layout == Layout::kU5) split_fifths(block.q);
+      split(m.layout, block.q);
       for (int j = 0; j < words; ++j) q[(b * words + j) * kLanes + i] = block.q[j];
       for (int h = 0; h < groups; ++h) {
         const int64_t at = (b * groups + h) * kLanes + i;
-        const bool minima = m.least == Least::kMinima;
-        if (m.scales == Scales::kF32) {
-          reinterpret_cast<float*>(d)[at] = block.d[h];
-          if (minima) reinterpret_cast<float*>(least)[at] = block.m[h];
+        if (codes) {
+          d[at] = static_cast<uint8_t>(block.code_d[h]);
+          if (minima) least[at] = static_cast<uint8_t>(block.code_m[h]);
         } else {
-          reinterpret_cast<uint16_t*>(d)[at] = block.half_d[h];
-          if (minima) reinterpret_cast<uint16_t*>(least)[at] = block.half_m;
+          put_half(d, at, block.d[h]);
+          if (minima) put_half(least, at, block.m);
         }
+      }
+      if (codes) {
+        const int64_t at = b * 32 / kSuper * kLanes + i;
+        put_half(factors, at, block.d[0]);
+        if (minima) put_half(factors, m.cols / kSuper * kLanes + at, block.m);
       }
     }
   }
@@ -117,14 +145,19 @@ void put(Scales type, uint8_t* at, float value) {
   }
 }
 
-// The d, and m or -z, of `m.group` columns each, where the source has one for its own, wider groups.
 void pack_scales(const Grouped& from, const Matrix& m, int64_t row, int64_t lane, uint8_t* tile) {
-  const int64_t per_group = from.cols / from.groups / m.group;
   const int64_t size = scale_bytes(m.scales);
-  for (int64_t g = 0; g < m.cols / m.group; ++g) {
-    const int64_t source = row * from.groups + g / per_group, at = g * kLanes + lane;
-    float d = wide(from.scales, from.d + source * scale_bytes(from.scales));
-    if (m.layout == Layout::kFp4) d /= 2;  // kFp4Levels are doubled
+  if (m.scales == Scales::kE4m3) {
+    // load_e4m3 gives a 256th, kFp4Levels are doubled.
+    put(Scales::kF32, tile + m.factors_at + lane * 4, from.divisors[row] / 128);
+    for (int64_t g = 0; g < from.groups; ++g) {
+      tile[m.scales_at + g * kLanes + lane] = from.d[row * from.groups + g];
+    }
+    return;
+  }
+  for (int64_t g = 0; g < from.groups; ++g) {
+    const int64_t source = row * from.groups + g, at = g * kLanes + lane;
+    const float d = wide(from.scales, from.d + source * scale_bytes(from.scales));
     put(m.scales, tile + m.scales_at + at * size, d);
     if (!from.zeros) continue;
     const float zero = from.zeros[source];
@@ -161,6 +194,9 @@ int64_t quant_bytes(Layout layout, int64_t cols) {
     case Layout::kU4:
     case Layout::kU5:
     case Layout::kU8:
+    case Layout::kU2:
+    case Layout::kU3:
+    case Layout::kU6:
     case Layout::kFp4:
     case Layout::kIq4: break;
   }
@@ -176,8 +212,21 @@ void lay_out(Matrix& m) {
   const int size = m.least == Least::kNone ? 0 : m.least == Least::kZeros ? 2 : scale_bytes(m.scales);
   m.scales_at = quant_bytes(m.layout, m.cols);
   m.minima_at = m.scales_at + groups * scale_bytes(m.scales);
-  m.tile_bytes = round_up(m.minima_at + groups * size, kAlign);
+  m.factors_at = m.minima_at + groups * size;
+  int64_t factors = 0;
+  if (m.scales == Scales::kCodes) {
+    factors = m.cols / kSuper * kLanes * 2 * (m.least == Least::kMinima ? 2 : 1);
+  } else if (m.scales == Scales::kE4m3) {
+    factors = kLanes * 4;
+  }
+  m.tile_bytes = round_up(m.factors_at + factors, kAlign);
   m.data = weight_memory(m.bytes());
+}
+
+void require_no_nan(const uint8_t* e4m3, int64_t count) {
+  if (std::any_of(e4m3, e4m3 + count, [](uint8_t code) { return (code & 0x7F) == 0x7F; })) {
+    throw std::invalid_argument("an 8-bit float is NaN");
+  }
 }
 
 void require_sizes(int64_t rows, int64_t cols) {
@@ -232,12 +281,11 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
   m.group = group;
   m.scales = Scales::kF32;
   if (from.layout == Layout::kF8) {
-    const uint8_t* end = from.codes + from.rows * from.cols;
-    if (std::any_of(from.codes, end, [](uint8_t code) { return (code & 0x7F) == 0x7F; })) {
-      throw std::invalid_argument("an 8-bit float is NaN");
-    }
+    require_no_nan(from.codes, from.rows * from.cols);
   } else if (from.layout == Layout::kFp4) {
     if (group != 16) throw std::invalid_argument("groups of 4-bit floats are of 16 columns");
+    require_no_nan(from.d, from.rows * from.groups);
+    m.scales = Scales::kE4m3;
   } else {
     if (group % kBlock) throw std::invalid_argument("groups of integers are multiples of 32 columns");
     if (from.zeros && from.scales == Scales::kF32) {
@@ -246,12 +294,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
     if (from.scales != Scales::kF32 && all_exact_halves(from)) m.scales = Scales::kF16;
     // A product of a zero and a bfloat16 is exact as a float.
     if (from.zeros) m.least = m.scales == Scales::kF16 ? Least::kZeros : Least::kMinima;
-    m.group_shift = kWholeRow;
-    if (from.groups > 1) {
-      m.group_shift = 0;
-      while ((group / kBlock >> m.group_shift) % 2 == 0) ++m.group_shift;
-      m.group = kBlock << m.group_shift;
-    }
+    m.group_step = group_step(group / kBlock);
   }
   lay_out(m);
   uint8_t* data = m.data.get();

@@ -17,9 +17,10 @@ struct Grouped {
   Layout layout;         // kU4, kU8, kF8 or kFp4
   int64_t rows, cols, groups;
   const uint8_t* codes;  // [rows, cols * bits / 8]; of 4 bits the first is the low nibble
-  Scales scales;         // the type of d
+  Scales scales;         // the type of d; of kFp4 kE4m3, and only of it
   const uint8_t* d;      // [rows, groups]
   const uint8_t* zeros;  // [rows, groups], or null: offset_of(layout)
+  const float* divisors; // kFp4: [rows], what all d of a row are divided by
 };
 
 // Its packed form. Groups of integers are multiples of 32 columns, those of 8-bit floats any, those

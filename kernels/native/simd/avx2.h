@@ -176,6 +176,21 @@ PDS_INLINE __m256i with_fifth(__m256i nibbles, __m256i fifths, int k) {
 PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
   return {with_fifth(nibbles.a, fifths.a, k), with_fifth(nibbles.b, fifths.b, k)};
 }
+PDS_INLINE __m256i shifted(__m256i x, int left, int mask) {
+  x = left < 0 ? _mm256_srli_epi16(x, -left) : _mm256_slli_epi16(x, left);
+  return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
+}
+PDS_INLINE B or_shifted(B x, B y, int left, int mask) {
+  return {_mm256_or_si256(x.a, shifted(y.a, left, mask)),
+          _mm256_or_si256(x.b, shifted(y.b, left, mask))};
+}
+PDS_INLINE B with_third(B pairs, B thirds, int k) { return or_shifted(pairs, thirds, 2 - k, 4); }
+PDS_INLINE B pairs(B fields, int k) {
+  return {shifted(fields.a, -2 * k, 3), shifted(fields.b, -2 * k, 3)};
+}
+PDS_INLINE B with_pair(B nibbles, B fields, int k) {
+  return or_shifted(nibbles, fields, 4 - 2 * k, 48);
+}
 // maddubs would saturate the sum of two large products, so even and odd bytes are widened apart.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   int32_t four;

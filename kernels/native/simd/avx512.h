@@ -109,6 +109,18 @@ PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
   // nibbles | (there & 16)
   return {_mm512_ternarylogic_epi32(nibbles.v, there, _mm512_set1_epi8(16), 0xF8)};
 }
+PDS_INLINE B with_third(B pairs, B thirds, int k) {
+  __m512i there = k < 2 ? _mm512_slli_epi16(thirds.v, 2 - k) : _mm512_srli_epi16(thirds.v, k - 2);
+  return {_mm512_ternarylogic_epi32(pairs.v, there, _mm512_set1_epi8(4), 0xF8)};
+}
+PDS_INLINE B pairs(B fields, int k) {
+  return {_mm512_and_si512(_mm512_srli_epi16(fields.v, 2 * k), _mm512_set1_epi8(3))};
+}
+PDS_INLINE B with_pair(B nibbles, B fields, int k) {
+  __m512i there = k < 2 ? _mm512_slli_epi16(fields.v, 4 - 2 * k)
+                        : _mm512_srli_epi16(fields.v, 2 * k - 4);
+  return {_mm512_ternarylogic_epi32(nibbles.v, there, _mm512_set1_epi8(48), 0xF8)};
+}
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);

@@ -238,6 +238,18 @@ PDS_INLINE B with_fifth(B nibbles, B fifths, int k) {
   PDS_QUARTERS nibbles.v[i] = nibbles.v[i] | ((fifths.v[i] >> k & 1) << 4);
   return nibbles;
 }
+PDS_INLINE B with_third(B pairs, B thirds, int k) {
+  PDS_QUARTERS pairs.v[i] = pairs.v[i] | ((thirds.v[i] >> k & 1) << 2);
+  return pairs;
+}
+PDS_INLINE B pairs(B fields, int k) {
+  PDS_QUARTERS fields.v[i] = fields.v[i] >> 2 * k & 3;
+  return fields;
+}
+PDS_INLINE B with_pair(B nibbles, B fields, int k) {
+  PDS_QUARTERS nibbles.v[i] = nibbles.v[i] | ((fields.v[i] >> 2 * k & 3) << 4);
+  return nibbles;
+}
 // A product of bytes fits 16 bits; the sum of two may not, so pairs are added in 32.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   const Short8 even = {x[0], x[2], x[0], x[2], x[0], x[2], x[0], x[2]};

@@ -18,22 +18,23 @@ struct Shape {
 };
 
 constexpr Scales kHalf = Scales::kF16, kBrain = Scales::kBf16, kWide = Scales::kF32;
+constexpr Scales kCodes = Scales::kCodes, kE4m3 = Scales::kE4m3;
 constexpr Least kNone = Least::kNone, kMinima = Least::kMinima, kZeros = Least::kZeros;
 
 const Shape kShapes[] = {
     {Layout::kU4, 32, kHalf, kNone},    {Layout::kU4, 32, kHalf, kMinima},
-    {Layout::kU4, 32, kWide, kMinima},  {Layout::kU4, 128, kHalf, kZeros},
-    {Layout::kU4, 0, kWide, kNone},     {Layout::kU4, 64, kWide, kMinima},
+    {Layout::kU4, 32, kCodes, kMinima}, {Layout::kU4, 128, kHalf, kZeros},
+    {Layout::kU4, 0, kWide, kNone},     {Layout::kU4, 96, kWide, kMinima},
     {Layout::kU5, 32, kHalf, kNone},    {Layout::kU5, 32, kHalf, kMinima},
-    {Layout::kU5, 32, kWide, kMinima},  {Layout::kU8, 32, kHalf, kNone},
+    {Layout::kU5, 32, kCodes, kMinima}, {Layout::kU8, 32, kHalf, kNone},
     {Layout::kU8, 0, kWide, kNone},     {Layout::kU8, 64, kHalf, kZeros},
-    {Layout::kU8, 128, kWide, kMinima}, {Layout::kU8, 16, kWide, kNone},
-    {Layout::kU8, 16, kWide, kMinima},  {Layout::kFp4, 32, kBrain, kNone},
-    {Layout::kFp4, 16, kHalf, kNone},   {Layout::kFp4, 16, kWide, kNone},
-    {Layout::kIq4, 32, kHalf, kNone},   {Layout::kIq4, 32, kWide, kNone},
-    {Layout::kF8, 128, kWide, kNone},   {Layout::kF8, 0, kWide, kNone},
-    {Layout::kBf16, 32, kHalf, kNone},  {Layout::kF16, 32, kHalf, kNone},
-    {Layout::kF32, 32, kHalf, kNone},
+    {Layout::kU8, 128, kWide, kMinima}, {Layout::kU2, 16, kCodes, kMinima},
+    {Layout::kU3, 16, kCodes, kNone},   {Layout::kU6, 16, kCodes, kNone},
+    {Layout::kFp4, 32, kBrain, kNone},  {Layout::kFp4, 16, kHalf, kNone},
+    {Layout::kFp4, 16, kE4m3, kNone},   {Layout::kIq4, 32, kHalf, kNone},
+    {Layout::kIq4, 32, kCodes, kNone},  {Layout::kF8, 128, kWide, kNone},
+    {Layout::kF8, 0, kWide, kNone},     {Layout::kBf16, 32, kHalf, kNone},
+    {Layout::kF16, 32, kHalf, kNone},   {Layout::kF32, 32, kHalf, kNone},
 };
 
 bool quantized(const Matrix& m) { return quant_bits(m.layout) > 0; }
@@ -49,6 +50,10 @@ int bits_of(Layout layout) {
 }
 
 void set_number(Random& random, Scales type, uint8_t* at) {
+  if (type == Scales::kCodes || type == Scales::kE4m3) {
+    *at = static_cast<uint8_t>(random.below(64));
+    return;
+  }
   if (type == Scales::kF32) return set_float(at, random.uniform() / 16);
   if (type == Scales::kF16) return set_half(at, any_half(random, -5));
   const float value = random.uniform() / 16;
@@ -64,8 +69,7 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
   m.rows = rows;
   m.cols = cols;
   m.group = shape.group ? shape.group : cols;
-  m.group_shift = shape.group ? 0 : 62;
-  while (shape.group && 32 << m.group_shift < shape.group) ++m.group_shift;
+  m.group_step = group_step(m.group < 32 ? 1 : m.group / 32);
   m.scales = shape.scales;
   m.least = shape.least;
   m.offset = shape.least == Least::kNone ? offset_of(shape.layout) : 0;
@@ -77,7 +81,10 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
   m.scales_at = quants;
   m.minima_at = quants + numbers * scale_bytes(shape.scales);
   const int64_t leasts = shape.least == Least::kNone ? 0 : numbers * scale_bytes(least);
-  m.tile_bytes = round_up(m.minima_at + leasts, kAlign);
+  m.factors_at = m.minima_at + leasts;
+  const bool codes = shape.scales == Scales::kCodes, floats = shape.scales == Scales::kE4m3;
+  const int64_t supers = codes ? cols / kSuper * kLanes * (leasts ? 2 : 1) : 0;
+  m.tile_bytes = round_up(m.factors_at + 2 * supers + (floats ? 4 * kLanes : 0), kAlign);
   auto memory = std::make_shared<Guarded<uint8_t>>(m.bytes());
   m.data = std::shared_ptr<uint8_t>(memory, memory->data());
   for (int64_t tile = 0; tile < m.tiles(); ++tile) {
@@ -97,6 +104,10 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
         std::memcpy(&word, &value, 4);
         set_half(at + 2 * i, static_cast<uint16_t>(word >> 16));
       }
+    }
+    for (int64_t i = 0; i < supers; ++i) set_half(at + m.factors_at + 2 * i, any_half(random, -9));
+    for (int64_t i = 0; floats && i < kLanes; ++i) {
+      set_float(at + m.factors_at + 4 * i, 1 + random.uniform() / 2);
     }
     const int size = scale_bytes(shape.scales);
     for (int64_t i = 0; i < numbers; ++i) {
@@ -211,7 +222,7 @@ void check_matrix(Random& random, const Shape& shape, int64_t rows, int64_t outp
   }
 }
 
-constexpr int64_t kPoisoned = 128;  // inputs of a row
+constexpr int64_t kPoisoned = 768;  // inputs of a row
 
 // A NaN or an infinity makes its own row non-finite, and no other.
 void check_poison(const Shape& shape, float poison) {
@@ -237,13 +248,15 @@ void test_linear() {
   int64_t number = 0;
   for (const Shape& shape : kShapes) {
     const bool blocks = quant_bits(shape.layout) > 0 || shape.layout == Layout::kF8;
-    const int64_t group = shape.group > 32 ? shape.group : 32;
+    const int64_t group = shape.scales == Scales::kCodes ? kSuper
+                          : shape.group > 32             ? shape.group
+                                                         : 32;
     for (int64_t rows : {1, 2, 3, 5, 8, 13, 33}) {
       if (!runs(number++)) continue;
       check_matrix(random, shape, rows, 1 + random.below(70), group * (1 + random.below(4)));
       if (!blocks) check_matrix(random, shape, rows, 1 + random.below(70), 1 + random.below(70));
     }
-    if (runs(number++)) check_matrix(random, shape, 40, 48, 128 * 12);  // more than a panel
+    if (runs(number++)) check_matrix(random, shape, 40, 48, 768 * 2);  // more than a panel
     if (!runs(number++)) continue;
     for (float poison : {NAN, INFINITY, -INFINITY}) check_poison(shape, poison);
   }

@@ -29,7 +29,7 @@ struct Result {
   uint32_t lane[16];
 };
 
-constexpr int kMaxResults = 80;
+constexpr int kMaxResults = 112;
 
 // Each fills results and returns how many.
 namespace avx512 { int run_words(const Operands& o, Result* results); }

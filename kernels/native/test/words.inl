@@ -95,6 +95,11 @@ int run_words(const Operands& o, Result* results) {
   s.put("with_fifth_0", with_fifth(low_nibbles(w), w, 0));
   s.put("with_fifth_3", with_fifth(high_nibbles(w), w, 3));
   s.put("with_fifth_7", with_fifth(low_nibbles(w), w, 7));
+  for (int k = 0; k < 4; ++k) {
+    s.put("pairs", pairs(w, k));
+    s.put("with_pair", with_pair(low_nibbles(w), load_b(small), k));
+  }
+  for (int k = 0; k < 8; ++k) s.put("with_third", with_third(pairs(w, 1), w, k));
   s.put("dot", dot(set1_i(o.shift - 7), w, o.x));
   s.put("dot_small", dot_small(set1_i(o.shift - 7), sevens, o.x));
   s.put("dot_bf16", dot_bf16(c, w, o.pair), Equal::kNearly);

@@ -171,6 +171,17 @@ int run_words(const Operands& o, Result* results) {
   fifth("with_fifth_0", 0, 0);
   fifth("with_fifth_3", 4, 3);
   fifth("with_fifth_7", 0, 7);
+  auto bytes_of = [&](const char* word, auto&& value) {
+    auto* out = reinterpret_cast<uint8_t*>(s.next(word)->lane);
+    for (int k = 0; k < 64; ++k) out[k] = static_cast<uint8_t>(value(o.w[k]));
+  };
+  for (int k = 0; k < 4; ++k) {
+    bytes_of("pairs", [&](int w) { return w >> 2 * k & 3; });
+    bytes_of("with_pair", [&](int w) { return (w & 15) | ((w & 127) >> 2 * k & 3) << 4; });
+  }
+  for (int k = 0; k < 8; ++k) {
+    bytes_of("with_third", [&](int w) { return (w >> 2 & 3) | (w >> k & 1) << 2; });
+  }
   auto dot = [&](int l, int mask) {
     int sum = o.shift - 7;
     for (int k = 0; k < 4; ++k) sum += (o.w[4 * l + k] & mask) * o.x[k];

@@ -63,10 +63,12 @@ class Fuzzed:
         rows, groups = rng.randint(1, 70), rng.randint(1, 5)
         width = rng.choice((8, 16, 32, 64, 96, 128)) * (2 if kind.endswith("8") else 1)
         codes = numbers.integers(0, 127 if kind == "FP8" else 256, (rows, groups * width), np.uint8)
-        dtype = rng.choice(tuple(FLOATS))
-        scales = numbers.integers(0, 256, (rows, groups * FLOATS[dtype]), np.uint8)
-        zeros = numbers.integers(0, 256, (rows, groups), np.uint8) if rng.random() < 0.4 else None
-        matrix = _native.Matrix.pack_groups(context, kind, codes, dtype, scales, zeros)
+        sizes = {"E4M3": 1} if kind == "FP4" else FLOATS
+        dtype = rng.choice(tuple(sizes))
+        scales = numbers.integers(0, 127, (rows, groups * sizes[dtype]), np.uint8)
+        zeros = numbers.integers(0, 256, (rows, groups), np.uint8) if rng.random() < 0.3 else None
+        divisors = _values(rng, numbers, (rows,)) if dtype == "E4M3" else None
+        matrix = _native.Matrix.pack_groups(context, kind, codes, dtype, scales, zeros, divisors)
         self._product(rng, numbers, context, matrix, rng.randint(1, 40))
 
     def _product(
