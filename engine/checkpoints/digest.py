@@ -17,11 +17,18 @@ from pdserve.engine.weights.format import RawTensor
 def leaf(name: str, raw: RawTensor) -> bytes:
     """The hash of one tensor; of several parts, over their hashes in the order of their names,
     and of columns in another order, over that order too."""
-    hashes = [
-        hashlib.sha256(np.ascontiguousarray(part).data).digest()
-        for _, part in sorted(raw.parts.items())
-    ]
-    content = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
+    hashes = {
+        part: hashlib.sha256(np.ascontiguousarray(held).data) for part, held in raw.parts.items()
+    }
+    if len(hashes) == 1:
+        (only,) = hashes.values()
+        content = only.digest()
+    else:
+        told = [
+            [part, held.dtype.str, list(held.shape), hashes[part].hexdigest()]
+            for part, held in sorted(raw.parts.items())
+        ]
+        content = hashlib.sha256(json.dumps(told).encode()).digest()
     if raw.columns is not None:
         content = hashlib.sha256(content + raw.columns.tobytes()).digest()
     head = json.dumps([name, raw.format, list(raw.shape)], separators=(",", ":")).encode()

@@ -62,7 +62,7 @@ class Checkpoint(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the files that hold weights."""
+        """Paths of the files that hold weights, or say how they are quantized."""
 
     @property
     def text_paths(self) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ class NativeDecoder:
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
         for format, count in self._expanded.items():
-            log.warning("%d weights of %s have no packed form: kept as float32", count, format)
+            log.warning("%d weights of %s are kept as float32", count, format)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """As Decoder.forward; float32. Raises ValueError for an index out of range."""
@@ -251,6 +251,8 @@ class NativeDecoder:
         if raw.format in FORMATS and columns is None:
             (data,) = raw.parts.values()
             return self._kernels.pack(data, raw.format, *raw.shape)
+        if not self._expanded[raw.format]:
+            log.warning("%s has no packed form of %s: kept as float32", name, raw.format)
         self._expanded[raw.format] += 1
         values = unpack(raw) if columns is None else unpack(raw)[:, columns]
         return self._kernels.pack(values, "F32", *raw.shape)

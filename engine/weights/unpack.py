@@ -29,6 +29,7 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
     rows at a time; each value is rounded once."""
     assert out.shape == raw.shape, (out.shape, raw.shape)
     row_values = out[:1].size
+    order = None if raw.columns is None else np.argsort(raw.columns)
     step = max(1, CHUNK_VALUES // max(1, row_values))
     for start in range(0, len(out), step):
         some = slice(start, start + step)
@@ -40,8 +41,8 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
             values = part.parts[VALUES]
         else:
             values = widened(part.parts[VALUES], raw.format)
-        if raw.columns is not None:
-            values = values[:, np.argsort(raw.columns)]
+        if order is not None:
+            values = values[:, order]
         write_rounded(values, out[some], format)
 
 

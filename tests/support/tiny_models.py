@@ -128,6 +128,32 @@ _CLASSES = {
 ADDED = ("arcee", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
+# Text models inside multimodal ones: (the text model, its type, the model around it).
+_INSIDE = {
+    "gemma3_multimodal": (
+        "gemma3",
+        "gemma3_text",
+        transformers.Gemma3Config,
+        transformers.Gemma3ForConditionalGeneration,
+    ),
+    "mistral3": (
+        "mistral",
+        "mistral",
+        transformers.Mistral3Config,
+        transformers.Mistral3ForConditionalGeneration,
+    ),
+}
+MULTIMODAL = tuple(_INSIDE)
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -149,8 +175,19 @@ def write_tiny(
     `overrides` are fields of the transformers config (`rope_parameters`, `num_hidden_layers`, ...).
     `max_shard_size` ("20KB") splits the safetensors. The same arguments give the same bytes.
     """
-    config_class, model_class = _CLASSES[arch]
-    config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
+    if arch in _INSIDE:
+        inner, kind, config_class, model_class = _INSIDE[arch]
+        text = {**_COMMON, **_OWN[inner], **overrides, "model_type": kind}
+        tied = text["tie_word_embeddings"]
+        vision = config_class().vision_config.model_type
+        config = config_class(
+            text_config=text,
+            vision_config={**_VISION, "model_type": vision},
+            tie_word_embeddings=tied,
+        )
+    else:
+        config_class, model_class = _CLASSES[arch]
+        config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -166,7 +203,7 @@ def write_tiny(
     model.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
-    write_tokenizer(path, config.vocab_size)
+    write_tokenizer(path, config.get_text_config().vocab_size)
     generation = {"bos_token_id": 256, "eos_token_id": [258], "do_sample": False}
     (path / "generation_config.json").write_text(json.dumps(generation))
     return path

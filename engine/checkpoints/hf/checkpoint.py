@@ -20,6 +20,12 @@ from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
+# Where older tools have said how they quantized.
+OWN_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 
 class DirectoryCheckpoint:
@@ -42,9 +48,10 @@ class DirectoryCheckpoint:
             if claimed - there:
                 missing = ", ".join(sorted(claimed - there)[:5])
                 raise CheckpointError(f"{path / shard} lacks tensors that {INDEX} names: {missing}")
-        self._method = _method(path, self._config)
+        self._method_file, given = _quantization(path, self._config)
+        self._method = _method(path, given)
         self._quantized = self._method.find(self._owner) if self._method else {}
-        if self._method and not self._quantized:
+        if self._method and self._method.quantizes and not self._quantized:
             raise CheckpointError(f"{path}: its config names a quantization that no weight has")
         self._names = self._find_names()
 
@@ -54,7 +61,8 @@ class DirectoryCheckpoint:
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(str(reader.path) for reader in self._readers.values())
+        paths = [str(reader.path) for reader in self._readers.values()]
+        return (*paths, *([str(self._method_file)] if self._method else []))
 
     @property
     def text_paths(self) -> tuple[str, ...]:
@@ -74,7 +82,10 @@ class DirectoryCheckpoint:
         if name in self._quantized:
             assert self._method is not None
             with self._explained(name):
-                return self._method.read(self._stored_parts(name))
+                raw = self._method.read(self._stored_parts(name))
+                if (raw.format, raw.shape) != self.layout(name):
+                    raise ValueError(f"read as {raw.format} {list(raw.shape)}")
+                return raw
         if name not in self._owner:
             raise unknown_tensor(name, self.names())
         kind, shape = self.layout(name)
@@ -95,6 +106,11 @@ class DirectoryCheckpoint:
         parts = {full for parts in self._quantized.values() for full in parts.values()}
         unused = tuple(f".{leaf}" for leaf in self._method.unused) if self._method else ()
         rest = {name for name in self._owner if not (unused and name.endswith(unused))}
+        if self._method and self._method.adds_zero_biases:
+            biases = {name.removesuffix("weight") + "bias" for name in self._quantized}
+            rest = {
+                name for name in rest if name not in biases or self._reader(name).array(name).any()
+            }
         return frozenset(rest - parts | self._quantized.keys())
 
     def _stored_parts(self, name: str) -> dict[str, NDArray[Any]]:
@@ -109,22 +125,33 @@ class DirectoryCheckpoint:
     def _explained(self, name: str) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:
+        except (ValueError, LookupError, ArithmeticError) as error:
             raise CheckpointError(f"{self._path}: {name} is quantized: {error}") from error
 
     def _reader(self, stored: str) -> SafetensorsReader:
         return self._readers[self._owner[stored]]
 
 
-def _method(path: Path, config: Mapping[str, Any]) -> QuantizationMethod | None:
-    """How the weights are quantized, as config.json names it. Raises CheckpointError for a method
-    that is not supported; MLX names none."""
-    given = config.get("quantization_config", config.get("compression_config"))
-    if given is None and isinstance(config.get("quantization"), dict):
+def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
+    """What is said of how the weights are quantized, and the file that says it; None: nothing."""
+    given = config.get("quantization_config")
+    given = config.get("compression_config") if given is None else given
+    named = isinstance(given, dict) and "quant_method" in given
+    if isinstance(config.get("quantization"), dict) and not named:  # MLX names no method
         given = {"quant_method": "mlx"}
     if given is None:
+        for name, method in OWN_FILES.items():
+            if (path / name).exists():
+                return path / name, {"quant_method": method, **read_json(path / name)}
+    return path / "config.json", given
+
+
+def _method(path: Path, given: Any) -> QuantizationMethod | None:
+    """Raises CheckpointError for a method that is not supported."""
+    if given is None:
         return None
-    name = given.get("quant_method") if isinstance(given, dict) else given
+    unnamed = "an unnamed method"
+    name = given.get("quant_method", unnamed) if isinstance(given, dict) else given
     if not isinstance(name, str) or name not in methods():
         known = ", ".join(sorted(methods()))
         raise CheckpointError(
@@ -132,7 +159,7 @@ def _method(path: Path, config: Mapping[str, Any]) -> QuantizationMethod | None:
         )
     try:
         return methods()[name](given)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: quantization_config of {name}: {error}") from error
 
 

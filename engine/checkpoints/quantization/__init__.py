@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.source import Layout
@@ -21,12 +22,14 @@ Parts = Mapping[str, NDArray[Any]]  # by the name that stands in place of "weigh
 
 class QuantizationMethod(ABC):
     """Reads weights that are stored as several tensors: `x.qweight`, `x.scales` instead of
-    `x.weight`. What it is asked for first costs no reading: `layout` looks at shapes only."""
+    `x.weight`. `layout` is asked for often and reads no more than stored sizes."""
 
     names: ClassVar[tuple[str, ...]]  # as quant_method has them
     forms: ClassVar[tuple[tuple[str, ...], ...]]  # the parts of a weight; the first that is there
     optional: ClassVar[tuple[str, ...]] = ()  # parts that may be there as well
     unused: ClassVar[tuple[str, ...]] = ()  # stored beside them, and of no use here
+    adds_zero_biases: ClassVar[bool] = False  # to modules that have none
+    quantizes: bool = True  # any weight at all; else the config is of something else
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -78,13 +81,34 @@ def methods() -> Mapping[str, type[QuantizationMethod]]:
     return _added
 
 
-def choice(config: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[Any, ...]) -> Any:
-    """The value under the first of `keys` that is there. Raises ValueError that names what is
-    allowed."""
-    for key in keys:
-        if key in config:
-            if config[key] in allowed:
-                return config[key]
-            want = " or ".join(map(str, allowed))
-            raise ValueError(f"{key} is {config[key]!r}: want {want}")
-    raise ValueError(f"{keys[0]} is missing")
+def choice(
+    config: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[Any, ...], default: Any = None
+) -> Any:
+    """The value under the first of `keys` that has one, or `default`. Raises ValueError that names
+    what is allowed."""
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    if not isinstance(value, int | str) or value not in allowed:
+        want = " or ".join(map(str, allowed))
+        raise ValueError(f"{keys[0]} is {value!r}: want {want}")
+    return value
+
+
+def size(name: str, value: Any) -> int:
+    """A number of rows or columns. Raises ValueError for anything else."""
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ValueError(f"{name} is {value!r}: want a number of values")
+    return value
+
+
+def group_size(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
+    """How many inputs share a scale; -1: all. Raises ValueError."""
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    return -1 if value == -1 else size(keys[0], value)
+
+
+def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -> None:
+    """Raises ValueError if a part has another shape, or a type that is no `dtype`."""
+    part = parts[name]
+    if not np.issubdtype(part.dtype, dtype) or part.shape != shape:
+        want = "" if dtype is np.generic else f"{dtype.__name__} "
+        raise ValueError(f"{name} is {part.dtype} {list(part.shape)}, not {want}{list(shape)}")

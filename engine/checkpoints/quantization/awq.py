@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, choice
+from pdserve.engine.checkpoints.quantization import (
+    Parts,
+    QuantizationMethod,
+    choice,
+    group_size,
+    require,
+)
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.format import RawTensor
@@ -31,22 +37,19 @@ class Awq(QuantizationMethod):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         choice(config, ("bits", "w_bit"), (4,))
-        version = str(config.get("version", "gemm")).lower()
-        choice({"version": version}, ("version",), ("gemm",))
-        group = config.get("group_size", config.get("q_group_size", 128))
-        if type(group) is not int or not (group == -1 or group > 0):
-            raise ValueError(f"group_size is {group!r}: want a number of inputs, or -1")
-        self._group = group
+        choice({"version": str(config.get("version") or "gemm").lower()}, ("version",), ("gemm",))
+        self._group = group_size(config, ("group_size", "q_group_size"), 128)
 
     def layout(self, parts: Parts) -> Layout:
         packed = parts["qweight"]
-        if packed.ndim != 2 or packed.dtype != np.int32:
+        if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
             raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
         inputs, words = packed.shape
+        if inputs % 2:
+            raise ValueError(f"qweight has {inputs} inputs: want an even number")
         groups = 1 if self._group == -1 else -(-inputs // self._group)
-        for name, shape in (("scales", (groups, words * 8)), ("qzeros", (groups, words))):
-            if parts[name].shape != shape:
-                raise ValueError(f"{name} is {list(parts[name].shape)}, not {list(shape)}")
+        require(parts, "scales", np.generic, (groups, words * 8))
+        require(parts, "qzeros", np.int32, (groups, words))
         return Layout(INT4.name, (words * 8, inputs))
 
     def read(self, parts: Parts) -> RawTensor:

@@ -1,6 +1,7 @@
 """compressed-tensors (the files of llm-compressor): integers and floats of 4 and 8 bits.
 
-A weight's parts say how it is stored, so that its group of the config is not needed:
+A weight's parts say how it is stored, so that of its group of the config only the size of blocks
+is needed:
 `weight_packed` int32 [outputs, inputs / n] with `weight_shape`; int8 or 8-bit float `weight`;
 `weight_packed` uint8 with a scale for 16 or 32 inputs. `weight_scale` is [1], [outputs, 1],
 [outputs, groups] or [blocks, blocks].
@@ -12,8 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod
-from pdserve.engine.checkpoints.quantization.fp8 import float8, float8_layout
+from pdserve.engine.checkpoints.quantization import (
+    Parts,
+    QuantizationMethod,
+    choice,
+    require,
+    size,
+)
+from pdserve.engine.checkpoints.quantization.fp8 import (
+    KV_SCALES,
+    block_of,
+    float8,
+    float8_layout,
+)
 from pdserve.engine.checkpoints.quantization.gptq import in_order, order_of_groups
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.bits import Bytes
@@ -28,7 +40,7 @@ from pdserve.engine.weights.formats.grouped import (
     nibbles,
 )
 
-FORMATS = (
+COMPRESSED = (
     "dense",
     "naive-quantized",
     "int-quantized",
@@ -39,45 +51,52 @@ FORMATS = (
     "mixed-precision",
 )
 UNSUPPORTED = ("transform_config", "sparsity_config")
-PACKED_SHAPE = ("weight_packed", "weight_scale", "weight_shape")
+PACKED_INTEGERS = ("weight_packed", "weight_scale", "weight_shape")
 NVFP4 = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class CompressedTensors(QuantizationMethod):
     names = ("compressed-tensors",)
-    forms = (PACKED_SHAPE, NVFP4, ("weight_packed", "weight_scale"), ("weight", "weight_scale"))
+    forms = (PACKED_INTEGERS, NVFP4, ("weight_packed", "weight_scale"), ("weight", "weight_scale"))
     optional = ("weight_zero_point", "weight_g_idx")
     unused = (
-        *("input_scale", "input_zero_point", "input_global_scale", "output_scale"),
-        *("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point"),
+        *("input_scale", "input_zero_point", "input_global_scale"),
+        *("output_scale", "output_zero_point", *KV_SCALES),
+        *("k_zero_point", "v_zero_point"),
+        *("q_global_scale", "k_global_scale", "v_global_scale"),
     )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if (kind := config.get("format", "dense")) not in FORMATS:
-            raise ValueError(f"format is {kind!r}; known: {', '.join(FORMATS)}")
+        choice(config, ("format",), COMPRESSED, "dense")
         for key in UNSUPPORTED:
             given = config.get(key) or {}
             if given and given.get("format") != "dense":
                 raise ValueError(f"it has a {key}")
-        self._block = (128, 128)
-        for scheme in dict(config.get("config_groups") or {}).values():
-            if size := (scheme.get("weights") or {}).get("block_structure"):
-                self._block = (int(size[0]), int(size[1]))
+        schemes = [s.get("weights") or {} for s in (config.get("config_groups") or {}).values()]
+        self.quantizes = bool(schemes)
+        given = [s["block_structure"] for s in schemes if s.get("block_structure")]
+        if any(one != given[0] for one in given):
+            raise ValueError(f"it has several sizes of blocks: {given}")
+        self._block = block_of("block_structure", given[0] if given else None)
 
     def layout(self, parts: Parts) -> Layout:
         if "weight" in parts:
-            if parts["weight"].dtype == np.int8:
-                return Layout(INT8.name, parts["weight"].shape)
-            return float8_layout(parts["weight"])
+            weight = parts["weight"]
+            if weight.dtype != np.int8:
+                return float8_layout(weight)
+            if weight.ndim != 2 or 0 in weight.shape:
+                raise ValueError(f"weight is {list(weight.shape)}: want 2 dims")
+            return Layout(INT8.name, weight.shape)
         packed = parts["weight_packed"]
-        if packed.ndim != 2 or len(packed) == 0:
-            raise ValueError(f"weight_packed is {list(packed.shape)}: want 2 dims")
+        if packed.ndim != 2 or 0 in packed.shape or packed.dtype not in (np.uint8, np.int32):
+            have = f"{packed.dtype} {list(packed.shape)}"
+            raise ValueError(f"weight_packed is {have}: want int32 or uint8, 2 dims")
         if packed.dtype == np.uint8:
             kind = FP4.name if "weight_global_scale" in parts else "MXFP4"
             return Layout(kind, (packed.shape[0], packed.shape[1] * 2))
         outputs, inputs = _given_shape(parts)
         for format in (INT4, INT8):
-            if packed.shape == (outputs, -(-inputs * format.bits // 32)):
+            if packed.shape == (outputs, -(-inputs * format.bits // 32)) and inputs % 2 == 0:
                 return Layout(format.name, (outputs, inputs))
         raise ValueError(
             f"weight_packed is {list(packed.shape)} for a weight of {[outputs, inputs]}: "
@@ -96,26 +115,26 @@ class CompressedTensors(QuantizationMethod):
             codes = parts["weight"].view(np.uint8) ^ np.uint8(128)
         else:
             codes = _bytes(parts["weight_packed"])[:, : inputs * format.bits // 8]
-        zeros = parts.get("weight_zero_point")
-        if zeros is not None:
-            zeros = _zeros(zeros, outputs, format.bits)
         if scale.size == 1:
             scale = np.broadcast_to(scale.reshape(1, 1), (outputs, 1))
-            zeros = None if zeros is None else np.broadcast_to(zeros.reshape(1, 1), (outputs, 1))
+        if scale.ndim != 2 or len(scale) != outputs or not scale.shape[1]:
+            raise ValueError(f"scales are {list(scale.shape)} for a weight of {[outputs, inputs]}")
+        zeros = _zeros(parts, scale.shape, format.bits)
         columns = None
         group_of = parts.get("weight_g_idx")
         if group_of is not None and (group_of >= 0).any():  # all are -1 where there is no order
-            columns = order_of_groups(group_of, inputs // scale.shape[1])
+            require(parts, "weight_g_idx", np.integer, (inputs,))
+            columns = order_of_groups(group_of, max(1, inputs // scale.shape[1]))
         if columns is not None:
             codes = in_order(codes, format.bits, columns)
         return grouped(format, codes, scale, zeros, columns)
 
 
 def _given_shape(parts: Parts) -> tuple[int, int]:
-    given = parts.get("weight_shape")
-    if given is None or given.size != 2:
+    given = parts["weight_shape"]
+    if given.size != 2 or not np.issubdtype(given.dtype, np.integer):
         raise ValueError("weight_shape must hold two sizes")
-    outputs, inputs = (int(size) for size in given.reshape(2))
+    outputs, inputs = (size("weight_shape", int(value)) for value in given.reshape(2))
     return outputs, inputs
 
 
@@ -124,17 +143,25 @@ def _float4(parts: Parts) -> RawTensor:
     codes, scale = parts["weight_packed"], parts["weight_scale"]
     if scale.dtype != np.uint8 or scale.ndim != 2:
         raise ValueError(f"weight_scale is {scale.dtype} {list(scale.shape)}: want bytes, 2 dims")
-    if "weight_global_scale" in parts:
-        whole = parts["weight_global_scale"].reshape(-1)[0].astype(np.float32)
-        return float4(codes, scale, whole)
-    return mxfp4(codes, scale)
+    if "weight_global_scale" not in parts:
+        return mxfp4(codes, scale)
+    whole = parts["weight_global_scale"].reshape(-1)
+    if whole.dtype != np.float32 or whole.size != 1 or not 0 < whole[0] < np.inf:
+        raise ValueError("weight_global_scale must be one float32 above 0")
+    return float4(codes, scale, whole[0])
 
 
-def _zeros(stored: NDArray[Any], outputs: int, bits: int) -> Bytes:
-    """[outputs, groups], as many above zero as codes are: int8 as it is, or packed in int32 along
+def _zeros(parts: Parts, shape: tuple[int, ...], bits: int) -> Bytes | None:
+    """[outputs, groups], as many above zero as codes are: stored as int8, or packed in int32 along
     the outputs."""
-    if stored.dtype == np.int8:
-        return (stored.astype(np.int16) + (1 << bits >> 1)).astype(np.uint8)
+    stored = parts.get("weight_zero_point")
+    if stored is None:
+        return None
+    outputs, groups = shape
+    if stored.dtype == np.int8 and stored.size in (1, outputs * groups):
+        above = (stored.astype(np.int16) + (1 << bits >> 1)).astype(np.uint8)
+        return np.broadcast_to(above.reshape(-1, groups), shape)
+    require(parts, "weight_zero_point", np.int32, (-(-outputs * bits // 32), groups))
     packed = _bytes(stored.T)
     return (nibbles(packed) if bits == 4 else packed)[:, :outputs].T
 

@@ -10,38 +10,46 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod
+from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, choice, size
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.formats.grouped import FP8, even_groups, grouped
 
-SCALES = ("weight_scale_inv", "weight_scale")
+WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # of files that quantize keys and values
 
 
 class Fp8(QuantizationMethod):
     names = ("fp8", "fbgemm_fp8")
-    forms = tuple(("weight", scale) for scale in SCALES)
-    unused = ("input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale")
+    forms = tuple(("weight", scale) for scale in WEIGHT_SCALES)
+    unused = ("input_scale", "input_scale_ub", "activation_scale", *KV_SCALES)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        block = config.get("weight_block_size") or (128, 128)
-        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-            raise ValueError(f"weight_block_size is {block!r}: want two sizes")
-        self._block = (block[0], block[1])
-        if (kind := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-            raise ValueError(f"fmt is {kind!r}: want e4m3")
+        self._block = block_of("weight_block_size", config.get("weight_block_size"))
+        choice(config, ("fmt",), ("e4m3", "float8_e4m3fn"), "e4m3")
 
     def layout(self, parts: Parts) -> Layout:
         return float8_layout(parts["weight"])
 
     def read(self, parts: Parts) -> RawTensor:
-        (scale,) = (parts[name] for name in SCALES if name in parts)
+        (scale,) = (parts[name] for name in WEIGHT_SCALES if name in parts)
         return float8(parts["weight"], scale, self._block)
+
+
+def block_of(name: str, given: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a block, 128 x 128 if nothing is given. Raises ValueError."""
+    if given is None:
+        return 128, 128
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise ValueError(f"{name} is {given!r}: want two sizes")
+    return size(name, given[0]), size(name, given[1])
 
 
 def float8_layout(weight: NDArray[Any]) -> Layout:
     """Of a stored weight of 8-bit floats. Raises ValueError if it is none."""
-    if weight.ndim != 2 or weight.dtype != np.uint8:
+    if weight.dtype in (np.float32, np.float16, np.uint16):
+        raise ValueError("it has a scale, but is not compressed")
+    if weight.ndim != 2 or weight.dtype != np.uint8 or 0 in weight.shape:
         raise ValueError(
             f"weight is {weight.dtype} {list(weight.shape)}: want 8-bit floats, 2 dims"
         )

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, choice
+from pdserve.engine.checkpoints.quantization import (
+    Parts,
+    QuantizationMethod,
+    choice,
+    group_size,
+    require,
+)
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.format import RawTensor
@@ -24,41 +30,37 @@ from pdserve.engine.weights.formats.grouped import (
 )
 
 KINDS = ("gptq", "gptq_v2")  # checkpoint_format
+RULES = ("bits", "group_size")  # what a rule for some modules may change
 
 
 class Gptq(QuantizationMethod):
     names = ("gptq",)
     forms = (("qweight", "qzeros", "scales"),)
     optional = ("g_idx",)
+    adds_zero_biases = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._format = {4: INT4, 8: INT8}[choice(config, ("bits",), (4, 8))]
-        group = config.get("group_size", -1)
-        if type(group) is not int or not (group == -1 or group > 0):
-            raise ValueError(f"group_size is {group!r}: want a number of inputs, or -1")
-        self._group = group
-        kind = choice({"checkpoint_format": "gptq", **config}, ("checkpoint_format",), KINDS)
+        self._group = group_size(config, ("group_size",), -1)
+        kind = choice(config, ("checkpoint_format", "format"), KINDS, "gptq")
         self._below = 1 if kind == "gptq" else 0  # how far stored zeros are below the real ones
-        if config.get("dynamic"):
-            raise ValueError("it has settings for single modules (dynamic)")
+        for pattern, rule in (config.get("dynamic") or {}).items():
+            if pattern.startswith("-:"):  # modules that are not quantized: they are stored so
+                continue
+            if any(rule.get(key, config.get(key)) != config.get(key) for key in RULES):
+                raise ValueError(f"it has other settings for some modules (dynamic: {pattern})")
 
     def layout(self, parts: Parts) -> Layout:
         packed = parts["qweight"]
-        if packed.ndim != 2 or packed.dtype != np.int32:
+        if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
             raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
-        inputs, outputs = packed.shape[0] * 32 // self._format.bits, packed.shape[1]
-        group = inputs if self._group == -1 else self._group
-        groups = -(-inputs // group)
-        wanted: dict[str, tuple[int, ...]] = {
-            "scales": (groups, outputs),
-            "qzeros": (groups, outputs * self._format.bits // 32),
-        }
+        bits = self._format.bits
+        inputs, outputs = packed.shape[0] * 32 // bits, packed.shape[1]
+        groups = 1 if self._group == -1 else -(-inputs // self._group)
+        require(parts, "scales", np.generic, (groups, outputs))
+        require(parts, "qzeros", np.int32, (groups, outputs * bits // 32))
         if "g_idx" in parts:
-            wanted["g_idx"] = (inputs,)
-        for name, shape in wanted.items():
-            if parts[name].shape != shape:
-                have = list(parts[name].shape)
-                raise ValueError(f"{name} is {have}, not {list(shape)}, in groups of {group}")
+            require(parts, "g_idx", np.integer, (inputs,))
         return Layout(self._format.name, (outputs, inputs))
 
     def read(self, parts: Parts) -> RawTensor:
@@ -80,7 +82,7 @@ class Gptq(QuantizationMethod):
         return nibbles(flat) if self._format is INT4 else flat.copy()
 
 
-def order_of_groups(group_of: NDArray[np.int32], group: int) -> NDArray[np.int64] | None:
+def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | None:
     """The inputs sorted by their groups; None if they are. Raises ValueError if groups have other
     sizes than `group`."""
     columns = np.argsort(group_of, kind="stable")

@@ -16,8 +16,10 @@ from tiny_models import write_tiny
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import quantization
+from pdserve.engine.checkpoints.digest import leaf
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model, open_checkpoint
+from pdserve.engine.weights.formats.grouped import INT4, grouped
 from pdserve.engine.weights.unpack import unpack
 
 INT, FLOAT = {"type": "int"}, {"type": "float"}
@@ -68,6 +70,7 @@ SIZES = {
     "num_hidden_layers": 2,
 }
 PROMPT = list(range(3, 60))
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -129,31 +132,40 @@ def edit(folder: Path, config: dict[str, Any] | None = None, **tensors: Any) -> 
     path.write_text(json.dumps(stored))
     held = load_file(folder / "model.safetensors")
     for part, change in tensors.items():
-        name = f"model.layers.0.self_attn.q_proj.{part}"
+        name = f"{Q_PROJ.removesuffix('weight')}{part}"
         made = change(held.pop(name))
         if made is not None:
             held[name] = made.contiguous()
     save_file(held, folder / "model.safetensors")
 
 
+def as_type(dtype: torch.dtype) -> Any:
+    return lambda tensor: tensor.to(dtype)
+
+
+def taken(*index: Any) -> Any:
+    return lambda tensor: tensor[index]
+
+
 WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "bits": ("gptq 4 bits", {"bits": 3}, {}, "bits is 3: want 4 or 8"),
     "no bits": ("awq", {"bits": None}, {}, "bits is None: want 4"),
     "group": ("gptq 4 bits", {"group_size": 0}, {}, "group_size is 0"),
-    "other group": (
-        "gptq 4 bits",
-        {"group_size": 64},
-        {},
-        r"scales is \[10, 192\], not \[5, 192\]",
-    ),
+    "huge group": ("gptq 4 bits", {"group_size": 10**30}, {}, "group_size is 10000"),
+    "other group": ("gptq 4 bits", {"group_size": 64}, {}, r"scales is .*, not \[5, 192\]"),
     "marlin": ("gptq 4 bits", {"checkpoint_format": "marlin"}, {}, "is 'marlin': want gptq"),
-    "dynamic": ("gptq 4 bits", {"dynamic": {"-:lm_head": {}}}, {}, "single modules"),
+    "dynamic": ("gptq 4 bits", {"dynamic": {"up": {"bits": 8}}}, {}, "some modules .dynamic: up"),
+    "odd dynamic": ("gptq 4 bits", {"dynamic": [1]}, {}, "quantization_config of gptq"),
     "gemv": ("awq", {"version": "gemv"}, {}, "version is 'gemv': want gemm"),
     "order": ("gptq 4 bits", {}, {"g_idx": lambda t: t // 2}, "32 inputs in each group"),
-    "floats": ("gptq 4 bits", {}, {"qweight": lambda t: t.float()}, "qweight is float32"),
-    "short zeros": ("awq", {}, {"qzeros": lambda t: t[:, 1:]}, r"qzeros is \[6, 23\]"),
+    "short order": ("gptq 4 bits", {}, {"g_idx": taken(slice(9))}, r"g_idx is int32 \[9\]"),
+    "floats": ("gptq 4 bits", {}, {"qweight": as_type(torch.float32)}, "qweight is float32"),
+    "nothing": ("gptq 4 bits", {}, {"qweight": taken(slice(0))}, r"qweight is int32 \[0, 192\]"),
+    "float zeros": ("gptq 4 bits", {}, {"qzeros": as_type(torch.float32)}, "qzeros is float32"),
+    "short zeros": ("awq", {}, {"qzeros": taken(slice(None), slice(1, None))}, "not int32 .6, 24"),
     "lost scales": ("awq", {}, {"scales": lambda t: None}, "it lacks 1 tensors: .*q_proj.weight"),
     "block": ("fp8 of blocks", {"weight_block_size": [64]}, {}, "want two sizes"),
+    "no block": ("fp8 of blocks", {"weight_block_size": [0, 1]}, {}, "is 0: want a number"),
     "fmt": ("fp8 of blocks", {"fmt": "e5m2"}, {}, "fmt is 'e5m2'"),
     "e5m2": (
         "fp8 of a tensor",
@@ -161,10 +173,16 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"weight": lambda t: t.float().to(torch.float8_e5m2)},
         "F8_E5M2: want F8_E4M3",
     ),
+    "not compressed": (
+        "fp8 of a tensor",
+        {},
+        {"weight": as_type(torch.bfloat16)},
+        "it has a scale, but is not compressed",
+    ),
     "scale": (
         "fp8 of outputs",
         {},
-        {"weight_scale": lambda t: t[1:]},
+        {"weight_scale": taken(slice(1, None))},
         r"its scale is \[191, 1\] for a weight of \[192, 192\]",
     ),
     "nan": (
@@ -173,7 +191,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"weight": lambda t: torch.full(t.shape, float("nan")).to(t.dtype)},
         r"tensor model\.layers\.0\.self_attn\.q_proj\.weight: an 8-bit float is NaN",
     ),
-    "format": ("compressed int4", {"format": "marlin-24"}, {}, "format is 'marlin-24'; known: "),
+    "format": ("compressed int4", {"format": "marlin-24"}, {}, "format is 'marlin-24': want "),
     "sparse": (
         "compressed int4",
         {"sparsity_config": {"format": "sparse-bitmask"}},
@@ -186,12 +204,33 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"weight_shape": lambda t: t * 2},
         "want integers of 4 or 8 bits",
     ),
-    "no sizes": ("compressed int4", {}, {"weight_shape": lambda t: t[:1]}, "hold two sizes"),
+    "endless": ("compressed int4", {}, {"weight_shape": lambda t: t * 2**40}, "want a number"),
+    "no sizes": ("compressed int4", {}, {"weight_shape": taken(slice(1))}, "hold two sizes"),
+    "long": ("compressed int4", {}, {"weight_packed": as_type(torch.int64)}, "want int32 or uint8"),
     "groups": (
         "compressed int4",
         {},
-        {"weight_scale": lambda t: t[:, 1:]},
+        {"weight_scale": taken(slice(None), slice(1, None))},
         r"scales are \[192, 5\] for a weight of \[192, 192\]",
+    ),
+    "flat": ("compressed int4", {}, {"weight_scale": taken(0)}, r"scales are \[6\] for a weight"),
+    "unlike zeros": (
+        "compressed int4, zeros",
+        {},
+        {"weight_zero_point": lambda t: t.float()},
+        "weight_zero_point is float32",
+    ),
+    "whole": (
+        "compressed nvfp4",
+        {},
+        {"weight_global_scale": lambda t: t * 0},
+        "must be one float32 above 0",
+    ),
+    "two blocks": (
+        "compressed fp8 of outputs",
+        {"config_groups": {str(n): {"weights": {"block_structure": [128, n]}} for n in (64, 128)}},
+        {},
+        "several sizes of blocks",
     ),
 }
 
@@ -208,10 +247,71 @@ def test_what_does_not_fit_is_refused_with_its_cause(
         load_model(EngineConfig(model=str(stored)), lambda *_: None)
 
 
+def test_what_real_files_have_beside_their_weights_is_no_obstacle(
+    source: Path, tmp_path: Path
+) -> None:
+    stored, rounded = tmp_path / "stored", tmp_path / "rounded"
+    write_quantized(source, stored, rounded, HOW["gptq 4 bits"])
+    before = unpack(open_checkpoint(stored).tensor(Q_PROJ))
+    edit(stored, {"dynamic": {"-:lm_head": {}, "+:up": {"bits": 4}}, "checkpoint_format": None})
+    held = load_file(stored / "model.safetensors")
+    zero = {f"{Q_PROJ.removesuffix('weight')}bias": torch.zeros(192)}  # as AutoGPTQ adds
+    save_file(held | zero, stored / "model.safetensors")
+    loaded = load_model(EngineConfig(model=str(stored)), lambda *_: None)
+    np.testing.assert_array_equal(unpack(open_checkpoint(stored).tensor(Q_PROJ)), before)
+    # What decides about the values is part of what they are known by.
+    edit(stored, {"checkpoint_format": "gptq_v2"})
+    other = load_model(EngineConfig(model=str(stored)), lambda *_: None)
+    assert other.card.weights_digest != loaded.card.weights_digest
+    config = json.loads((stored / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (stored / "config.json").write_text(json.dumps(config))
+    del settings["quant_method"]
+    (stored / "quantize_config.json").write_text(json.dumps(settings))  # older AutoGPTQ
+    again = load_model(EngineConfig(model=str(stored)), lambda *_: None)
+    assert again.card.weights_digest == other.card.weights_digest
+
+
+def test_a_block_scale_may_be_bfloat16(source: Path, tmp_path: Path) -> None:
+    stored, rounded = tmp_path / "stored", tmp_path / "rounded"
+    write_quantized(source, stored, rounded, HOW["fp8 of blocks"])
+    exact = unpack(open_checkpoint(stored).tensor(Q_PROJ))
+    edit(stored, weight_scale_inv=as_type(torch.bfloat16))
+    found = unpack(open_checkpoint(stored).tensor(Q_PROJ))
+    np.testing.assert_allclose(found, exact, rtol=2**-8)
+    assert (found != exact).any()
+
+
+def test_a_digest_tells_parts_of_unlike_types_apart() -> None:
+    codes, scales = np.zeros((4, 16), np.uint8), np.ones((4, 1), np.float16)
+    halves = grouped(INT4, codes, scales)
+    brains = grouped(INT4, codes, scales.view(np.uint16))
+    assert leaf("a", halves) != leaf("a", brains)
+    ordered = grouped(INT4, codes, scales, columns=np.arange(32)[::-1])
+    assert len({leaf("a", raw) for raw in (halves, brains, ordered)}) == 3
+
+
+def test_weights_of_one_input_may_have_unlike_orders(source: Path, tmp_path: Path) -> None:
+    """Those that are ordered unlike the first are expanded, and computed right."""
+    stored, rounded = tmp_path / "stored", tmp_path / "rounded"
+    write_quantized(source, stored, rounded, HOW["gptq 4 bits, ordered"])
+    prefix = Q_PROJ.removesuffix("weight")
+    held = load_file(stored / "model.safetensors")
+    held[prefix + "g_idx"] = held[prefix + "g_idx"].flip(0)
+    save_file(held, stored / "model.safetensors")
+    values = load_file(rounded / "model.safetensors")
+    values[Q_PROJ] = torch.from_numpy(unpack(open_checkpoint(stored).tensor(Q_PROJ)))
+    save_file(values, rounded / "model.safetensors")
+    loaded = load_model(EngineConfig(model=str(stored), kv_dtype="float32"), lambda *_: None)
+    found = PagedRunner(loaded.decoder).step({"x": PROMPT})["x"]
+    exact = PagedRunner(load_decoder(rounded)).step({"x": PROMPT})["x"]
+    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.995
+
+
 def test_a_method_is_one_module() -> None:
     folder = Path(quantization.__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert files == {"gptq", "awq", "fp8", "compressed_tensors"}
+    assert {"gptq", "awq", "fp8", "compressed_tensors"} <= files
     known = quantization.methods()
     assert {"gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors"} <= set(known)
     with pytest.raises(ValueError, match="gptq is registered twice"):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paged_runner import PagedRunner, load_decoder
-from tiny_models import ARCHITECTURES, write_tiny
+from paged_runner import PagedRunner, load_decoder, read_config
+from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from torch import Tensor
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -35,7 +35,8 @@ LONGROPE: dict[str, Any] = {
     }
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{arch: (arch, {}) for arch in ARCHITECTURES},
+    **{arch: (arch, {}) for arch in (*ARCHITECTURES, *MULTIMODAL)},
+    "mistral3-tied": ("mistral3", {"tie_word_embeddings": True, "sliding_window": None}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied-gelu": ("llama", {"tie_word_embeddings": True, "hidden_act": "gelu"}),
     "llama-no-gqa": ("llama", {"num_key_value_heads": 6}),
@@ -97,9 +98,8 @@ LENS = {name: sum(step.get(name, 0) for step in SCHEDULE) for name in "abc"}
 
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=dtype
-    ).eval()
+    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    return model_class.from_pretrained(path, attn_implementation="eager", dtype=dtype).eval()
 
 
 def sequences(vocab: int = 259, seed: int = 1) -> dict[str, list[int]]:

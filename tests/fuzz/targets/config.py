@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from tiny_models import ARCHITECTURES, write_tiny
+from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 
 from fuzz.mutate import change
 from pdserve.engine.architectures import parse_config
@@ -14,7 +14,7 @@ from pdserve.engine.models.config import UnsupportedModel
 
 class Fuzzed:
     def __init__(self, folder: Path) -> None:
-        folders = [write_tiny(folder / name, name) for name in ARCHITECTURES]
+        folders = [write_tiny(folder / name, name) for name in (*ARCHITECTURES, *MULTIMODAL)]
         self._configs = [json.loads((one / "config.json").read_text()) for one in folders]
 
     def case(self, rng: Random) -> str:

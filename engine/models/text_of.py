@@ -1,0 +1,62 @@
+"""The text model inside a multimodal checkpoint, as an architecture of its own.
+
+Its config is config.json's `text_config`; its tensors lie under another prefix, beside those of
+vision towers and projectors, which are not loaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pdserve.engine.checkpoints.views import View
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_config.fields import HfConfig, table
+from pdserve.engine.models.layer import tensor_shapes
+from pdserve.engine.models.spec import ModelSpec
+
+# Where transformers puts a text model's tensors, before and since its version 4.52.
+PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("language_model.",)}
+OTHERS = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
+)
+
+
+def text_of(
+    architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
+) -> ModelSpec:
+    """The spec of `architecture`, whose text model is that of `spec`.
+
+    `model_type` is what `text_config` must say; `defaults` what it may leave out, as transformers
+    fills it in.
+    """
+
+    def parse(hf: HfConfig) -> ModelConfig:
+        text = dict(table(hf, "text_config"))
+        if text.get("model_type") != model_type:
+            raise UnsupportedModel(
+                f"the text model of {architecture} is {text.get('model_type')!r}: want {model_type}"
+            )
+        outer = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+        text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
+        return replace(spec.parse(text), architecture=architecture)
+
+    return ModelSpec((architecture,), parse, stored=inside, unused=is_other)
+
+
+def inside(config: ModelConfig) -> dict[str, View]:
+    """Views of the model's tensors under the first of their prefixes that is there."""
+    views: dict[str, View] = {}
+    for name in tensor_shapes(config):
+        own = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        view = None
+        for prefix in reversed(PREFIXES[own]):
+            view = View(prefix + name.removeprefix(own), fallback=view)
+        assert view is not None
+        views[name] = view
+    return views
+
+
+def is_other(config: ModelConfig, name: str) -> bool:
+    return name.startswith(OTHERS)

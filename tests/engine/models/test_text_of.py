@@ -1,0 +1,63 @@
+"""Text models out of multimodal checkpoints, under both names that transformers has given them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from paged_runner import PagedRunner, load_decoder, read_config
+from safetensors.torch import load_file, save_file
+from tiny_models import MULTIMODAL, write_tiny
+
+from pdserve.engine.architectures import parse_config
+from pdserve.engine.models.config import UnsupportedModel
+
+
+def newer(name: str) -> str:
+    """The name since transformers 4.52."""
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    if name.startswith("language_model.model."):
+        return name.replace("language_model.model.", "model.language_model.", 1)
+    return f"model.{name}"
+
+
+@pytest.mark.parametrize("arch", MULTIMODAL)
+def test_newer_names_are_the_same_model(arch: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, arch, tie_word_embeddings=False)
+    tokens = {"x": list(range(5, 60))}
+    older = PagedRunner(load_decoder(path)).step(tokens)["x"]
+    stored = load_file(path / "model.safetensors")
+    assert all(name.startswith(("language_model.", "vision_", "multi_modal_")) for name in stored)
+    save_file({newer(name): held for name, held in stored.items()}, path / "model.safetensors")
+    assert torch.equal(PagedRunner(load_decoder(path)).step(tokens)["x"], older)
+
+
+def test_another_text_model_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = read_config(write_tiny(tmp_path, "mistral3"))
+    config["text_config"]["model_type"] = "ministral3"
+    with pytest.raises(UnsupportedModel, match=r"text model of Mistral3.* is 'ministral3'"):
+        parse_config(config)
+    with pytest.raises(UnsupportedModel, match="text_config=7: want a table"):
+        parse_config(config | {"text_config": 7})
+
+
+def test_what_a_gemma_config_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    """The release of the 4B names six fields of its text model."""
+    path = write_tiny(tmp_path, "gemma3_multimodal")
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = read_config(path)
+    del config["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    parsed = parse_config(read_config(path))
+    assert (parsed.vocab_size, parsed.num_heads, parsed.num_kv_heads) == (262_208, 8, 4)
+    assert (parsed.head_dim, parsed.context_len, parsed.tied_head) == (256, 131_072, True)
+    ropes = [layer.rope.kind for layer in parsed.layers if layer.rope]
+    assert ropes == (["default"] * 5 + ["linear"]) * 5 + ["default"] * 4
