@@ -55,7 +55,8 @@ class CpuKernels:
         """
         zeros = None if zeros is None else np.ascontiguousarray(zeros)
         divisors = None if divisors is None else np.ascontiguousarray(divisors)
-        kind, codes = SCALES[scales.dtype.name], np.ascontiguousarray(codes)
+        kind = SCALES.get(scales.dtype.name, scales.dtype.name)
+        codes = np.ascontiguousarray(codes)
         return _native.Matrix.pack_groups(
             self.context, format, codes, kind, _bytes(scales), zeros, divisors
         )

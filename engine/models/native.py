@@ -35,7 +35,7 @@ from pdserve.engine.models.parts import (
 )
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.formats.grouped import SCALES, ZEROS
+from pdserve.engine.weights.formats.grouped import SCALES
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
@@ -263,12 +263,11 @@ def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool
 
 
 def fits_groups(raw: RawTensor) -> bool:
-    """Whether the kernels have its sizes of groups and of scales."""
-    scales = raw.parts[SCALES]
-    width = raw.shape[1] // scales.shape[1]
+    """Whether the kernels have its sizes of groups."""
+    width = raw.shape[1] // raw.parts[SCALES].shape[1]
     if raw.format in ("INT4", "INT8"):
-        return width % 32 == 0 and not (ZEROS in raw.parts and scales.dtype == np.float32)
-    return True
+        return bool(width % 32 == 0)
+    return raw.format == "FP8" or raw.shape[1] % 32 == 0
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:

@@ -190,10 +190,9 @@ void bind_linear(nb::module_& m) {
                   "row], of 4 bits the first in the low nibble; scales: one number of `type` (F16,\n"
                   "BF16, F32; E4M3 of FP4) for each group of a row's columns, as uint8 [rows,\n"
                   "bytes]; zeros: uint8 [rows, groups], without which integers are less 8 or 128;\n"
-                  "divisors: float32 [rows], of FP4. A value is (level - zero) * scale / divisor.\n"
-                  "ValueError if sizes do not fit, groups of integers are no multiples of 32\n"
-                  "columns, those of FP4 not of 16, scales beside zeros are F32, or an 8-bit float\n"
-                  "is NaN.")
+                  "divisors: float32 [rows], of FP4. A value is (level - zero) * (scale / divisor).\n"
+                  "ValueError if sizes do not fit, a group of integers is not a multiple of 32\n"
+                  "columns, one of FP4 not 16 (an even number of them), or an 8-bit float is NaN.")
       .def_prop_ro("rows", [](const Matrix& self) { return self.rows; })
       .def_prop_ro("cols", [](const Matrix& self) { return self.cols; })
       .def_prop_ro("nbytes", &Matrix::bytes)

@@ -3,18 +3,16 @@
 using Run = void(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
                  int64_t end);
 
-// The product for integers in groups of files that name any. An offset is 2 to the power of kShift.
+// The product for integers in groups of any size. An offset is 2 to the power of kShift.
 template <Quants kQuants, int kShift>
 static Run* run_of_integers(const Matrix& m) {
   const bool half = m.scales == Scales::kF16;
-  switch (m.least) {
-    case Least::kNone:
-      return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kNone, kShift>>
-                  : &int8_linear<Kind<kQuants, Scales::kF32, Least::kNone, kShift>>;
-    case Least::kZeros: return &int8_linear<Kind<kQuants, Scales::kF16, Least::kZeros>>;
-    case Least::kMinima: break;
+  if (m.least == Least::kZeros) {
+    return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kZeros>>
+                : &int8_linear<Kind<kQuants, Scales::kF32, Least::kZeros>>;
   }
-  return &int8_linear<Kind<kQuants, Scales::kF32, Least::kMinima>>;
+  return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kNone, kShift>>
+              : &int8_linear<Kind<kQuants, Scales::kF32, Least::kNone, kShift>>;
 }
 
 // Each kind that a stored format is packed as (pack.cpp).
@@ -32,8 +30,8 @@ static Run* run_of(const Matrix& m) {
     case Layout::kU6: return &int8_linear<Kind<Quants::kSixes, kCodes, kNone, 5, 16>>;
     case Layout::kU4:
       if (codes) return &int8_linear<Kind<Quants::kNibbles, kCodes, kMinima>>;
-      return minima && m.scales == kHalf ? &int8_linear<Kind<Quants::kNibbles, kHalf, kMinima>>
-                                         : run_of_integers<Quants::kNibbles, 3>(m);
+      return minima ? &int8_linear<Kind<Quants::kNibbles, kHalf, kMinima>>
+                    : run_of_integers<Quants::kNibbles, 3>(m);
     case Layout::kU5:
       return codes    ? &int8_linear<Kind<Quants::kFives, kCodes, kMinima>>
              : minima ? &int8_linear<Kind<Quants::kFives, kHalf, kMinima>>

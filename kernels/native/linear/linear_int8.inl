@@ -25,8 +25,10 @@ constexpr int block_bytes(Quants quants) {
   return 512;
 }
 
-template <Quants kQuants_, Scales kScales_, Least kLeast_, int kShift_ = 0, int kGroup_ = 32>
+template <Quants kQuants_, Scales kScales_, Least kLeast_, int kShift_ = 0, int kGroup_ = 32,
+          bool kExpanded_ = false>
 struct Kind {
+  static constexpr bool kExpanded = kExpanded_;  // out of packed ones, for many rows
   static constexpr Quants kQuants = kQuants_;
   static constexpr Scales kScales = kScales_;
   static constexpr Least kLeast = kLeast_;
@@ -158,6 +160,7 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
 template <class K, int kRows, int kTiles>
 PDS_INLINE void add_block(const uint8_t* q, int64_t next, const Int8Block* x, int64_t x_stride,
                           I (&sum)[kRows][kTiles]) {
+  static_assert(!K::kPacked || K::kBlockBytes >= 256, "levels of nibbles");
   B fifths[kTiles] = {};
   if constexpr (K::kQuants == Quants::kFives) {
     for (int t = 0; t < kTiles; ++t) fifths[t] = load_b(q + t * next + 256);
@@ -193,7 +196,7 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
   load_sums(to, acc);
   for (int64_t b = 0; b < w.blocks; ++b) {
     const uint8_t* q = w.q + b * K::kBlockBytes;
-    if constexpr (kTiles == 1 && K::kQuants != Quants::kSmall) {
+    if constexpr (kTiles == 1 && !K::kExpanded) {
       // With few rows the arithmetic waits for the memory, and a matrix is one stream of bytes.
       const uint8_t* ahead = w.q + K::kAhead + b * K::kStreamBytes;
 #pragma GCC unroll 16
@@ -290,7 +293,7 @@ static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
 // Packed weights against many rows: expanded a panel at a time, once for all of them.
 template <class K, int kTiles>
 static void expanded_product(const Panel& all, const Activations& x, Target to) {
-  struct alignas(64) Expanded {
+  struct alignas(64) Tile {
     uint8_t q[kPanelBlocks * 512];
     float d[kPanelBlocks * 16 * K::kHalves];
     float m[kPanelBlocks * 16 * K::kHalves];
@@ -306,11 +309,12 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
       expand<K>(from, tile[t].q, tile[t].d, tile[t].m);
     }
     Panel panel = {tile[0].q, (const uint8_t*)tile[0].d, (const uint8_t*)tile[0].m, nullptr,
-                   sizeof(Expanded), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0, group_step(1)};
+                   sizeof(Tile), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0, group_step(1)};
     to.resume = b > 0;
     constexpr Quants kLevels = K::kSmallLevels ? Quants::kSmall : Quants::kBytes;
     constexpr Least kLeast = K::kOffset ? Least::kNone : Least::kMinima;
-    int8_all<Kind<kLevels, Scales::kF32, kLeast, K::kShift, K::kGroup>, kManyRows, kTiles>(
+    using Expanded = Kind<kLevels, Scales::kF32, kLeast, K::kShift, K::kGroup, true>;
+    int8_all<Expanded, kManyRows, kTiles>(
         panel, x.int8 + b, all.blocks, x.rows, to);
   }
 }

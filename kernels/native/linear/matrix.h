@@ -2,7 +2,7 @@
 //
 // A tile is contiguous and tiles follow each other, so that a matrix is one stream:
 //
-//   | quants of block 0 | block 1 | ... | d of group 0 | group 1 | ... | m of group 0 | ... | to 64 |
+//   | quants of block 0 | block 1 | ... | d of group 0 | group 1 | ... | m of group 0 | ... | factors |
 //
 //   block of kU4, 4 vectors of 64 bytes; vector j holds of output i (bytes 4i to 4i + 3)
 //     inputs 4j to 4j + 3 in the low nibbles, 16 + 4j to 16 + 4j + 3 in the high ones
@@ -112,8 +112,8 @@ struct Matrix {
   Layout layout = Layout::kF32;
   int64_t rows = 0;           // outputs; the last tile is padded with weights of 0
   int64_t cols = 0;           // inputs
-  int64_t group = 32;         // of quants and kF8: inputs that share d
-  int64_t group_step = pdserve::group_step(1);  // block b of 32 inputs has the d of group_of(b, group_step)
+  int64_t group = 32;         // inputs that share d; 0 if the layout has none
+  int64_t group_step = pdserve::group_step(1);  // for groups of 32 and more: block b has the d of group_of(b)
   Scales scales = Scales::kF16;
   Least least = Least::kNone;
   int offset = 0;             // subtracted from a level: offset_of(layout), or 0

@@ -1,6 +1,7 @@
 #include "linear/pack.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -29,19 +30,19 @@ uint32_t flags(const uint32_t* q, int at) {
   return all;
 }
 
-// Eight words of levels, a byte each, as the words of the layout.
+// Eight words of levels, a byte each, as the words of a layout that has planes.
 void split(Layout layout, uint32_t (&q)[8]) {
-  const uint32_t low[2] = {fields(q, 0), fields(q + 4, 0)};
-  const uint32_t high[2] = {fields(q, 4), fields(q + 4, 4)};
-  const uint32_t thirds = flags(q, 2), fifths = flags(q, 4);
   if (layout == Layout::kU2 || layout == Layout::kU3) {
-    q[0] = low[0];
-    q[1] = low[1];
+    const uint32_t low = fields(q, 0), high = fields(q + 4, 0), thirds = flags(q, 2);
+    q[0] = low;
+    q[1] = high;
     q[2] = thirds;
   } else if (layout == Layout::kU5 || layout == Layout::kU6) {
+    const bool fives = layout == Layout::kU5;
+    const uint32_t first = fives ? flags(q, 4) : fields(q, 4), second = fields(q + 4, 4);
     for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
-    q[4] = layout == Layout::kU5 ? fifths : high[0];
-    q[5] = high[1];
+    q[4] = first;
+    q[5] = second;
   }
 }
 
@@ -54,7 +55,7 @@ void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* con
   const bool minima = m.least == Least::kMinima, codes = m.scales == Scales::kCodes;
   auto* q = reinterpret_cast<uint32_t*>(tile);
   uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at, *factors = tile + m.factors_at;
-  Block block;
+  Block block{};
   for (int64_t b = 0; b < m.cols / 32; ++b) {
     for (int64_t i = 0; i < kLanes && rows[i]; ++i) {
       format.read(rows[i], b, block);
@@ -126,15 +127,31 @@ float wide(Scales scales, const uint8_t* d) {
   return scales == Scales::kF16 ? float_of_half(bits) : float_of_bf16(bits);
 }
 
-bool all_exact_halves(const Grouped& from) {
-  uint16_t half;
-  const int64_t count = from.rows * from.groups, size = scale_bytes(from.scales);
-  for (int64_t i = 0; i < count; ++i) {
-    if (!exact_half(wide(from.scales, from.d + i * size), half)) return false;
-  }
-  return true;
+// Whether `holds` is true of every row; rows are divided over the threads.
+template <class Holds>
+bool all_rows(Pool& pool, int64_t rows, const Holds& holds) {
+  std::atomic<bool> all{true};
+  pool.run(ceil_div(rows, kLanes), [&](int64_t piece, int) {
+    const int64_t end = std::min(rows, (piece + 1) * kLanes);
+    for (int64_t row = piece * kLanes; row < end && all; ++row) {
+      if (!holds(row)) all = false;
+    }
+  });
+  return all;
 }
 
+bool all_exact_halves(Pool& pool, const Grouped& from) {
+  return all_rows(pool, from.rows, [&](int64_t row) {
+    uint16_t half;
+    for (int64_t g = 0; g < from.groups; ++g) {
+      const uint8_t* at = from.d + (row * from.groups + g) * scale_bytes(from.scales);
+      if (!exact_half(wide(from.scales, at), half)) return false;
+    }
+    return true;
+  });
+}
+
+// `value` as a float, or as the float16 that is exactly it.
 void put(Scales type, uint8_t* at, float value) {
   if (type == Scales::kF32) {
     std::memcpy(at, &value, 4);
@@ -160,9 +177,7 @@ void pack_scales(const Grouped& from, const Matrix& m, int64_t row, int64_t lane
     const float d = wide(from.scales, from.d + source * scale_bytes(from.scales));
     put(m.scales, tile + m.scales_at + at * size, d);
     if (!from.zeros) continue;
-    const float zero = from.zeros[source];
-    const bool minimum = m.least == Least::kMinima;
-    put(m.scales, tile + m.minima_at + at * size, minimum ? -(zero * d) : -zero);
+    put(Scales::kF16, tile + m.minima_at + at * 2, -static_cast<float>(from.zeros[source]));
   }
 }
 
@@ -223,10 +238,13 @@ void lay_out(Matrix& m) {
   m.data = weight_memory(m.bytes());
 }
 
-void require_no_nan(const uint8_t* e4m3, int64_t count) {
-  if (std::any_of(e4m3, e4m3 + count, [](uint8_t code) { return (code & 0x7F) == 0x7F; })) {
-    throw std::invalid_argument("an 8-bit float is NaN");
-  }
+void require_no_nan(Pool& pool, const uint8_t* e4m3, int64_t rows, int64_t cols) {
+  const bool none = all_rows(pool, rows, [&](int64_t row) {
+    bool found = false;  // no early end: the compiler makes vectors of it
+    for (int64_t c = 0; c < cols; ++c) found |= (e4m3[row * cols + c] & 0x7F) == 0x7F;
+    return !found;
+  });
+  if (!none) throw std::invalid_argument("an 8-bit float is NaN");
 }
 
 void require_sizes(int64_t rows, int64_t cols) {
@@ -281,19 +299,22 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
   m.group = group;
   m.scales = Scales::kF32;
   if (from.layout == Layout::kF8) {
-    require_no_nan(from.codes, from.rows * from.cols);
+    require_no_nan(pool, from.codes, from.rows, from.cols);
   } else if (from.layout == Layout::kFp4) {
-    if (group != 16) throw std::invalid_argument("groups of 4-bit floats are of 16 columns");
-    require_no_nan(from.d, from.rows * from.groups);
+    if (group != 16 || from.cols % kBlock) {
+      throw std::invalid_argument("groups of 4-bit floats are of 16 columns, an even number of them");
+    }
+    require_no_nan(pool, from.d, from.rows, from.groups);
     m.scales = Scales::kE4m3;
   } else {
     if (group % kBlock) throw std::invalid_argument("groups of integers are multiples of 32 columns");
-    if (from.zeros && from.scales == Scales::kF32) {
-      throw std::invalid_argument("integers with zeros have scales of 16 bits");
+    if (from.cols / kBlock >= (int64_t{1} << 32) / (group / kBlock)) {  // group_of would be wrong
+      throw std::invalid_argument("a row of groups is too long");
     }
-    if (from.scales != Scales::kF32 && all_exact_halves(from)) m.scales = Scales::kF16;
-    // A product of a zero and a bfloat16 is exact as a float.
-    if (from.zeros) m.least = m.scales == Scales::kF16 ? Least::kZeros : Least::kMinima;
+    const bool halves = from.scales == Scales::kF16 ||
+                        (from.scales == Scales::kBf16 && all_exact_halves(pool, from));
+    m.scales = halves ? Scales::kF16 : Scales::kF32;
+    if (from.zeros) m.least = Least::kZeros;
     m.group_step = group_step(group / kBlock);
   }
   lay_out(m);

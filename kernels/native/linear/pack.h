@@ -24,8 +24,8 @@ struct Grouped {
 };
 
 // Its packed form. Groups of integers are multiples of 32 columns, those of 8-bit floats any, those
-// of 4-bit floats 16; with zeros, scales have 16 bits. Throws std::invalid_argument if sizes do not
-// fit or a float is NaN, std::bad_alloc.
+// of 4-bit floats 16 and an even number. Throws std::invalid_argument if sizes do not fit or an 8-bit
+// float is NaN, std::bad_alloc.
 Matrix pack_groups(Pool& pool, const Grouped& from);
 
 }  // namespace pdserve

@@ -97,7 +97,7 @@ int run_words(const Operands& o, Result* results) {
   s.put("with_fifth_7", with_fifth(low_nibbles(w), w, 7));
   for (int k = 0; k < 4; ++k) {
     s.put("pairs", pairs(w, k));
-    s.put("with_pair", with_pair(low_nibbles(w), load_b(small), k));
+    s.put("with_pair", with_pair(low_nibbles(w), w, k));
   }
   for (int k = 0; k < 8; ++k) s.put("with_third", with_third(pairs(w, 1), w, k));
   s.put("dot", dot(set1_i(o.shift - 7), w, o.x));

@@ -177,7 +177,7 @@ int run_words(const Operands& o, Result* results) {
   };
   for (int k = 0; k < 4; ++k) {
     bytes_of("pairs", [&](int w) { return w >> 2 * k & 3; });
-    bytes_of("with_pair", [&](int w) { return (w & 15) | ((w & 127) >> 2 * k & 3) << 4; });
+    bytes_of("with_pair", [&](int w) { return (w & 15) | (w >> 2 * k & 3) << 4; });
   }
   for (int k = 0; k < 8; ++k) {
     bytes_of("with_third", [&](int w) { return (w >> 2 & 3) | (w >> k & 1) << 2; });
