@@ -1,6 +1,5 @@
 """Packed weights and their product: values, bounds, and the same bits on every path."""
 
-from typing import Any
 
 import numpy as np
 import pytest
@@ -370,90 +369,6 @@ def test_wrong_arguments_raise(context: _native.Context) -> None:
         matrix.row_values(context, np.array([0, 4]))
     with pytest.raises(ValueError, match="outside"):
         matrix.row_values(context, np.array([-1]))
-
-
-def test_wrong_groups_raise(context: _native.Context) -> None:
-    def pack(form: str, codes: Any, scales: Any, zeros: Any = None) -> None:
-        raw = scales.view(np.uint8)
-        _native.Matrix.pack_groups(context, form, codes, "F32", raw, zeros)
-
-    codes, ones = np.zeros((3, 64), np.uint8), np.ones((3, 4), np.float32)
-    pack("INT4", codes, ones)
-    with pytest.raises(ValueError, match="no packed layout for groups of 'INT5'"):
-        pack("INT5", codes, ones)
-    with pytest.raises(ValueError, match="multiples of 32"):
-        pack("INT8", codes, ones)
-    with pytest.raises(ValueError, match="FP4, and no other, has E4M3 scales"):
-        pack("FP4", codes, ones)
-    with pytest.raises(ValueError, match="evenly"):
-        pack("INT4", codes, np.ones((3, 5), np.float32))
-    with pytest.raises(ValueError, match="evenly"):
-        pack("INT4", codes, np.ones((3, 0), np.float32))
-    with pytest.raises(ValueError, match="a row of codes"):
-        pack("INT4", codes, np.ones((2, 4), np.float32))
-    with pytest.raises(ValueError, match="one byte a scale"):
-        pack("INT4", codes, ones, np.zeros((3, 3), np.uint8))
-    with pytest.raises(ValueError, match="floats have no zeros"):
-        pack("FP8", codes, ones, np.zeros((3, 4), np.uint8))
-    for nan in (0x7F, 0xFF):
-        with pytest.raises(ValueError, match="NaN"):
-            pack("FP8", np.full((3, 64), nan, np.uint8), ones)
-    with pytest.raises(ValueError, match="F16, BF16, F32 or E4M3"):
-        _native.Matrix.pack_groups(context, "INT4", codes, "F64", codes)
-    eighths = np.full((3, 8), 0x38, np.uint8)
-    for scales, divisors, why in (
-        (eighths, None, "FP4, and no other"),
-        (eighths, np.ones(2, np.float32), "one number a row"),
-        (eighths[:, 1:].copy(), np.ones(3, np.float32), "evenly"),
-        (eighths[:, ::2].copy(), np.ones(3, np.float32), "are of 16 columns"),
-        (eighths + 0x47, np.ones(3, np.float32), "NaN"),
-        (eighths + 0xC7, np.ones(3, np.float32), "NaN"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            _native.Matrix.pack_groups(context, "FP4", codes, "E4M3", scales, None, divisors)
-    with pytest.raises(ValueError, match="at least one"):
-        _native.Matrix.pack_groups(context, "INT4", codes[:0], "F32", codes[:0])
-
-
-def test_a_half_block_of_4_bit_floats_is_refused(context: _native.Context) -> None:
-    codes, one = np.full((3, 24), 0x22, np.uint8), np.ones(3, np.float32)
-    with pytest.raises(ValueError, match="an even number of them"):
-        _native.Matrix.pack_groups(
-            context, "FP4", codes, "E4M3", np.full((3, 3), 0x38, np.uint8), None, one
-        )
-
-
-def test_the_last_block_of_a_long_row_has_its_own_group(context: _native.Context) -> None:
-    """As long as groups are found by a multiplication; longer rows are refused."""
-
-    def pack(blocks: int, groups: int) -> _native.Matrix:
-        codes = np.full((1, blocks * 32), 129, np.uint8)
-        scales = np.arange(1, groups + 1, dtype=np.float32)[None]
-        return _native.Matrix.pack_groups(context, "INT8", codes, "F32", scales.view(np.uint8))
-
-    for blocks, groups in ((65535, 1), (65535, 3), (1 << 16, 2), (90_000, 3)):
-        values = pack(blocks, groups).row_values(context, np.zeros(1, np.int64))[0]
-        expected = np.repeat(np.arange(1.0, groups + 1), blocks * 32 // groups)
-        np.testing.assert_array_equal(values, expected)
-    with pytest.raises(ValueError, match="too long"):
-        pack(65537, 1)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.uint16, np.float32])
-def test_the_largest_scales_keep_their_values(
-    context: _native.Context, dtype: type[np.generic]
-) -> None:
-    codes = np.full((1, 16), 0x89, np.uint8)
-    zeros = np.full((1, 1), 8, np.uint8)
-    largest = {np.uint16: np.array([0x7F00], np.uint16)}.get(dtype)
-    scales = np.array([np.finfo(dtype).max]) if largest is None else largest
-    raw = grouped(INT4, codes, scales.astype(dtype)[None], zeros + np.uint8(1))
-    parts = {**raw.parts, SCALE_PART: raw.parts[SCALE_PART].view(np.uint8)}
-    kind = SCALE_TYPES[np.dtype(dtype).name]
-    matrix = _native.Matrix.pack_groups(context, "INT4", type=kind, **parts)
-    values = matrix.row_values(context, np.zeros(1, np.int64))
-    assert np.isfinite(values).all()
-    np.testing.assert_array_equal(values, unpack(raw))
 
 
 def test_no_tokens(context: _native.Context) -> None:

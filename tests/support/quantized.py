@@ -40,18 +40,17 @@ class Quantized(NamedTuple):
     """One way to quantize: what config.json says, and a weight's stored parts and values."""
 
     config: dict[str, Any]
-    quantize: Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]
+    quantize: Callable[[Tensor], tuple[Parts, Tensor]]
 
 
 def write_quantized(source: Path, stored: Path, rounded: Path, how: Quantized) -> None:
     """Writes model `source` with its projections quantized to the folder `stored`, and with the
     values that they then have, in float32, to `rounded`."""
-    generator = torch.Generator().manual_seed(5)
     parts: Parts = {}
     values: Parts = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.endswith("_proj.weight"):
-            made, values[name] = how.quantize(tensor, generator)
+            made, values[name] = how.quantize(tensor)
             prefix = name.removesuffix("weight")
             parts |= {prefix + part: array.contiguous() for part, array in made.items()}
         else:
@@ -82,7 +81,7 @@ def gptq(
         "checkpoint_format": "gptq_v2" if v2 else "gptq",
     }
 
-    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         inputs = weight.shape[1]
         size = inputs if group == -1 else group
         # The weights of a layer over one input have one order, as GPTQ finds it from the input.
@@ -113,7 +112,7 @@ def awq(group: int) -> Quantized:
         "modules_to_not_convert": None,
     }
 
-    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         size = weight.shape[1] if group == -1 else group
         group_of = torch.arange(weight.shape[1]) // size
         levels, scales, zeros = _integers(weight, group_of, 4, symmetric=False)
@@ -133,7 +132,7 @@ def fp8(of: str) -> Quantized:
     if of == "block":
         config |= {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
 
-    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         rows, cols = weight.shape
         if of == "block":
             blocks = [
@@ -174,7 +173,7 @@ def compressed(format: str, ordered: bool = False, **weights: Any) -> Quantized:
         "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
     }
 
-    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+    def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         state = {"weight": weight, **_scales(weight, args)}
         if ordered:
             groups = torch.arange(weight.shape[1]) // (args.group_size or 1)

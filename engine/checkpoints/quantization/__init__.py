@@ -112,3 +112,11 @@ def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -
     if not np.issubdtype(part.dtype, dtype) or part.shape != shape:
         want = "" if dtype is np.generic else f"{dtype.__name__} "
         raise ValueError(f"{name} is {part.dtype} {list(part.shape)}, not {want}{list(shape)}")
+
+
+def packed_words(parts: Parts) -> tuple[int, int]:
+    """The shape of `qweight`, words of 32 bits. Raises ValueError if it has none."""
+    packed = parts["qweight"]
+    if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
+        raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
+    return packed.shape[0], packed.shape[1]

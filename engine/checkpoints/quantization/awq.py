@@ -15,6 +15,7 @@ from pdserve.engine.checkpoints.quantization import (
     QuantizationMethod,
     choice,
     group_size,
+    packed_words,
     require,
 )
 from pdserve.engine.checkpoints.source import Layout
@@ -41,10 +42,7 @@ class Awq(QuantizationMethod):
         self._group = group_size(config, ("group_size", "q_group_size"), 128)
 
     def layout(self, parts: Parts) -> Layout:
-        packed = parts["qweight"]
-        if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
-            raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
-        inputs, words = packed.shape
+        inputs, words = packed_words(parts)
         if inputs % 2:
             raise ValueError(f"qweight has {inputs} inputs: want an even number")
         groups = 1 if self._group == -1 else -(-inputs // self._group)

@@ -15,6 +15,7 @@ from pdserve.engine.checkpoints.quantization import (
     QuantizationMethod,
     choice,
     group_size,
+    packed_words,
     require,
 )
 from pdserve.engine.checkpoints.source import Layout
@@ -51,11 +52,9 @@ class Gptq(QuantizationMethod):
                 raise ValueError(f"it has other settings for some modules (dynamic: {pattern})")
 
     def layout(self, parts: Parts) -> Layout:
-        packed = parts["qweight"]
-        if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
-            raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
+        words, outputs = packed_words(parts)
         bits = self._format.bits
-        inputs, outputs = packed.shape[0] * 32 // bits, packed.shape[1]
+        inputs = words * 32 // bits
         groups = 1 if self._group == -1 else -(-inputs // self._group)
         require(parts, "scales", np.generic, (groups, outputs))
         require(parts, "qzeros", np.int32, (groups, outputs * bits // 32))
