@@ -1,6 +1,5 @@
 """Packed weights and their product: values, bounds, and the same bits on every path."""
 
-
 import numpy as np
 import pytest
 import torch
