@@ -34,6 +34,7 @@ class ScriptedHost:
 
     def fork(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
         self.children.append(theirs)
         self.control.sendall(pack(TextMessage({"forked": len(self.children)})))
         return ours
@@ -73,7 +74,10 @@ async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) ->
         processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
     )
     await eventually(lambda: len(host.children) == before + 1)
-    host.children[-1].sendall(answer)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(LIMIT_S):
+        assert await loop.sock_recv(host.children[-1], 1 << 16)  # otherwise nobody has asked yet
+        await loop.sock_sendall(host.children[-1], answer)
     return await asking
 
 
