@@ -49,7 +49,10 @@ async def gaps(client: httpx.AsyncClient) -> list[float]:
     body = {"model": SHIPPED, "prompt": "A stream goes on", "max_tokens": TOKENS, "stream": True}
     came = []
     async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise RuntimeError(
+                f"a stream got {answer.status_code}: {(await answer.aread())[:500]!r}"
+            )
         async for line in answer.aiter_lines():
             if '"text"' in line:
                 came.append(time.perf_counter())
@@ -138,7 +141,11 @@ def directed(folder: Path, name: str, template: str) -> dict[str, Any]:
     (model / "tokenizer_config.json").write_text(text)
     options = ("--model", str(shipped_model()), "--model", str(model), "--prefill", "0")
     with Fleet(*options, "--threads", "1", certificates=True) as fleet:
-        return asyncio.run(measure(fleet))
+        try:
+            return asyncio.run(measure(fleet))
+        except BaseException:
+            print(fleet.log(), file=sys.stderr)
+            raise
 
 
 def at_random(first: int, end: int) -> tuple[Counter[str], float, int]:
