@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -41,6 +41,7 @@ help:
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
+	@echo "make docs         docs/models.md, from the code"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -140,6 +141,9 @@ bench-transfer: setup
 
 bench-formats: setup
 	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
+
+docs: setup
+	PYTHONPATH=tests/support $(BIN)/python tests/support/models_page.py
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

@@ -47,24 +47,33 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """
     chosen = choose(config)  # before anything takes time
     found = resolve(config.model, progress)
-    checkpoint = open_checkpoint(found.path)
     try:
-        spec = find_spec(checkpoint.hf_config)
-        model = spec.parse(checkpoint.hf_config)
-        asked = config.context_len or model.context_len
-        model = replace(model, context_len=min(asked, model.context_len))
-    except UnsupportedModel as error:
+        return _load(config, found, chosen, progress)
+    except (CheckpointError, UnsupportedModel) as error:
+        if str(found.path) in str(error):
+            raise CheckpointError(str(error)) from error
         raise CheckpointError(f"{found.path}: {error}") from error
+
+
+def _load(
+    config: EngineConfig,
+    found: Resolved,
+    chosen: type[Backend],
+    progress: Progress,
+) -> LoadedModel:
+    """Raises CheckpointError and UnsupportedModel."""
+    checkpoint = open_checkpoint(found.path)
+    spec = find_spec(checkpoint.hf_config)
+    model = spec.parse(checkpoint.hf_config)
+    asked = config.context_len or model.context_len
+    model = replace(model, context_len=min(asked, model.context_len))
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
         log.info("rope is that of a context of %d tokens (--context-len)", model.context_len)
     checkpoint = spec.view(checkpoint, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     backend = chosen(config)
-    try:
-        decoder, digest = _load_weights(checkpoint, model, backend, progress)
-    except UnsupportedModel as error:
-        raise CheckpointError(f"{found.path}: {error}") from error
+    decoder, digest = _load_weights(checkpoint, model, backend, progress)
     card = _card(config, found, checkpoint, text, model, digest)
     return LoadedModel(decoder, backend, card)
 

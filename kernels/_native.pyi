@@ -93,6 +93,7 @@ def paged_attention(
     window: int,
     soft_cap: float,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None: ...
 
 class Stream:

@@ -21,7 +21,10 @@ class Ops(SamplingOps, Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def gated(
-        self, gate: Tensor, up: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]
+        self,
+        gate: Tensor,
+        up: Tensor,
+        activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"],
     ) -> Tensor: ...
 
     def activated(self, x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor: ...
@@ -41,4 +44,5 @@ class Ops(SamplingOps, Protocol):
         scale: float,
         window: int = 0,
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...

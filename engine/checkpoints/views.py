@@ -1,9 +1,9 @@
 """Where a checkpoint keeps the tensors that a model asks for, if not under their own names: under
-another one, as rows of a tensor that holds several, or as one matrix of a stack.
+another one, as rows of a tensor that holds several, as one matrix of a stack, or transposed.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from pdserve.engine.checkpoints.source import (
     unknown_tensor,
 )
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.plain import PLAIN
 
 
 class Nth(NamedTuple):
@@ -26,33 +27,50 @@ class Nth(NamedTuple):
     of: int
 
 
-Rows = slice | NDArray[np.int64] | Nth
+Rows = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Rows of a stored tensor, or one matrix of a stack; None: all as it is."""
+    """A stored tensor, or a matrix of a stack; of its transpose if it is `transposed`, and of that
+    some rows."""
 
     source: str  # Hugging Face's name
-    rows: Rows | None = None
+    rows: Rows | None = None  # None: all
+    matrix: Nth | None = None
+    transposed: bool = False  # plain numbers only
     fallback: "View | None" = None  # of another tensor, for files that have no `source`
     is_row: bool = False  # a vector stands for a matrix of one row
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Of what it shows of a tensor of shape `stored`. Raises CheckpointError."""
-        match self.rows:
-            case None:
-                return (1, *stored) if self.is_row and len(stored) == 1 else stored
-            case Nth(_, of):
-                if stored[:1] != (of,):
-                    raise CheckpointError(
-                        f"tensor {self.source} is {list(stored)}, config says {of} matrices"
-                    )
-                return stored[1:]
-            case slice() as rows:
-                return (len(range(*rows.indices(stored[0]))), *stored[1:])
-            case order:
-                return (len(order), *stored[1:])
+        shape = stored
+        if self.matrix:
+            if stored[:1] != (self.matrix.of,):
+                raise CheckpointError(
+                    f"tensor {self.source} is {list(stored)}, config says {self.matrix.of} matrices"
+                )
+            shape = shape[1:]
+        if self.transposed:
+            shape = shape[::-1]
+        if isinstance(self.rows, slice):
+            shape = (len(range(*self.rows.indices(shape[0]))), *shape[1:])
+        elif self.rows is not None:
+            shape = (len(self.rows), *shape[1:])
+        return (1, *shape) if self.is_row and len(shape) == 1 else shape
+
+    def of(self, raw: RawTensor) -> RawTensor:
+        """What it shows of the stored tensor. Raises CheckpointError."""
+        shape = self.shape(raw.shape)
+        if self.matrix:
+            raw = raw.matrix(self.matrix.number)
+        if self.transposed:
+            if raw.format not in PLAIN or len(raw.shape) != 2:
+                raise CheckpointError(f"tensor {self.source} of {raw.format} is stored transposed")
+            raw = raw.transposed()
+        if self.rows is not None:
+            raw = raw.rows(self.rows)
+        return raw if raw.shape == shape else raw.as_row()
 
 
 class ViewedCheckpoint:
@@ -101,15 +119,7 @@ class ViewedCheckpoint:
         if name not in self._views:
             raise unknown_tensor(name, self._views)
         view = self._views[name]
-        raw = self._checkpoint.tensor(view.source)
-        shape = view.shape(raw.shape)
-        match view.rows:
-            case None:
-                return raw if shape == raw.shape else raw.as_row()
-            case Nth(number, _):
-                return raw.matrix(number)
-            case rows:
-                return raw.rows(rows)
+        return view.of(self._checkpoint.tensor(view.source))
 
     def release(self, name: str) -> None:
         self._checkpoint.release(self._views[name].source)
@@ -147,13 +157,13 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
     }
 
 
-def stacked(prefix: str, modules: Collection[str], count: int) -> dict[str, View]:
-    """Views of the modules {prefix}{n}.{module} of which one tensor {prefix}{module} holds all."""
-    return {
-        f"{prefix}{n}.{module}.weight": View(f"{prefix}{module}.weight", Nth(n, count))
-        for n in range(count)
-        for module in modules
-    }
+def first_of(*places: View) -> View:
+    """The first of these whose source is there."""
+    found: View | None = None
+    for place in reversed(places):
+        found = replace(place, fallback=found)
+    assert found is not None
+    return found
 
 
 def halves_first(heads: int, head_dim: int, rotary_dim: int) -> NDArray[np.int64]:

@@ -72,6 +72,7 @@ class ModelConfig:
     qk_norm: Literal["", "head", "row"] = ""
     attn_scale: float = 1.0  # of the scores
     attn_soft_cap: float = 0.0  # cap * tanh(score / cap); 0: none
+    sinks: bool = False  # a score of each head that stands for no key
     logit_soft_cap: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what is added to the stream

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.engine.checkpoints.views import View, renamed, stacked
+from pdserve.engine.checkpoints.views import Nth, View, first_of, renamed
 from pdserve.engine.models.layer import linear
-from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Part, TensorSpec
+from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Gating, Part, TensorSpec
 
 if TYPE_CHECKING:
     from pdserve.engine.models.config import ModelConfig
@@ -24,15 +24,17 @@ class MixtureOfExperts:
     has_correction: bool = False
     shared_size: int = 0  # of the expert that every token goes to; 0: there is none
     shared_gate: bool = False
+    has_bias: bool = False  # of the router and of the experts, but the shared one
+    activation: Gating | None = None  # None: the model's
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
         mlp, hidden = prefix + "mlp.", config.hidden_size
 
-        def expert(name: str, size: int) -> Expert:
+        def expert(name: str, size: int, has_bias: bool = False) -> Expert:
             at = f"{mlp}{name}."
             return Expert(
-                linear(at, {"gate_proj": size, "up_proj": size}, hidden),
-                linear(at, {"down_proj": hidden}, size),
+                linear(at, {"gate_proj": size, "up_proj": size}, hidden, has_bias),
+                linear(at, {"down_proj": hidden}, size, has_bias),
             )
 
         correction = TensorSpec(mlp + "gate.e_score_correction_bias", (self.num_experts,))
@@ -40,19 +42,23 @@ class MixtureOfExperts:
         return (
             Experts(
                 TensorSpec(mlp + "gate.weight", (self.num_experts, hidden)),
+                TensorSpec(mlp + "gate.bias", (self.num_experts,)) if self.has_bias else None,
                 correction if self.has_correction else None,
-                tuple(expert(f"experts.{n}", self.size) for n in range(self.num_experts)),
+                tuple(
+                    expert(f"experts.{n}", self.size, self.has_bias)
+                    for n in range(self.num_experts)
+                ),
                 expert("shared_experts", self.shared_size) if self.shared_size else None,
                 shared_gate if self.shared_gate else None,
                 self.routing,
-                config.activation,
+                self.activation or config.activation,
             ),
         )
 
 
 def stored_experts(config: "ModelConfig") -> dict[str, View]:
     """Where checkpoints keep experts if not under the names above: Mixtral's names, Qwen 2's, and
-    GGUF's tensors that hold all experts of a layer."""
+    tensors that hold all experts of a layer, with gate above up in one or each in its own."""
     views: dict[str, View] = {}
     for n, layer in enumerate(config.layers):
         if not isinstance(layer.feed_forward, MixtureOfExperts):
@@ -60,16 +66,21 @@ def stored_experts(config: "ModelConfig") -> dict[str, View]:
         mlp, mixtral = f"model.layers.{n}.mlp.", f"model.layers.{n}.block_sparse_moe."
         bias = "e_score_correction_bias"
         in_gguf = View(f"{mlp}gate.e_score_correction.bias")
-        views[f"{mlp}gate.{bias}"] = View(f"{mixtral}{bias}", fallback=in_gguf)
+        views[f"{mlp}gate.{bias}"] = first_of(View(f"{mixtral}{bias}"), in_gguf)
         views[f"{mlp}gate.weight"] = View(f"{mixtral}gate.weight")
         gate = f"{mlp}shared_expert_gate.weight"  # in many GGUF files a vector
         views[gate] = View(gate, is_row=True)
-        count = layer.feed_forward.num_experts
-        stacks = stacked(f"{mlp}experts.", MIXTRAL, count)
+        count, size = layer.feed_forward.num_experts, layer.feed_forward.size
+        rows = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
         for expert in range(count):
+            one = Nth(expert, count)
             for ours, theirs in MIXTRAL.items():
-                name = f"{mlp}experts.{expert}.{ours}.weight"
-                source = f"{mixtral}experts.{expert}.{theirs}.weight"
-                views[name] = View(source, fallback=stacks[name])
+                stack = mlp + "experts." + ("gate_up_proj" if ours in rows else ours)
+                views[f"{mlp}experts.{expert}.{ours}.weight"] = first_of(
+                    View(f"{mixtral}experts.{expert}.{theirs}.weight"),
+                    View(f"{mlp}experts.{ours}.weight", matrix=one),  # GGUF
+                    View(f"{stack}.weight", rows.get(ours), one),  # GGUF
+                    View(stack, rows.get(ours), one),  # transformers
+                )
         views |= renamed(mlp, {f"shared_experts.{p}": f"shared_expert.{p}" for p in MIXTRAL})
     return views

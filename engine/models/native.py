@@ -20,7 +20,6 @@ from pdserve.engine.models.parts import (
     Activate,
     Add,
     Attention,
-    Expert,
     Experts,
     Gate,
     HeadNorm,
@@ -35,7 +34,9 @@ from pdserve.engine.models.parts import (
 )
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import SCALES
+from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
@@ -176,7 +177,8 @@ class NativeDecoder:
                 heads = part.heads
                 shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
                 scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
-                return [("attention", {**shape, **scores, "group": group})]
+                sinks = unpack(weights(part.sinks.name)) if part.sinks else None
+                return [("attention", {**shape, **scores, "sinks": sinks, "group": group})]
             case Gate():
                 return [("gate", {"activation": part.activation})]
             case Activate():
@@ -208,26 +210,48 @@ class NativeDecoder:
         )
 
     def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
-        def packed(expert: Expert) -> list[_native.Matrix]:
-            specs = (*expert.gate_up.weights, *expert.down.weights)
-            return [self._pack(spec.name, weights(spec.name)) for spec in specs]
+        """Asks for tensors in the order of the part."""
 
         def router(spec: TensorSpec) -> _native.Matrix:  # a choice wants all bits there are
             return self._pack(spec.name, as_plain(weights(spec.name), "F32"))
 
+        def vector(spec: TensorSpec | None) -> Floats | None:
+            return unpack(weights(spec.name)) if spec else None
+
+        def packed(linear: Linear) -> tuple[list[_native.Matrix], list[Floats]]:
+            matrices = [self._pack(spec.name, weights(spec.name)) for spec in linear.weights]
+            return matrices, [unpack(weights(spec.name)) for spec in linear.biases]
+
         routers = [router(part.router)]
-        correction = unpack(weights(part.correction.name)) if part.correction else None
+        bias, correction = vector(part.router_bias), vector(part.correction)
         if part.shared_gate:
             routers.append(router(part.shared_gate))
-        gates, ups, downs = zip(*map(packed, part.experts), strict=True)
+        gates, ups, downs, gate_up_biases, down_biases = [], [], [], [], []
+        for expert in part.experts:
+            (gate, up), its_biases = packed(expert.gate_up)
+            (down,), its_bias = packed(expert.down)
+            gates.append(gate)
+            ups.append(up)
+            downs.append(down)
+            if its_biases:
+                gate_up_biases.append(np.concatenate(its_biases))
+            down_biases += its_bias
+        shared: list[_native.Matrix] = []
+        if part.shared:
+            if part.shared.gate_up.biases or part.shared.down.biases:
+                raise UnsupportedModel("the native kernels have no bias for a shared expert")
+            shared = [*packed(part.shared.gate_up)[0], *packed(part.shared.down)[0]]
         routing = part.routing
         return {
             "router": routers,
+            "bias": bias,
             "correction": correction,
-            "gates": list(gates),
-            "ups": list(ups),
-            "downs": list(downs),
-            "shared": packed(part.shared) if part.shared else [],
+            "gates": gates,
+            "ups": ups,
+            "downs": downs,
+            "gate_up_biases": np.stack(gate_up_biases) if gate_up_biases else None,
+            "down_biases": np.stack(down_biases) if down_biases else None,
+            "shared": shared,
             "top_k": routing.top_k,
             "sigmoid": int(routing.scores == "sigmoid"),
             "normalized": int(routing.normalized),
@@ -243,6 +267,8 @@ class NativeDecoder:
     ) -> "_native.Matrix":
         """For an input whose values are in the order of `columns`. What no kernel can read as it is
         stored is expanded to float32. Raises UnsupportedModel for values that no kernel takes."""
+        if raw.format not in PLAIN:
+            raw = formats()[raw.format].packable(raw)
         if raw.format in GROUPED and fits_groups(raw) and same_order(raw.columns, columns):
             try:
                 return self._kernels.pack_groups(raw.format, **raw.parts)

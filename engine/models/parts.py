@@ -13,6 +13,7 @@ from typing import Literal
 from pdserve.engine.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+Gating = Activation | Literal["swiglu_oai"]  # of a gate and what it gates; the last is gpt-oss's
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +104,19 @@ class Rope(Part):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Part):
-    """Stores k and v, and attends over the keys in the cache: [tokens, q heads * dim]."""
+    """Stores k and v, and attends over the keys in the cache: [tokens, q heads * dim].
+
+    A sink is a score that takes part in the softmax of a query head and stands for no key.
+    """
 
     heads: Heads
     scale: float
     soft_cap: float
     window: int
+    sinks: TensorSpec | None = None  # [q heads]
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
+        return (self.sinks,) if self.sinks else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +207,16 @@ class Experts(Part):
     """
 
     router: TensorSpec  # [experts, hidden]
+    router_bias: TensorSpec | None  # [experts]
     correction: TensorSpec | None  # [experts], for the choice alone
     experts: tuple[Expert, ...]
     shared: Expert | None
     shared_gate: TensorSpec | None  # [1, hidden]
     routing: ExpertRouting
-    activation: Activation
+    activation: Gating
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        optional = (spec for spec in (self.correction, self.shared_gate) if spec)
+        given = (self.router_bias, self.correction, self.shared_gate)
+        optional = (spec for spec in given if spec)
         mlps = (*self.experts, self.shared) if self.shared else self.experts
         return (self.router, *optional, *(spec for mlp in mlps for spec in mlp.tensors()))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdserve.engine.checkpoints.views import View
+from pdserve.engine.checkpoints.views import View, first_of
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.hf_config.fields import HfConfig, table
 from pdserve.engine.models.layer import tensor_shapes
@@ -50,11 +50,7 @@ def inside(config: ModelConfig) -> dict[str, View]:
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
         own = next(prefix for prefix in PREFIXES if name.startswith(prefix))
-        view = None
-        for prefix in reversed(PREFIXES[own]):
-            view = View(prefix + name.removeprefix(own), fallback=view)
-        assert view is not None
-        views[name] = view
+        views[name] = first_of(*(View(p + name.removeprefix(own)) for p in PREFIXES[own]))
     return views
 
 

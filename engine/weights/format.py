@@ -43,6 +43,10 @@ class RawTensor:
         parts = {name: part[number] for name, part in self.parts.items()}
         return RawTensor(parts, self.format, self.shape[1:], self.columns)
 
+    def transposed(self) -> "RawTensor":
+        """The transpose of a matrix of plain numbers: a view."""
+        return RawTensor({VALUES: self.parts[VALUES].T}, self.format, self.shape[::-1])
+
     def as_row(self) -> "RawTensor":
         """A vector as a matrix of one row: a view."""
         parts = {name: part[None] for name, part in self.parts.items()}
@@ -57,6 +61,10 @@ class Format(ABC):
     @abstractmethod
     def unpack(self, raw: RawTensor) -> Floats:
         """The values, float32 of raw.shape, columns in their stored order."""
+
+    def packable(self, raw: RawTensor) -> RawTensor:
+        """The same values in the parts that the native kernels pack, if it has others."""
+        return raw
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each row's tokens over its cached keys, which include the tokens' own.
 
@@ -44,8 +45,11 @@ def paged_attention(
     kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv [blocks, 2, K, block_size,
     D] with H a multiple of K; block_table int64 [rows, max_blocks], column c for positions from
     c * block_size. `window` keys are seen, the token's own included (0: all); `soft_cap` > 0 makes
-    scores soft_cap * tanh(score / soft_cap). Returns [T, H, D] in q's dtype.
+    scores soft_cap * tanh(score / soft_cap). `sinks` float32 [H] are scores that take part in the
+    softmax and stand for no key (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
     """
+    if sinks is not None:
+        sinks = sinks.view(kv.shape[2], -1, 1)  # [K, G, 1]
     parts = []
     if num_decode_rows:
         parts.append(
@@ -57,11 +61,13 @@ def paged_attention(
                 scale,
                 window,
                 soft_cap,
+                sinks,
             )
         )
     for row in range(num_decode_rows, len(kv_lens)):
         tokens = q[starts[row] : starts[row + 1]]
-        parts.append(_chunk(tokens, kv, block_table[row], kv_lens[row], scale, window, soft_cap))
+        blocks, kv_len = block_table[row], kv_lens[row]
+        parts.append(_chunk(tokens, kv, blocks, kv_len, scale, window, soft_cap, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -73,6 +79,7 @@ def _decode(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One token a row, q [B, H, D]. Rows that need about as many blocks are computed together."""
     block_size, max_blocks = kv.shape[3], block_table.shape[1]
@@ -95,25 +102,31 @@ def _decode(
             seen = key < lens
             blocks = block_table[pick, :span]
         grouped = q[pick].reshape(len(rows), kv.shape[2], -1, q.shape[2])  # [B, K, G, D]
-        out[pick] = _attend_seen(grouped, kv, blocks, seen, scale, soft_cap).flatten(1, 2)
+        out[pick] = _attend_seen(grouped, kv, blocks, seen, scale, soft_cap, sinks).flatten(1, 2)
     return out
 
 
 def _attend_seen(
-    q: Tensor, kv: Tensor, blocks: Tensor, seen: Tensor, scale: float, soft_cap: float
+    q: Tensor,
+    kv: Tensor,
+    blocks: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One token a row: q [B, K, G, D] over the keys of blocks [B, n] where seen [B, n * size]."""
     k, v = _gather(kv, blocks, q.dtype)
     mask = seen[:, None, None]
     if q.is_cpu:
-        result = _attend(q, k, v, mask, scale, soft_cap)
+        result = _attend(q, k, v, mask, scale, soft_cap, sinks)
         if torch.isfinite(result.sum()):
             return result
     # Slots not seen count with weight 0, and only infinity or NaN in them survives that. Elsewhere
     # than on the CPU asking costs more than clearing them.
     hidden = ~seen[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    return _attend(q, k, v, mask, scale, soft_cap)
+    return _attend(q, k, v, mask, scale, soft_cap, sinks)
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
@@ -137,6 +150,7 @@ def _chunk(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Tokens [t, H, D] of one row at positions [kv_len - t, kv_len), a tile of them at a time, so
     that keys after a tile or before all its windows cost nothing.
@@ -160,11 +174,20 @@ def _chunk(
         if window:
             seen &= key > position - window
         used = slice(low - origin, end - origin)
-        out[start : start + size] = _tile(tile, k[:, :, used], v[:, :, used], seen, scale, soft_cap)
+        keys, values = k[:, :, used], v[:, :, used]
+        out[start : start + size] = _tile(tile, keys, values, seen, scale, soft_cap, sinks)
     return out
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float) -> Tensor:
+def _tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """q [t, H, D] over k, v [1, K, keys, D]; the heads of one kv head follow each other as more
     query positions, so keys are never repeated in memory.
     """
@@ -173,7 +196,9 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap:
     grouped = q.reshape(num_tokens, heads, -1, head_dim).permute(1, 2, 0, 3)  # [K, G, t, D]
     group = grouped.shape[1]
     folded = grouped.reshape(1, heads, group * num_tokens, head_dim)
-    result = _attend(folded, k, v, seen.repeat(group, 1), scale, soft_cap)
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(num_tokens, 1)  # [K, G * t, 1]
+    result = _attend(folded, k, v, seen.repeat(group, 1), scale, soft_cap, sinks)
     return result.reshape(heads, group, num_tokens, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
 
 
@@ -187,15 +212,29 @@ def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
-    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen.
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen; a sink for
+    each query, [K, queries, 1].
 
     Scores and softmax in float32. A few queries are faster as plain products.
     """
-    if not soft_cap and q.shape[2] >= FUSED_FROM:
+    if not soft_cap and sinks is None and q.shape[2] >= FUSED_FROM:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))
     if soft_cap:
         scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
-    weights = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1)
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        beside = sinks.expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, beside), dim=-1), dim=-1)[..., :-1]
     return torch.matmul(weights.to(q.dtype), v)

@@ -13,6 +13,7 @@ from pdserve.kernels import _native as native
 
 TYPES = ("float32", "bfloat16", "float16", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INFINITE = float("inf")
 ONE = native.Context(1)
 ALL = [native.Context(threads, isa=isa) for isa in native.isas() for threads in (1, 2)]
 
@@ -28,6 +29,7 @@ class Sizes:
     type: str = "float32"
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
 
     @property
     def heads(self) -> int:
@@ -57,6 +59,7 @@ class Cache:
     values: list[Tensor] = field(init=False)
     kv: Tensor = field(init=False)
     table: Tensor = field(init=False)
+    sinks: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -68,6 +71,7 @@ class Cache:
         order = torch.randperm(width * len(self.lens) + 1, generator=generator)
         self.table = order[1:].view(len(self.lens), width).contiguous()
         self.kv = torch.full((len(order), s.block_bytes), 255, dtype=torch.uint8)
+        self.sinks = torch.linspace(-3, 4, s.heads) if s.sinks else None
         for row in range(len(self.lens)):
             self.write(row)
 
@@ -99,6 +103,7 @@ class Cache:
             s.window,
             s.soft_cap,
             out,
+            self.sinks,
         )
         return out
 
@@ -121,7 +126,11 @@ class Cache:
         seen = key <= position
         if s.window:
             seen &= key > position - s.window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            beside = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, beside), -1)
+        weights = scores.softmax(-1)[..., :length]
         return torch.einsum("htk,khd->thd", weights, v)
 
 
@@ -139,6 +148,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         type=st.sampled_from(TYPES),
         window=st.sampled_from((0, 0, 1, 7, 64, 100)),
         soft_cap=st.sampled_from((0.0, 0.0, 5.0)),
+        sinks=st.booleans(),
     ),
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=4),
     st.integers(0, 1000),
@@ -161,10 +171,10 @@ def test_formula(sizes: Sizes, rows: list[tuple[int, int]], seed: int) -> None:
 VARIANTS = (
     Sizes(),
     Sizes(type="bfloat16"),
-    Sizes(type="float16", window=100, kv_heads=1, group=4),
+    Sizes(type="float16", window=100, kv_heads=1, group=4, sinks=True),
     Sizes(type="int8", head_dim=24, group=1),
     Sizes(type="bfloat16", soft_cap=3.0, window=513, kv_heads=1, group=8, head_dim=80),
-    Sizes(head_dim=128, kv_heads=1, group=2),
+    Sizes(head_dim=128, kv_heads=1, group=2, sinks=True),
     Sizes(type="bfloat16", head_dim=256, kv_heads=1, group=4, window=512),
 )
 
@@ -206,7 +216,7 @@ def test_batch_of_32_equals_each_alone(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("type", TYPES)
 def test_a_long_row_cut_by_keys(type: str) -> None:
-    cache = Cache(Sizes(type=type), [5000, 20])
+    cache = Cache(Sizes(type=type, sinks=type == "float32"), [5000, 20])
     for tokens in (1, 3):
         q = cache.queries(tokens)
         whole = cache.attend(q, [(0, 5000, tokens)])
@@ -263,6 +273,16 @@ def test_a_bad_key_or_value_reaches_only_those_who_see_it(type: str, bad: float)
             again = cache.attend(q, batch, context)
             assert same_bits(again[~hit], before[~hit])
             assert torch.equal(again.isfinite(), after.isfinite())
+
+
+def test_a_sink_far_above_and_far_below_all_scores() -> None:
+    cache = Cache(Sizes(kv_heads=1, group=3, sinks=True), [100])
+    cache.sinks = torch.tensor([1e30, -1e30, -INFINITE])
+    q = cache.queries(1)
+    out = cache.attend(q, [(0, 100, 1)])
+    assert torch.equal(out[0, 0], torch.zeros(64))
+    cache.sinks = None
+    assert same_bits(out[:, 1:], cache.attend(q, [(0, 100, 1)])[:, 1:])
 
 
 def test_scores_far_apart() -> None:
@@ -354,6 +374,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "does not have": {"block_table": cache.table + 3},
         "one row a row": {"block_table": cache.table[:1]},
         "shape of q": {"out": torch.empty(1, 9, 64)},
+        "sinks must have": {"sinks": torch.empty(8)},
     }
     for match, changes in bad.items():
         with pytest.raises(ValueError, match=match):

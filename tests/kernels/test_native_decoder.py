@@ -75,7 +75,7 @@ def rope() -> Part:
     return "rope", {"table": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM}
 
 
-def attention(group: int = 0, window: int = 0) -> Part:
+def attention(group: int = 0, window: int = 0, sinks: bool = False) -> Part:
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     return "attention", {
         **sizes,
@@ -83,6 +83,7 @@ def attention(group: int = 0, window: int = 0) -> Part:
         "soft_cap": 20.0 if group else 0.0,
         "window": window,
         "group": group,
+        "sinks": values(17, HEADS) if sinks else None,
     }
 
 
@@ -136,7 +137,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
             linear(seed + 3, QKV, HIDDEN, kind, draw(some)),
             *(head_norms() if draw(some) else []),
             *([rope()] if draw(some) else []),
-            attention(group=int(windowed), window=40 if windowed else 0),
+            attention(int(windowed), 40 if windowed else 0, draw(some)),
             linear(seed + 4, HIDDEN, HEADS * HEAD_DIM, kind, draw(some)),
         ]
     )
@@ -290,7 +291,8 @@ def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) 
             heads, starts, lens = np.empty_like(q), np.array(batch.starts), np.array(batch.kv_lens)
             options = (f["scale"], f["window"], f["soft_cap"])
             native.paged_attention(
-                ONE, q, pool, "float32", KV_HEADS, BLOCK, batch.table, starts, lens, *options, heads
+                *(ONE, q, pool, "float32", KV_HEADS, BLOCK, batch.table, starts, lens),
+                *(*options, heads, f["sinks"]),
             )
         out = heads.reshape(tokens, -1)
     return out
@@ -381,6 +383,7 @@ def fields(n: int, **other: Any) -> list[Part]:
         (fields(2, head_dim=16), r"part 2 \(rope\): its table rotates more dims than a head has"),
         (fields(3, kv_heads=3), r"part 3 \(attention\): heads must be a multiple of kv_heads"),
         (fields(3, kv_heads=0), r"part 3 \(attention\): kv_heads must be 1 to 65536"),
+        (fields(3, sinks=values(1, 3)), r"part 3 \(attention\): sinks of 3, not 4"),
         (fields(3, window=8), r"layer 1 \(attention\): other heads or another window"),
         (changed(3, linear(2, 128, QKV)), "layer 1: it has no attention"),
         ([*plain_layer(), *plain_layer()], r"part 14 \(attention\): a layer has one attention"),

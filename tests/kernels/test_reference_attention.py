@@ -25,11 +25,16 @@ class Case:
     block_size: int = 4
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
     seed: int = 0
 
     @property
     def num_decode_rows(self) -> int:
         return sum(new == 1 for new, _ in self.rows)
+
+    @property
+    def sink_values(self) -> Tensor | None:
+        return torch.linspace(-2, 3, self.kv_heads * self.group) if self.sinks else None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -54,6 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.sampled_from((1, 3, 8, 32))),
         window=draw(st.sampled_from((0, 0, 1, 2, 9, 33))),
         soft_cap=draw(st.sampled_from((0.0, 0.0, 1.5))),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32)),
     )
 
@@ -109,6 +115,7 @@ def attend(case: Case, filled: Filled, scale: float) -> Tensor:
         scale,
         case.window,
         case.soft_cap,
+        case.sink_values,
     )
 
 
@@ -127,8 +134,11 @@ def dense(case: Case, filled: Filled, scale: float) -> Tensor:
                 scores = scores * scale
                 if case.soft_cap:
                     scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                if case.sink_values is not None:
+                    scores = torch.cat((scores, case.sink_values[head : head + 1].double()))
                 weights = torch.exp(scores - scores.max())
-                value = (weights / weights.sum()) @ filled.values[row][one].double()
+                weights = weights / weights.sum()
+                value = weights[: position + 1 - low] @ filled.values[row][one].double()
                 out[case.starts[row] + i, head] = value
     return out
 
@@ -138,6 +148,7 @@ def dense(case: Case, filled: Filled, scale: float) -> Tensor:
 @example(Case(((1, 1), (1, 3), (1, 200)), block_size=3))  # decode rows in several buckets
 @example(Case(((1, 1), (1, 3), (1, 150)), block_size=3, window=40, soft_cap=2.0))
 @example(Case(((290, 310),), kv_heads=1, group=1))  # more than one tile of queries
+@example(Case(((1, 1), (1, 150), (290, 310)), window=40, sinks=True))
 @example(Case(((1, 9), (290, 310)), kv_heads=1, group=2, window=30))
 def test_equals_the_dense_formula(case: Case) -> None:
     filled = fill(case)

@@ -24,6 +24,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Parts = dict[str, Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -57,10 +58,14 @@ def write_quantized(source: Path, stored: Path, rounded: Path, how: Quantized) -
             parts[name] = values[name] = tensor
     config = json.loads((source / "config.json").read_text())
     added: dict[str, Any] = {"quantization_config": how.config}
-    for folder, tensors, more in ((stored, parts, added), (rounded, values, {})):
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config | more))
+    _write(source, config | added, parts, stored)
+    _write(source, config, values, rounded)
+
+
+def _write(source: Path, config: dict[str, Any], tensors: Parts, folder: Path) -> None:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def gptq(
@@ -195,6 +200,30 @@ def compressed(format: str, ordered: bool = False, **weights: Any) -> Quantized:
         return parts, values
 
     return Quantized(config, quantize)
+
+
+def write_mxfp4_experts(source: Path, stored: Path, rounded: Path) -> None:
+    """Writes a gpt-oss model with its experts as its releases have them to the folder `stored`, and
+    with the values that transformers reads of them, in float32, to `rounded`."""
+    tensors: Parts = {}
+    values: Parts = {}
+    generator = torch.Generator().manual_seed(4)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj") or ".experts." not in name:
+            tensors[name] = values[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape[:3], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        assert values[name].shape == tensor.shape
+    unconverted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": unconverted}
+    config = json.loads((source / "config.json").read_text())
+    _write(source, config | {"quantization_config": how}, tensors, stored)
+    _write(source, config, values, rounded)
 
 
 def _decompressed(parts: Parts, scheme: QuantizationScheme) -> Tensor:

@@ -93,6 +93,14 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
     },
+    "gpt_oss": {
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 11,
+        "swiglu_limit": 7.0,
+    },
     "gemma3": {
         "num_hidden_layers": 4,
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
@@ -123,6 +131,7 @@ _CLASSES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 ADDED = ("arcee", "starcoder2")  # by tests, from outside

@@ -37,8 +37,12 @@ ARCHS = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Glm4MoeForCausalLM": "glm4moe",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "GptOssForCausalLM": "gpt-oss",
 }
 EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+GPT_OSS = re.compile(
+    r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
+)
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Whose q and k the converter writes for rope over neighbours; whose norms it writes with one added.
 PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
@@ -122,7 +126,11 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["architectures"] == ["Glm4MoeForCausalLM"]:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if config["architectures"] in (["Gemma2ForCausalLM"], ["Phi3ForCausalLM"]):
+    if config["architectures"] in (
+        ["Gemma2ForCausalLM"],
+        ["Phi3ForCausalLM"],
+        ["GptOssForCausalLM"],
+    ):
         writer.add_sliding_window(config["sliding_window"])
     if config["architectures"] == ["Gemma2ForCausalLM"]:  # as for Gemma 3 below
         assert config["query_pre_attn_scalar"] == head_dim
@@ -230,6 +238,9 @@ def _write_tensors(
     stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
     for hf_name, tensor in stored.items():
         values = tensor.float().numpy()
+        if gpt_oss := GPT_OSS.fullmatch(hf_name):
+            held[hf_name] = _add_gpt_oss(writer, names, *gpt_oss.groups(), values, kind, generator)
+            continue
         if expert := EXPERT.fullmatch(hf_name):
             layer, number, projection = expert.groups()
             merged = f"{layer}mlp.experts.{MIXTRAL.get(projection, projection)}.weight"
@@ -263,6 +274,34 @@ def _write_tensors(
         for n, hf_name in of_experts.items():
             held[hf_name] = torch.from_numpy(np.ascontiguousarray(values[n]))
     return held
+
+
+def _add_gpt_oss(
+    writer: gguf.GGUFWriter,
+    names: gguf.TensorNameMap,
+    layer: str,
+    module: str,
+    bias: str,
+    values: np.ndarray,
+    kind: GGMLQuantizationType,
+    generator: np.random.Generator,
+) -> torch.Tensor:
+    """Experts [experts, inputs, outputs]: outputs first, gate and up apart. Returns the values that
+    the file holds, as they came."""
+    turned = values.ndim == 3  # otherwise biases
+    kind = kind if turned else GGMLQuantizationType.F32
+    rows = values.swapaxes(1, 2) if turned else values
+    held = np.empty(rows.shape, np.float32)
+    parts = {"": slice(None)}
+    if module.endswith("gate_up_proj"):
+        parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    for part, some in parts.items():
+        hf_name = layer + module.replace("gate_up_proj", part) + (".bias" if bias else ".weight")
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, hf_name
+        index = (slice(None), some) if part else slice(None)
+        held[index] = _add(writer, name, np.ascontiguousarray(rows[index]), kind, generator)
+    return torch.from_numpy(np.ascontiguousarray(held.swapaxes(1, 2) if turned else held))
 
 
 def _add(

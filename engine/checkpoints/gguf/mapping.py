@@ -28,6 +28,10 @@ TENSORS = {
     "blk.{n}.ffn_down": "model.layers.{n}.mlp.down_proj",
     "blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate",
     "blk.{n}.exp_probs_b": "model.layers.{n}.mlp.gate.e_score_correction",
+    "blk.{n}.ffn_gate.{e}": "model.layers.{n}.mlp.experts.{e}.gate_proj",  # Mixtral's first files
+    "blk.{n}.ffn_up.{e}": "model.layers.{n}.mlp.experts.{e}.up_proj",
+    "blk.{n}.ffn_down.{e}": "model.layers.{n}.mlp.experts.{e}.down_proj",
+    "blk.{n}.ffn_gate_up_exps": "model.layers.{n}.mlp.experts.gate_up_proj",
     "blk.{n}.ffn_gate_exps": "model.layers.{n}.mlp.experts.gate_proj",
     "blk.{n}.ffn_up_exps": "model.layers.{n}.mlp.experts.up_proj",
     "blk.{n}.ffn_down_exps": "model.layers.{n}.mlp.experts.down_proj",
@@ -61,10 +65,16 @@ class GgufMapping:
         """Hugging Face's name of a tensor, or None if this architecture has none such."""
         stem, dot, leaf = gguf_name.rpartition(".")
         parts = stem.split(".")
-        layer = parts[1] if len(parts) > 2 and parts[0] == "blk" and parts[1].isdigit() else ""
-        key = ".".join(("blk.{n}", *parts[2:])) if layer else stem
+        layer = expert = ""
+        if len(parts) > 2 and parts[0] == "blk" and parts[1].isdigit():
+            layer, parts[1] = parts[1], "{n}"
+        if len(parts) == 4 and layer and parts[3].isdigit():
+            expert, parts[3] = parts[3], "{e}"
+        key = ".".join(parts)
         target = self.tensors.get(key) or TENSORS.get(key)
-        return target.replace("{n}", layer) + dot + leaf if target else None
+        if target is None:
+            return None
+        return target.replace("{n}", layer).replace("{e}", expert) + dot + leaf
 
     def heads_key(self, hf_name: str) -> str:
         """Where config.json counts the heads of a tensor whose rows are permuted; empty for one

@@ -98,7 +98,8 @@ class SafetensorsReader:
             end = last
         if end != self.file.size - self._base:
             have = self.file.size - self._base
-            raise self._fail(f"tensors take {end} bytes, the file has {have}: cut short?")
+            why = ": cut short?" if have < end else ""
+            raise self._fail(f"tensors take {end} bytes, the file has {have}{why}")
         return found
 
     def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

@@ -57,6 +57,7 @@ class TorchAttention:
     def __init__(self, part: Attention, setup: Setup) -> None:
         self._part = part
         self._ops = setup.ops
+        self._sinks = setup.vector(part.sinks) if part.sinks else None
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """Stores keys and values; [T, q heads * dim] of what the queries attend to, or nothing
@@ -77,5 +78,6 @@ class TorchAttention:
             part.scale,
             part.window,
             part.soft_cap,
+            self._sinks,
         )
         return attended.flatten(1)

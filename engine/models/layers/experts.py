@@ -6,13 +6,13 @@ from torch import Tensor
 from pdserve.engine.models.layers.linear import TorchLinear
 from pdserve.engine.models.layers.routing import choose_experts
 from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
-from pdserve.engine.models.parts import Activation, Expert, Experts
+from pdserve.engine.models.parts import Expert, Experts, Gating
 
 
 class TorchExpert:
     """One gated MLP."""
 
-    def __init__(self, expert: Expert, activation: Activation, setup: Setup) -> None:
+    def __init__(self, expert: Expert, activation: Gating, setup: Setup) -> None:
         self._gate_up = TorchLinear(expert.gate_up, setup)
         self._down = TorchLinear(expert.down, setup)
         self._ops = setup.ops
@@ -30,6 +30,7 @@ class TorchExperts:
     def __init__(self, part: Experts, setup: Setup) -> None:
         self._routing = part.routing
         self._router = setup.vector(part.router)
+        self._router_bias = setup.vector(part.router_bias) if part.router_bias else None
         self._correction = setup.vector(part.correction) if part.correction else None
         self._gate = setup.vector(part.shared_gate) if part.shared_gate else None
         self._experts = [TorchExpert(e, part.activation, setup) for e in part.experts]
@@ -37,7 +38,7 @@ class TorchExperts:
         self._ops = setup.ops
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        logits = self._ops.linear(x.float(), self._router)
+        logits = self._ops.linear(x.float(), self._router, self._router_bias)
         chosen, weights = choose_experts(logits, self._correction, self._routing)
         out = torch.zeros_like(x)
         for n, expert in enumerate(self._experts):

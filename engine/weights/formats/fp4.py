@@ -1,26 +1,43 @@
 """Formats of 4-bit floats with a shared scale (OCP MX, NVFP4)."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.by_gguf import gguf_format
-from pdserve.engine.weights.format import BLOCKS, RawTensor
+from pdserve.engine.weights.by_gguf import gguf_expand, gguf_format
+from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
 
-FORMATS = (gguf_format("MXFP4", 32, 17), gguf_format("NVFP4", 64, 36))
+CODES, EXPONENTS = "codes", "exponents"
 
 
-def mxfp4(codes: Bytes, exponents: NDArray[Any]) -> RawTensor:
-    """A weight as MXFP4 blocks: `codes` uint8 [rows, bytes], the first in the low nibble;
-    `exponents` uint8 [rows, groups of 32]. Raises ValueError if they do not fit together."""
-    rows, groups = exponents.shape
-    if codes.shape != (rows, groups * 16):
-        raise ValueError(f"weight is {list(codes.shape)} bytes, its scale {[rows, groups]}")
-    pairs = codes.reshape(rows, groups, 2, 8)  # of 16 values each; GGUF has one in each nibble
-    levels = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(rows, groups, 2, 16)
-    blocks = np.empty((rows, groups, 17), np.uint8)
-    blocks[..., 0] = exponents
-    blocks[..., 1:] = levels[:, :, 0] | levels[:, :, 1] << np.uint8(4)
-    return RawTensor({BLOCKS: blocks.reshape(rows, -1)}, "MXFP4", (rows, groups * 32))
+class Mxfp4(BlockFormat):
+    """As GGUF's blocks, or as two parts: CODES uint8 [..., bytes], the first value in the low
+    nibble, and EXPONENTS uint8 [..., groups of 32]."""
+
+    def unpack(self, raw: RawTensor) -> Floats:
+        return super().unpack(self.packable(raw))
+
+    def packable(self, raw: RawTensor) -> RawTensor:
+        if BLOCKS in raw.parts:
+            return raw
+        exponents = raw.parts[EXPONENTS]
+        pairs = raw.parts[CODES].reshape(*exponents.shape, 2, 8)  # of 16 values each
+        low, high = pairs & 15, pairs >> 4
+        blocks = np.empty((*exponents.shape, 17), np.uint8)
+        blocks[..., 0] = exponents
+        levels = np.stack((low, high), axis=-1).reshape(*exponents.shape, 2, 16)
+        blocks[..., 1:] = levels[..., 0, :] | levels[..., 1, :] << np.uint8(4)
+        flat = blocks.reshape(*exponents.shape[:-1], -1)
+        return RawTensor({BLOCKS: flat}, raw.format, raw.shape, raw.columns)
+
+
+MXFP4 = Mxfp4("MXFP4", 32, 17, gguf_expand("MXFP4"))
+FORMATS = (MXFP4, gguf_format("NVFP4", 64, 36))
+
+
+def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
+    """A weight or a stack of such parts. Raises ValueError if they do not fit together."""
+    wanted = (*exponents.shape[:-1], exponents.shape[-1] * 16)
+    if codes.shape != wanted:
+        raise ValueError(f"codes are {list(codes.shape)}, exponents {list(exponents.shape)}")
+    shape = (*exponents.shape[:-1], exponents.shape[-1] * 32)
+    return RawTensor({CODES: codes, EXPONENTS: exponents}, MXFP4.name, shape)

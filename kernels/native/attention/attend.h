@@ -44,6 +44,7 @@ struct Attend {
   int64_t window = 0;               // keys a token sees, its own included; 0: all
   float scale = 1;
   float soft_cap = 0;               // 0: none
+  const float* sinks = nullptr;     // [group], or null: scores beside those of the keys
   const float* q = nullptr;         // token t, head g at q + t * q_stride + g * head_dim
   int64_t q_stride = 0;
   float* out = nullptr;             // the same, with out_stride

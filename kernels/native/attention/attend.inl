@@ -8,7 +8,8 @@
 //   m = largest score; p[key] = 2^(score - m)
 //   l[lane] = (p[lane] + p[16 + lane]) + (p[32 + lane] + p[48 + lane])
 //   acc[dim] = sum over keys, by fma from 0, of p * v
-// and over the tiles, in order, from M = -inf and L = A = 0:
+// and over the tiles, in order, from M = -inf and L = A = 0 (with a sink from M = sink * log2 e and
+// L[0] = 1):
 //   M' = max(M, m); A = fma(acc, 2^(m - M'), A * 2^(M - M')); L the same with l
 // then out = A * (1 / sum(L)). A tile without a seen key is left out. kI8: the scale of k multiplies
 // the score, that of v the p of acc. What is in slots that are not seen never reaches a result.
@@ -78,6 +79,12 @@ static void start(const Attend& task, float* running) {
   int64_t sums = rows * (round_up(task.kv.head_dim, kLanes) + kLanes);
   for (int64_t i = 0; i < sums; i += kLanes) store(running + i, zero());
   for (int64_t i = 0; i < rows; i += kLanes) store(running + sums + i, set1(kNothing));
+  if (!task.sinks) return;
+  const int64_t padded = round_up(task.kv.head_dim, kLanes);
+  for (int64_t row = 0; row < rows; ++row) {
+    running[sums + row] = task.sinks[row % task.group] * 1.44269504f;
+    running[row * (padded + kLanes) + padded] = 1;
+  }
 }
 
 static void finish(const Attend& task, const float* running) {

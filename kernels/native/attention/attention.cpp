@@ -44,6 +44,7 @@ Attend Attention::locate(const AttentionBatch& batch, const Piece& piece) {
   work.blocks = batch.block_table + piece.row * batch.table_stride;
   work.q = batch.q + token * batch.q_stride + head_at;
   work.out = batch.out + token * batch.out_stride + head_at;
+  if (batch.sinks) work.sinks = batch.sinks + piece.kv_head * work.group;
   return work;
 }
 

@@ -30,6 +30,7 @@ struct AttentionBatch {
   float scale = 1;
   int64_t window = 0;
   float soft_cap = 0;
+  const float* sinks = nullptr;  // [heads], or null
 };
 
 class Attention {

@@ -2,6 +2,7 @@
 // layout: attention/attend.h.
 #include "bind.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -81,7 +82,8 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
                      const Array<const uint8_t, 2>& kv, const std::string& type, int64_t kv_heads,
                      int64_t block_size, const Array<const int64_t, 2>& block_table,
                      const Array<const int64_t, 1>& starts, const Array<const int64_t, 1>& kv_lens,
-                     float scale, int64_t window, float soft_cap, const Array<float, 3>& out) {
+                     float scale, int64_t window, float soft_cap, const Array<float, 3>& out,
+                     const std::optional<Array<const float, 1>>& sinks) {
   for (size_t i = 0; i < 3; ++i) {
     require(q.shape(i) == out.shape(i), "out must have the shape of q");
   }
@@ -123,6 +125,10 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
   batch.scale = scale;
   batch.window = window;
   batch.soft_cap = soft_cap;
+  if (sinks) {
+    require(static_cast<int64_t>(sinks->shape(0)) == batch.heads, "sinks must have one value a head");
+    batch.sinks = sinks->data();
+  }
   nb::gil_scoped_release release;
   pdserve::Attention attention;
   attention.plan(batch, context.kernels, context.pool.threads());
@@ -147,8 +153,9 @@ void bind_attention(nb::module_& m) {
         nb::arg("kv").noconvert(), nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"),
         nb::arg("block_table").noconvert(), nb::arg("starts").noconvert(),
         nb::arg("kv_lens").noconvert(), nb::arg("scale"), nb::arg("window"), nb::arg("soft_cap"),
-        nb::arg("out").noconvert(),
+        nb::arg("out").noconvert(), nb::arg("sinks").noconvert() = nb::none(),
         "Causal attention of q float32 [tokens, heads, head_dim] into out: row r's tokens are\n"
         "[starts[r], starts[r + 1]), the last at position kv_lens[r] - 1; block_table int64\n"
-        "[rows, blocks]. window: keys seen, 0 for all; soft_cap: 0 for none.");
+        "[rows, blocks]. window: keys seen, 0 for all; soft_cap: 0 for none;\n"
+        "sinks float32 [heads]: scores beside those of the keys.");
 }

@@ -62,7 +62,7 @@ void bind_elementwise(nb::module_& m) {
            const Rows& out) {
           require_same(gate, up, "gate and up must have one shape");
           require_same(gate, out, "out must have the shape of gate");
-          const pdserve::Activation kind = activation_of(name);
+          const pdserve::Activation kind = gating_of(name);
           each_row(context, gate, [&](int64_t at) {
             context.kernels.gated(gate.data() + at, up.data() + at, kind,
                                   static_cast<int64_t>(gate.shape(1)), out.data() + at);

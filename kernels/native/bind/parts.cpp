@@ -48,6 +48,20 @@ class Fields {
     return {};
   }
 
+  // Of each row; none at all for None.
+  std::vector<std::vector<float>> rows_or_none(const char* name) {
+    using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+    know(name);
+    std::vector<std::vector<float>> rows;
+    if (!dict_.contains(name) || dict_[name].is_none()) return rows;
+    const auto array = as<Rows>(dict_[name], name, "float32 [n, m]");
+    for (size_t row = 0; row < array.shape(0); ++row) {
+      const float* begin = array.data() + row * array.shape(1);
+      rows.emplace_back(begin, begin + array.shape(1));
+    }
+    return rows;
+  }
+
   std::vector<int64_t> integers(const char* name) {
     using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     const auto array = as<Integers>(get(name), name, "int64 [n]");
@@ -91,14 +105,21 @@ class Fields {
   std::string known_;
 };
 
-// One expert for each matrix of `gates`.
+// One expert for each matrix of `gates`; biases for all or for none.
 std::vector<Expert> experts(std::vector<Matrix> gates, std::vector<Matrix> ups,
-                            std::vector<Matrix> downs) {
+                            std::vector<Matrix> downs,
+                            std::vector<std::vector<float>> gate_up_biases,
+                            std::vector<std::vector<float>> down_biases) {
   require(gates.size() == ups.size() && gates.size() == downs.size(),
           "gates, ups and downs must be as many");
+  for (auto* biases : {&gate_up_biases, &down_biases}) {
+    require(biases->empty() || biases->size() == gates.size(), "biases must be one an expert");
+    biases->resize(gates.size());
+  }
   std::vector<Expert> made;
   for (size_t i = 0; i < gates.size(); ++i) {
-    made.push_back({std::move(gates[i]), std::move(ups[i]), std::move(downs[i])});
+    made.push_back({std::move(gates[i]), std::move(ups[i]), std::move(downs[i]),
+                    std::move(gate_up_biases[i]), std::move(down_biases[i])});
   }
   return made;
 }
@@ -157,6 +178,7 @@ const Kind kKinds[] = {
        require(made->soft_cap >= 0, "soft_cap must be 0 or more");
        made->window = f.integer("window", 0, int64_t{1} << 40);
        made->group = f.integer("group", 0, 1 << 16);
+       made->sinks = f.floats_or_none("sinks");
        return std::unique_ptr<Part>(std::move(made));
      }},
     {GatePart::kKind,
@@ -170,14 +192,18 @@ const Kind kKinds[] = {
     {ExpertsPart::kKind,
      [](Fields& f, const Stack&) {
        auto router = f.matrices("router");
+       auto bias = f.floats_or_none("bias");
        auto correction = f.floats_or_none("correction");
        auto gates = f.matrices("gates");
        auto ups = f.matrices("ups");
-       auto routed = experts(std::move(gates), std::move(ups), f.matrices("downs"));
+       auto downs = f.matrices("downs");
+       auto gate_up_biases = f.rows_or_none("gate_up_biases");
+       auto routed = experts(std::move(gates), std::move(ups), std::move(downs),
+                             std::move(gate_up_biases), f.rows_or_none("down_biases"));
        const auto three = f.matrices("shared");
        require(three.empty() || three.size() == 3, "shared must be gate, up and down, or nothing");
        std::vector<Expert> shared;
-       if (!three.empty()) shared.push_back({three[0], three[1], three[2]});
+       if (!three.empty()) shared.push_back({three[0], three[1], three[2], {}, {}});
        Routing routing;
        routing.top_k = f.integer("top_k", 1, kMostHeads);
        routing.sigmoid = f.integer("sigmoid", 0, 1) != 0;
@@ -186,8 +212,9 @@ const Kind kKinds[] = {
        routing.groups = f.integer("groups", 1, kMostHeads);
        routing.kept_groups = f.integer("kept_groups", 1, kMostHeads);
        routing.group_best = f.integer("group_best", 1, 2);
-       return part<ExpertsPart>(std::move(router), std::move(correction), std::move(routed),
-                                std::move(shared), routing, activation_of(f.word("activation")));
+       return part<ExpertsPart>(std::move(router), std::move(bias), std::move(correction),
+                                std::move(routed), std::move(shared), routing,
+                                gating_of(f.word("activation")));
      }},
     {ScalePart::kKind,
      [](Fields& f, const Stack&) { return part<ScalePart>(f.number("factor")); }},
@@ -227,6 +254,10 @@ Activation activation_of(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "gelu") return Activation::kGelu;
   throw std::invalid_argument("activation must be silu, gelu_tanh or gelu, not '" + name + "'");
+}
+
+Activation gating_of(const std::string& name) {
+  return name == "swiglu_oai" ? Activation::kSwigluOai : activation_of(name);
 }
 
 std::unique_ptr<Part> make_part(const std::string& name, const std::string& kind,

@@ -10,3 +10,5 @@ std::unique_ptr<pdserve::Part> make_part(const std::string& name, const std::str
 
 // silu, gelu_tanh or gelu; throws std::invalid_argument for another name.
 pdserve::Activation activation_of(const std::string& name);
+// As above, or swiglu_oai.
+pdserve::Activation gating_of(const std::string& name);

@@ -60,11 +60,23 @@ static void gated_by(const float* gate, const float* up, int64_t cols, float* y)
   });
 }
 
+// gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within 7 of 0.
+static void swiglu_oai(const float* gate, const float* up, int64_t cols, float* y) {
+  const F limit = set1(7.0f);
+  each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    F g = min(limit, load_some(gate + i, n));  // of NaN and a number the second: NaN stays
+    F u = max(sub(zero(), limit), min(limit, load_some(up + i, n)));
+    F a = times_sigmoid(g, mul(g, set1(1.702f)));
+    store_some(y + i, mul(a, add(u, set1(1.0f))), n);
+  });
+}
+
 static void gated(const float* gate, const float* up, Activation kind, int64_t cols, float* y) {
   switch (kind) {
     case Activation::kSilu: return gated_by<Activation::kSilu>(gate, up, cols, y);
     case Activation::kGeluTanh: return gated_by<Activation::kGeluTanh>(gate, up, cols, y);
     case Activation::kGelu: return gated_by<Activation::kGelu>(gate, up, cols, y);
+    case Activation::kSwigluOai: return swiglu_oai(gate, up, cols, y);
   }
 }
 
@@ -80,6 +92,7 @@ static void activated(const float* x, Activation kind, int64_t cols, float* y) {
     case Activation::kSilu: return activated_by<Activation::kSilu>(x, cols, y);
     case Activation::kGeluTanh: return activated_by<Activation::kGeluTanh>(x, cols, y);
     case Activation::kGelu: return activated_by<Activation::kGelu>(x, cols, y);
+    case Activation::kSwigluOai: break;  // no function of one value
   }
 }
 

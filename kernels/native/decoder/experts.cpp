@@ -83,6 +83,11 @@ void check_expert(const Expert& expert, int64_t values, int64_t size, const char
           std::string(name) + ": a product is not over " + std::to_string(values) + " values");
   require(expert.gate.rows == size && expert.up.rows == size && expert.down.cols == size,
           std::string(name) + ": gate, up and down must have one size");
+  const auto fits = [](const std::vector<float>& bias, int64_t rows) {
+    return bias.empty() || static_cast<int64_t>(bias.size()) == rows;
+  };
+  require(fits(expert.gate_up_bias, 2 * size) && fits(expert.down_bias, values),
+          std::string(name) + ": a bias must have one value an output");
 }
 
 }  // namespace
@@ -137,10 +142,11 @@ struct ExpertsPart::Scratch {
   Buffer<int64_t> begins, slot_of, row_of;
 };
 
-ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> correction,
-                         std::vector<Expert> experts, std::vector<Expert> shared, Routing routing,
-                         Activation activation)
+ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> bias,
+                         std::vector<float> correction, std::vector<Expert> experts,
+                         std::vector<Expert> shared, Routing routing, Activation activation)
     : router_(std::move(router)),
+      bias_(std::move(bias)),
       correction_(std::move(correction)),
       experts_(std::move(experts)),
       shared_(std::move(shared)),
@@ -158,6 +164,9 @@ ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> correcti
   for (const Matrix& matrix : router_) {
     require(encoding_of(matrix) == kFloat, "the router must be of float32 or float16");
   }
+  require(bias_.empty() || static_cast<int64_t>(bias_.size()) == count,
+          "bias must have one value an expert");
+  if (!bias_.empty()) bias_.resize(static_cast<size_t>(count) + router_.size() - 1);
   require(correction_.empty() || static_cast<int64_t>(correction_.size()) == count,
           "correction must have one value an expert");
   check_routing(routing_, count);
@@ -184,9 +193,9 @@ namespace {
 
 // y[slot] = x[slot] times the matrices of its expert. The tiles of all experts that have slots are
 // numbered through and divided over the threads.
-template <class MatricesOf>
+template <class MatricesOf, class BiasOf>
 void multiply(const Step& step, size_t experts, const int64_t* begins, const Activations& x,
-              float* y, int64_t stride, const MatricesOf& matrices_of) {
+              float* y, int64_t stride, const MatricesOf& matrices_of, const BiasOf& bias_of) {
   int64_t total = 0;
   for (size_t e = 0; e < experts; ++e) {
     const auto matrices = matrices_of(e);
@@ -204,10 +213,11 @@ void multiply(const Step& step, size_t experts, const int64_t* begins, const Act
       const auto matrices = matrices_of(e);
       const int num = static_cast<int>(matrices.size());
       const int64_t tiles = total_tiles(matrices.data(), num);
+      const std::vector<float>& bias = bias_of(e);
       if (begin < tiles) {
         linear_here(step.kernels, matrices.data(), num, rows_of(x, first, count),
                     std::max<int64_t>(0, begin), std::min(tiles, end), y + first * stride, stride,
-                    nullptr);
+                    bias.empty() ? nullptr : bias.data());
       }
       begin -= tiles;
       end -= tiles;
@@ -253,17 +263,19 @@ void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
   float* products = scratch.products.at_least(slots * 2 * size);
   float* middles = scratch.middles.at_least(slots * size);
   const Activations middle = activations(slots, size, needs, middles, scratch.middle);
-  multiply(step, experts.size(), begins, in, products, 2 * size, [&](size_t e) {
-    return std::array<const Matrix*, 2>{&experts[e].gate, &experts[e].up};
-  });
+  multiply(
+      step, experts.size(), begins, in, products, 2 * size,
+      [&](size_t e) { return std::array<const Matrix*, 2>{&experts[e].gate, &experts[e].up}; },
+      [&](size_t e) -> const std::vector<float>& { return experts[e].gate_up_bias; });
   spread_rows(step.pool, slots, size, [&](int64_t slot) {
     const float* gate = products + slot * 2 * size;
     step.kernels.gated(gate, gate + size, activation_, size, middles + slot * size);
     step.kernels.encode(middle, slot, slot + 1);
   });
-  multiply(step, experts.size(), begins, middle, results, values_, [&](size_t e) {
-    return std::array<const Matrix*, 1>{&experts[e].down};
-  });
+  multiply(
+      step, experts.size(), begins, middle, results, values_,
+      [&](size_t e) { return std::array<const Matrix*, 1>{&experts[e].down}; },
+      [&](size_t e) -> const std::vector<float>& { return experts[e].down_bias; });
 }
 
 void ExpertsPart::piece(const Step& step, int64_t rows, const float* x, float* y,
@@ -280,7 +292,8 @@ void ExpertsPart::piece(const Step& step, int64_t rows, const float* x, float* y
   plain.rows = rows;
   plain.cols = values_;
   plain.f32 = x;
-  run_linear(step.pool, step.kernels, routers, has_gate ? 2 : 1, plain, logits, outputs, nullptr);
+  run_linear(step.pool, step.kernels, routers, has_gate ? 2 : 1, plain, logits, outputs,
+             bias_.empty() ? nullptr : bias_.data());
 
   // Each row's choices in the order of the experts. A slot is a row at one of its experts; slots
   // are in the order of experts, then of rows.

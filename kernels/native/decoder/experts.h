@@ -33,18 +33,20 @@ struct Choice {
 void choose_experts(const Kernels& kernels, const Routing& routing, int64_t experts,
                     const float* logits, const float* correction, float* scratch, Choice* chosen);
 
-// down(activation(gate x) * up x).
+// down(activation(gate x) * up x), each product plus a bias unless that is empty.
 struct Expert {
   Matrix gate, up, down;
+  std::vector<float> gate_up_bias, down_bias;
 };
 
 class ExpertsPart : public Part {
  public:
   static constexpr const char* kKind = "experts";
   // router: [experts, values], and behind it, if there is a shared expert with a gate, that gate
-  // [1, values]. correction: [experts] or empty. shared: at most one, which every row goes to.
+  // [1, values]. bias, correction: [experts] or empty; the bias is added to the router's results.
+  // shared: at most one, which every row goes to.
   // Throws std::invalid_argument if the sizes do not fit each other.
-  ExpertsPart(std::vector<Matrix> router, std::vector<float> correction,
+  ExpertsPart(std::vector<Matrix> router, std::vector<float> bias, std::vector<float> correction,
               std::vector<Expert> experts, std::vector<Expert> shared, Routing routing,
               Activation activation);
 
@@ -67,6 +69,7 @@ class ExpertsPart : public Part {
                const Activations& in, Scratch& scratch, float* results) const;
 
   std::vector<Matrix> router_;
+  std::vector<float> bias_;  // of all routers
   std::vector<float> correction_;
   std::vector<Expert> experts_, shared_;
   Routing routing_;

@@ -133,6 +133,7 @@ void RopePart::row(const Step& step, const Rows&, int64_t row, const float*, flo
 int64_t AttentionPart::fit(int64_t inputs) {
   require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   require_size("heads of q, k and v", (heads + 2 * kv_heads) * head_dim, inputs);
+  if (!sinks.empty()) require_size("sinks", static_cast<int64_t>(sinks.size()), heads);
   return heads * head_dim;
 }
 
@@ -163,6 +164,7 @@ AttentionBatch AttentionPart::task(const StepBatch& batch, const float* x, float
   task.scale = scale;
   task.window = window;
   task.soft_cap = soft_cap;
+  task.sinks = sinks.empty() ? nullptr : sinks.data();
   task.out = y;
   task.out_stride = heads * head_dim;
   return task;

@@ -10,7 +10,7 @@
 
 namespace pdserve {
 
-enum class Activation : int { kSilu, kGeluTanh, kGelu };
+enum class Activation : int { kSilu, kGeluTanh, kGelu, kSwigluOai };  // the last: of gates only
 
 struct Kernels {
   const char* isa;

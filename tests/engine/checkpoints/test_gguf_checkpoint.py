@@ -4,21 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_models import ARCHITECTURES, write_tiny
+from viewed import assert_same_tensors
 from write_gguf import write_gguf
 
-from pdserve.engine.architectures import find_spec, parse_config
+from pdserve.engine.architectures import parse_config
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.weights.unpack import unpack
 
 # The format cannot state gemma's own attention scale.
 OWN: dict[str, dict[str, Any]] = {
@@ -39,26 +37,6 @@ ROPE: dict[str, dict[str, Any]] = {
 
 def config_of(path: Path) -> ModelConfig:
     return parse_config(open_checkpoint(path).hf_config)
-
-
-def viewed(path: Path) -> ViewedCheckpoint:
-    """The checkpoint under the names that its model asks for."""
-    checkpoint = open_checkpoint(path)
-    spec = find_spec(checkpoint.hf_config)
-    return spec.view(checkpoint, spec.parse(checkpoint.hf_config))
-
-
-def assert_same_tensors(gguf: Path, folder: Path) -> None:
-    got, expected = viewed(gguf), viewed(folder)
-    names = set(expected.names())
-    assert set(got.names()) == names
-    for name in names:
-        a, b = got.tensor(name), expected.tensor(name)
-        assert a.shape == b.shape == tuple(got.layout(name).shape)
-        values = unpack(b)
-        # Gemma's norms lose a bit when one is added and taken off again.
-        slack = 1e-6 if name.endswith("norm.weight") else 0
-        np.testing.assert_allclose(unpack(a), values, rtol=0, atol=slack)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
+from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.views import Nth, View, ViewedCheckpoint, stacked
+from pdserve.engine.checkpoints.views import Nth, View, ViewedCheckpoint, first_of
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.weights.unpack import unpack
 
@@ -31,9 +32,16 @@ def stacks(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def of_experts(count: int) -> dict[str, View]:
+    return {
+        f"experts.{n}.up.weight": View("experts.up.weight", matrix=Nth(n, count))
+        for n in range(count)
+    }
+
+
 def test_matrices_of_a_stack(tmp_path: Path) -> None:
     tensors = stacks(tmp_path)
-    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), stacked("experts.", ("up",), 3))
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), of_experts(3))
     names = [f"experts.{n}.up.weight" for n in range(3)]
     assert set(viewed.names()) == {*names, "gate.weight"}
     for n, name in enumerate(names):
@@ -44,10 +52,28 @@ def test_matrices_of_a_stack(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_stack_of_another_size_is_refused(count: int, tmp_path: Path) -> None:
     stacks(tmp_path)
-    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), stacked("experts.", ("up",), count))
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), of_experts(count))
     for look in (viewed.layout, viewed.tensor):
         with pytest.raises(CheckpointError, match=rf"is \[3, 4, 5\], config says {count} matr"):
             look("experts.0.up.weight")
+
+
+def test_rows_of_a_transposed_matrix_of_a_stack(tmp_path: Path) -> None:
+    tensors = stacks(tmp_path)
+    views = {"a": View("experts.up.weight", slice(1, None, 2), Nth(2, 3), transposed=True)}
+    viewed = ViewedCheckpoint(open_checkpoint(tmp_path), views)
+    assert viewed.layout("a") == ("F32", (2, 4))
+    expected = tensors["experts.up.weight"][2].T[1::2]
+    np.testing.assert_array_equal(unpack(viewed.tensor("a")), expected)
+
+
+def test_blocks_have_no_transpose(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "hf", "llama", hidden_size=96)
+    gguf = open_checkpoint(write_gguf(source, tmp_path / "m.gguf", "Q8_0"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    viewed = ViewedCheckpoint(gguf, {"a": View(name, transposed=True)})
+    with pytest.raises(CheckpointError, match=f"{name} of Q8_0 is stored transposed"):
+        viewed.tensor("a")
 
 
 def test_a_vector_for_a_matrix_of_one_row(tmp_path: Path) -> None:
@@ -63,10 +89,11 @@ def test_a_vector_for_a_matrix_of_one_row(tmp_path: Path) -> None:
 
 def test_the_first_of_several_places_that_is_there(tmp_path: Path) -> None:
     tensors = stacks(tmp_path)
+    second = View("experts.up.weight", matrix=Nth(1, 3))
     views = {
-        "a": View("nowhere", fallback=View("experts.up.weight", Nth(1, 3))),
-        "b": View("gate.weight", slice(1, 3), fallback=View("experts.up.weight", Nth(0, 3))),
-        "c": View("nowhere", fallback=View("neither")),
+        "a": first_of(View("nowhere"), second),
+        "b": first_of(View("gate.weight", slice(1, 3)), second),
+        "c": first_of(View("nowhere"), View("neither"), View("nor this")),
     }
     viewed = ViewedCheckpoint(open_checkpoint(tmp_path), views)
     assert set(viewed.names()) == {"a", "b"}

@@ -1,0 +1,113 @@
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, a window on every other layer
+(arXiv:2508.10925).
+"""
+
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.config import rope_scaling
+from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.checkpoints.views import Nth, View, first_of, renamed
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.experts import MixtureOfExperts
+from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts
+from pdserve.engine.models.hf_config.fields import HfConfig, positive
+from pdserve.engine.models.hf_config.standard import (
+    num_layers,
+    plain_layers,
+    sliding_window,
+    standard,
+    windowed,
+)
+from pdserve.engine.models.spec import ModelSpec
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the one gate that kernels have
+# The modules of an expert by the stack that they are stored in, and their rows of it.
+STACKS = {
+    "gate_proj": ("gate_up_proj", slice(0, None, 2)),
+    "up_proj": ("gate_up_proj", slice(1, None, 2)),
+    "down_proj": ("down_proj", None),
+}
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    for key, known in GATE.items():
+        if positive(hf, key, known) != known:
+            raise UnsupportedModel(f"config field {key}={hf[key]!r}: want {known}")
+    hf = {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, **hf}
+    if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        hf = {**hf, "rope_parameters": YARN}
+    window = sliding_window(hf, 128)
+    has_window = windowed(hf, [n % 2 == 0 for n in range(num_layers(hf))])
+    bias = bool(hf.get("attention_bias", True))
+    config = standard(
+        hf,
+        layers=plain_layers(hf, [window if has else 0 for has in has_window]),
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+    )
+    mixture = MixtureOfExperts(
+        num_experts(hf),
+        config.ffn_size,
+        routing(hf, normalized=True),
+        has_bias=True,
+        activation="swiglu_oai",
+    )
+    return with_experts(config, mixture, range(config.num_layers))
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    """Gate and up are interleaved rows of one matrix, which files of plain numbers hold transposed;
+    GGUF has them apart."""
+    views: dict[str, View] = {}
+    for n, layer in enumerate(config.layers):
+        assert isinstance(layer.feed_forward, MixtureOfExperts)
+        count = layer.feed_forward.num_experts
+        prefix = f"model.layers.{n}."
+        experts = prefix + "mlp.experts."
+        views |= renamed(prefix + "mlp.", {"gate": "router"})
+        views[prefix + "self_attn.sinks"] = View(prefix + "self_attn.sinks.weight")  # GGUF's
+        for e in range(count):
+            one = Nth(e, count)
+            for name, (stack, rows) in STACKS.items():
+                stored_as = experts + stack
+                views[f"{experts}{e}.{name}.weight"] = first_of(
+                    View(f"{stored_as}.weight", rows, one),
+                    View(stored_as, rows, one, transposed=True),
+                    View(f"{experts}{name}.weight", matrix=one),  # GGUF
+                )
+                views[f"{experts}{e}.{name}.bias"] = first_of(
+                    View(f"{stored_as}_bias", rows, one),
+                    View(f"{experts}{name}.bias", matrix=one),  # GGUF
+                )
+    return views
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """GGUF leaves to the reader which layers have the window, and how rope's scaling ends."""
+    window = metadata.get("gpt-oss.attention.sliding_window")
+    config = expert_config(metadata) | {"sliding_window": window}
+    if scaling := rope_scaling(metadata, {}):
+        config["rope_scaling"] = {**scaling, "truncate": False}
+    return config
+
+
+GGUF = GgufMapping(
+    "gpt-oss",
+    tensors={
+        "blk.{n}.attn_sinks": "model.layers.{n}.self_attn.sinks",
+        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
+    },
+    config=gguf_config,
+)
+SPEC = ModelSpec(("GptOssForCausalLM",), parse, GGUF, stored)

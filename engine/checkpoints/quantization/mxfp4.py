@@ -1,0 +1,51 @@
+"""Experts of gpt-oss: 4-bit floats with an exponent for 32 of them (OCP MX).
+
+`x_blocks` uint8 [experts, outputs, groups, 16] (or without the third border) holds two values a
+byte, the first in the low nibble, `x_scales` uint8 [experts, outputs, groups] the exponents; `x`
+names no module, but all experts of a layer.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, require
+from pdserve.engine.checkpoints.source import Layout
+from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.formats.fp4 import MXFP4, mxfp4
+
+STORED = ("blocks", "scales")
+
+
+class Mxfp4Experts(QuantizationMethod):
+    names = ("mxfp4",)
+    forms = (STORED,)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Nothing in it changes how weights are read: what is not converted has no blocks."""
+
+    def layout(self, parts: Parts) -> Layout:
+        blocks, scales = parts["blocks"], parts["scales"]
+        if scales.ndim != 3 or scales.dtype != np.uint8 or 0 in scales.shape:
+            raise ValueError(f"scales are {scales.dtype} {list(scales.shape)}: want uint8, 3 dims")
+        experts, outputs, groups = scales.shape
+        shape = (groups, 16) if blocks.ndim == 4 else (groups * 16,)
+        require(parts, "blocks", np.uint8, (experts, outputs, *shape))
+        return Layout(MXFP4.name, (experts, outputs, groups * 32))
+
+    def read(self, parts: Parts) -> RawTensor:
+        experts, outputs, _ = self.layout(parts).shape
+        return mxfp4(parts["blocks"].reshape(experts, outputs, -1), parts["scales"])
+
+    def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for name in stored:
+            stem = name.removesuffix("_blocks")
+            parts = {part: f"{stem}_{part}" for part in STORED}
+            if stem != name and parts["scales"] in stored:
+                found[f"{stem}.weight"] = parts
+        return found
+
+
+METHOD = Mxfp4Experts

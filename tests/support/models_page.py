@@ -1,0 +1,138 @@
+"""docs/models.md, made from what the code knows: `make docs` writes it, tests/test_models_page.py
+compares it."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from pdserve.engine.architectures import known_specs
+from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
+from pdserve.engine.models.hf_config.standard import ACTIVATIONS
+from pdserve.engine.models.rope import ROPE_KINDS
+from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN
+from pdserve.kernels.cpu import FORMATS, CpuKernels
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/models.md"
+MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"
+ROWS, COLS = 64, 1024
+HEAD = """\
+# Models and weight formats
+
+`make docs` writes this page from the code. A model is a Hugging Face directory (safetensors) or a
+GGUF file.
+"""
+TESTS = f"""
+Each has a tiny seeded model of awkward sizes (tests/support/tiny_models.py). Its logits equal
+transformers' within 1e-4 on the reference and on the native kernels
+(tests/engine/models/test_architectures.py), its GGUF file is read as the same model
+({MAPPINGS_TEST}), and its results are bitwise the same in
+chunks, in company and on more threads (tests/engine/models/test_native_invariance.py).
+
+Models that go by another name load as what their files are: Yi and DeepSeek-R1-Distill-Llama as
+Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
+"""
+FORMATS_HEAD = """
+## GGUF types
+
+Bits of a weight, in the file and in memory on the native kernels. 32 in memory: the type has no
+packed form and is expanded at load, and the log says so.
+"""
+REFUSED = """
+## What is refused
+
+Everything else, with a message that names the model's path and the cause, and exit code 1:
+architectures and quantization methods that are not in these tables (bitsandbytes, MLX), rope
+scalings other than {ropes},
+activations other than {activations}, tensors
+that the config has no use for or lacks, and GGUF keys that could change results and that nobody
+reads.
+"""
+
+
+def models_page() -> str:
+    """The whole page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield HEAD
+    yield "## Architectures\n"
+    yield from _table(("class in config.json", "GGUF", "what it is", "module"), _architectures())
+    yield TESTS.rstrip()
+    yield "\n## Quantized safetensors\n"
+    yield from _table(("`quant_method`", "what it is", "module"), _methods())
+    yield FORMATS_HEAD
+    yield from _table(("type", "in the file", "in memory"), _formats())
+    ropes = ", ".join(kind for kind in ROPE_KINDS if kind != "factors")
+    yield REFUSED.format(ropes=ropes, activations=", ".join(ACTIVATIONS)).rstrip()
+
+
+def _architectures() -> Iterator[tuple[str, ...]]:
+    for spec in known_specs():
+        module = _module_of(spec)
+        gguf = f"`{spec.gguf.arch}`" if spec.gguf else ""
+        if "MixtralForCausalLM" in spec.architectures:
+            gguf = "`llama`"
+        names = ", ".join(f"`{name}`" for name in spec.architectures)
+        yield names, gguf, _said(sys.modules[module]), f"{module.rpartition('.')[2]}.py"
+
+
+def _module_of(spec: ModelSpec) -> str:
+    modules = (name for name in sys.modules if name.startswith("pdserve.engine.architectures."))
+    return next(name for name in modules if getattr(sys.modules[name], "SPEC", None) is spec)
+
+
+def _methods() -> Iterator[tuple[str, ...]]:
+    by_class: dict[type[QuantizationMethod], list[str]] = {}
+    for name, method in methods().items():
+        by_class.setdefault(method, []).append(name)
+    for method, names in sorted(by_class.items(), key=lambda item: item[1]):
+        module = inspect.getmodule(method)
+        assert module is not None
+        quoted = ", ".join(f"`{name}`" for name in names)
+        yield quoted, _said(module), f"{module.__name__.rpartition('.')[2]}.py"
+
+
+def _said(module: object) -> str:
+    """The first sentence of a module's docstring."""
+    text = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[a-z\)])\. ", text)[0].rstrip(".")
+
+
+def _formats() -> Iterator[tuple[str, ...]]:
+    stored: dict[str, float] = {name: 8.0 * PLAIN[name].itemsize for name in ("F32", "F16", "BF16")}
+    for name, form in formats().items():
+        if isinstance(form, BlockFormat):
+            stored[name] = 8 * form.block_bytes / form.block_values
+    packed = _packed_bits(stored)
+    for name, bits in sorted(stored.items(), key=lambda item: (item[1], item[0])):
+        yield name, f"{bits:.4g}", f"{packed.get(name, 32.0):.4g}"
+
+
+def _packed_bits(stored: Mapping[str, float]) -> dict[str, float]:
+    import numpy as np
+
+    kernels = CpuKernels(1, "generic")
+    found = {}
+    for name, bits in stored.items():
+        if name in FORMATS:
+            blocks = np.zeros((ROWS, int(COLS * bits) // 8), np.uint8)
+            found[name] = 8 * kernels.pack(blocks, name, ROWS, COLS).nbytes / (ROWS * COLS)
+    return found
+
+
+def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(models_page())
