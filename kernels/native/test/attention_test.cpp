@@ -16,6 +16,7 @@ struct Case {
   KvType type;
   int64_t kv_heads, group, head_dim, block_size, position, tokens, window;
   float soft_cap;
+  bool sinks = false;
 };
 
 // Largest error that the storage makes of numbers up to 1, and float32 arithmetic.
@@ -32,13 +33,14 @@ double bound(KvType type) {
 struct Sequence {
   Case shape;
   int64_t length, width;  // keys; floats of a token's queries
-  std::vector<float> keys, values, q;
+  std::vector<float> keys, values, q, sinks;
   std::vector<int64_t> blocks;
 
   Sequence(Random& random, const Case& c)
       : shape(c), length(c.position + c.tokens), width(c.kv_heads * c.group * c.head_dim),
-        keys(length * c.kv_heads * c.head_dim), values(keys.size()), q(c.tokens * width) {
-    for (std::vector<float>* each : {&keys, &values, &q}) {
+        keys(length * c.kv_heads * c.head_dim), values(keys.size()), q(c.tokens * width),
+        sinks(c.sinks ? c.kv_heads * c.group : 0) {
+    for (std::vector<float>* each : {&keys, &values, &q, &sinks}) {
       fill(random, each->data(), static_cast<int64_t>(each->size()));
     }
     for (int64_t b = 0; b < kBlocks; ++b) blocks.push_back((b * 5 + 3) % kBlocks);
@@ -94,6 +96,7 @@ void attend(const Kernels& kernels, const Sequence& s, const KvLayer& kv, int64_
   task.window = s.shape.window;
   task.scale = 1 / std::sqrt(static_cast<float>(s.shape.head_dim));
   task.soft_cap = s.shape.soft_cap;
+  if (s.shape.sinks) task.sinks = s.sinks.data() + head * s.shape.group;
   task.q = q.data() + at;
   task.q_stride = s.width;
   task.out = out + from * s.width + at;
@@ -118,7 +121,7 @@ void check_softmax(const Sequence& s, const float* out) {
     for (int64_t h = 0; h < c.kv_heads * c.group; ++h) {
       const int64_t query = t * s.width + h * c.head_dim, key = h / c.group * c.head_dim;
       std::vector<double> mean(c.head_dim);
-      double total = 0;
+      double total = c.sinks ? std::exp(double{s.sinks[h]}) : 0;
       for (int64_t p = begin; p < end; ++p) {
         double score = 0;
         for (int64_t d = 0; d < c.head_dim; ++d) {
@@ -182,6 +185,7 @@ void check_case(Random& random, const Case& c) {
     batch.scale = 1 / std::sqrt(static_cast<float>(c.head_dim));
     batch.window = c.window;
     batch.soft_cap = c.soft_cap;
+    batch.sinks = c.sinks ? s.sinks.data() : nullptr;
     Pool threads(3, {}, 5);
     Attention attention;
     attention.plan(batch, *target, threads.threads());
@@ -204,6 +208,7 @@ void test_attention() {
         {type, 1, 2, 20, 16, 100, 5, 50, 0},   // a window, a head that is no multiple of 16
         {type, 2, 1, 7, 16, 20, 4, 3, 5},      // a small window, a soft cap, a small head
         {type, 1, 1, 128, 16, 190, 20, 0, 2},
+        {type, 2, 3, 24, 16, 60, 12, 50, 0, true},
     };
     for (const Case& c : cases) {
       if (runs(number++)) check_case(random, c);

@@ -1,5 +1,7 @@
 // Operations on rows: equal bits on every target for any length, near their formulas in double or
 // rounded exactly as they are defined, in place too, and no byte beyond the row read or written.
+#include <algorithm>
+
 #include "kernels.h"
 #include "tests.h"
 
@@ -28,7 +30,7 @@ struct Rows {
 Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   const int64_t cols = in.a.size();
   const float *a = in.a.data(), *b = in.b.data(), *c = in.c.data();
-  Guarded<float> out(12 * cols);
+  Guarded<float> out(13 * cols);
   float* y = out.data();
   kernels.rms_norm(a, nullptr, c, 1e-5f, cols, nullptr, y);
   kernels.rms_norm(a, b, c, 1e-5f, cols, y + cols, y + 2 * cols);
@@ -42,6 +44,7 @@ Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   kernels.layer_norm(a, c, b, 1e-5f, cols, y + 9 * cols);
   kernels.layer_norm(a, c, nullptr, 1e-5f, cols, y + 10 * cols);
   kernels.activated(a, Activation::kGeluTanh, cols, y + 11 * cols);
+  kernels.gated(a, b, Activation::kSwigluOai, cols, y + 12 * cols);
   return out;
 }
 
@@ -57,6 +60,7 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
   for (int64_t i = 0; i < cols; ++i) {
     const double a = in.a[i], b = in.b[i], c = in.c[i];
     const double cubic = 0.79788456080286536 * (a + 0.044715 * a * a * a);
+    const double cut = std::min(a, 7.0), glu = cut / (1 + std::exp(-1.702 * cut));
     const double tanh_gelu = 0.5 * a * (1 + std::tanh(cubic));
     const double want[] = {a / std::sqrt(own / cols + 1e-5) * c,
                            a + b,
@@ -69,8 +73,9 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
                            a + b,
                            (a - mean) / std::sqrt(variance + 1e-5) * c + b,
                            (a - mean) / std::sqrt(variance + 1e-5) * c,
-                           tanh_gelu};
-    for (int k = 0; k < 12; ++k) {
+                           tanh_gelu,
+                           glu * (std::clamp(b, -7.0, 7.0) + 1)};
+    for (int k = 0; k < 13; ++k) {
       float got = out[k * cols + i];
       CHECK(std::fabs(got - want[k]) <= 2e-5 * (1 + std::fabs(want[k])),
             "operation %d of %a, %a: %g, not %g", k, a, b, got, want[k]);
