@@ -1,0 +1,64 @@
+"""Every architecture in a batch of mixed lengths and behind a hand-off: 64 greedy tokens each, the
+same as alone and as transformers has them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from engine_kit import ask, run, tokens
+from handoff_pair import Pair, fresh
+from paged_runner import read_config
+from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
+
+PROMPTS = [
+    torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (70, 5, 33, 48)
+]
+COUNT = 64
+NEAR_TIE = 1e-4  # of logits: both are computed in float32
+
+
+def engine_of(path: Path) -> Engine:
+    config = EngineConfig(
+        model=str(path), kernels="native", kv_dtype="float32", kv_tokens=2048, threads=1
+    )
+    return build_engine(config)[0]
+
+
+def assert_greedy(path: Path, prompt: list[int], answer: list[int]) -> None:
+    """Each token is the best of transformers' logits behind those before it, or as good."""
+    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    model = model_class.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+    behind = logits.max(1).values - logits[torch.arange(len(answer)), answer]
+    assert behind.max() <= NEAR_TIE
+    assert (behind == 0).sum() >= len(answer) - 2
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MULTIMODAL])
+def test_tokens_are_the_same_in_a_batch_and_behind_a_handoff(arch: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "model", arch, seed=4)
+    asked = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
+    alone = [tokens(run(engine_of(path), one))[one.key, 0] for one in asked]
+    for prompt, answer in zip(PROMPTS, alone, strict=True):
+        assert len(answer) == COUNT
+        assert_greedy(path, prompt, answer)
+    together = tokens(run(engine_of(path), *asked))
+    assert [together[one.key, 0] for one in asked] == alone
+    for transport in ("tcp", "shm"):
+        pair = Pair(engine_of(path), engine_of(path), transport, tmp_path)
+        try:
+            sent = [fresh(one) for one in asked]
+            attempts = [pair.hand_off(one) for one in sent]
+            assert [pair.answer(one)[0] for one in sent] == alone
+            pair.wait(lambda: len(pair.sent) == len(sent))  # noqa: B023
+            assert {pair.received[attempt].transport for attempt in attempts} == {transport}
+            pair.assert_clean()
+        finally:
+            pair.close()
