@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -38,6 +38,7 @@ help:
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
+	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
@@ -131,6 +132,9 @@ accept-structure: setup
 
 accept-security: setup
 	$(BIN)/python benchmarks/accept.py security $(ARGS)
+
+accept-models: setup
+	$(BIN)/python benchmarks/accept.py models $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup

@@ -33,8 +33,8 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of keys and values (auto: bf16 with native kernels, else what is computed in; int8: "
-        "native kernels only)",
+        "dtype of keys and values (auto: float16 with native kernels, else what is computed in; "
+        "int8: native kernels only)",
         choices=("auto", "float32", "bf16", "float16", "int8"),
     )
     block_size: int = option(32, "tokens per KV block", min=1, max=1024)

@@ -1,5 +1,6 @@
 """The native CPU kernels: C++, weights packed once, no torch."""
 
+import logging
 from collections.abc import Callable
 
 from pdserve.engine.api.config import EngineConfig
@@ -8,10 +9,14 @@ from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.kv_error import BORNE, int8_score_error
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels.cpu import KV_BLOCK, CpuKernels
 from pdserve.kernels.cpu_sampling import CpuSampling
+
+log = logging.getLogger(__name__)
 
 EXPANDED = {"float32": "F32", "bf16": "BF16"}
 
@@ -22,7 +27,7 @@ class NativeBackend(Backend):
     name = "native"
     kv_dtypes = (*Backend.kv_dtypes, "int8")
     copies_weights = True  # packed
-    default_kv_dtype = "bfloat16"
+    default_kv_dtype = "float16"
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -42,7 +47,16 @@ class NativeBackend(Backend):
         return EXPANDED.get(self._config.weights)
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> NativeDecoder:
-        return NativeDecoder(model, weights, self._kernels, self.kv_dtype)
+        made = NativeDecoder(model, weights, self._kernels, self.kv_dtype)
+        if self.kv_dtype == "int8":
+            error = int8_score_error(model, lambda name: unpack(weights(name)))
+            if error > BORNE:
+                log.warning(
+                    "--kv-dtype int8: this model's keys have large biases, and rounding them to 8 "
+                    "bits changes attention scores by %.2g; float16 does not",
+                    error,
+                )
+        return made
 
     def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
         return KvCache(spec, num_blocks)

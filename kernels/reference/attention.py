@@ -10,14 +10,18 @@ from torch import Tensor
 
 TILE = 256  # query tokens; of 64 to 512 the best, by a little, for chunks of 512 and 2048
 TILE_SCORES = 1 << 25  # of all heads: 128 MiB; tiles over more keys have fewer tokens, at least 8
+MOST_F16 = 65504.0
 FUSED_FROM = 32  # queries of a head from which torch's fused attention wins
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store new keys and values: k, v [T, K, D] at slots int64 [T] = block * block_size + offset.
 
-    kv [blocks, 2, K, block_size, D], keys first; cast to its dtype. Slots must differ.
+    kv [blocks, 2, K, block_size, D], keys first; cast to its dtype, of which float16 takes finite
+    numbers beyond its largest as that one. Slots must differ.
     """
+    if kv.dtype == torch.float16:
+        k, v = (torch.where(x.isfinite(), x.clamp(-MOST_F16, MOST_F16), x) for x in (k, v))
     _, _, heads, block_size, _ = kv.shape
     block, offset = slots // block_size, slots % block_size
     head = torch.arange(heads, device=kv.device)

@@ -327,6 +327,21 @@ def test_what_is_written(type: str) -> None:
         assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
 
 
+def test_float16_keeps_finite_numbers_finite() -> None:
+    """The same bytes on every target; what is infinite or NaN stays so."""
+    s = Sizes(type="float16", kv_heads=1, group=1, head_dim=24, block_size=16)
+    k = torch.randn(1, 1, 24)
+    k[0, 0, :6] = torch.tensor([7e4, -3e38, 65519.0, INFINITE, -INFINITE, float("nan")])
+    for context in ALL:
+        kv = torch.zeros(1, s.block_bytes, dtype=torch.uint8)
+        native.write_kv(context, kv, "float16", 16, k, -k, torch.tensor([5]))
+        keys, values = kv.view(torch.float16).view(2, 16 * 24)
+        assert keys.view(24, 16)[:5, 5].tolist() == [65504, -65504, 65504, INFINITE, -INFINITE]
+        assert keys.view(24, 16)[5, 5].isnan()
+        assert values.view(16, 24)[5, :5].tolist() == [-65504, 65504, -65504, -INFINITE, INFINITE]
+        assert torch.equal(keys.view(24, 16)[6:, 5], k[0, 0, 6:].half())
+
+
 def test_int8_of_zeros_and_of_nothing_finite() -> None:
     s = Sizes(type="int8", kv_heads=1, group=1, head_dim=16)
     cache = Cache(s, [5])

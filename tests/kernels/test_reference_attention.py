@@ -226,6 +226,15 @@ def test_keys_of_another_dtype_are_read_in_that_of_the_queries() -> None:
     torch.testing.assert_close(ours.double(), dense(case, rounded, 0.3), atol=2e-5, rtol=0)
 
 
+def test_float16_keeps_finite_numbers_finite() -> None:
+    kv = torch.zeros(1, 2, 1, 2, 4, dtype=torch.float16)
+    k = torch.tensor([[[7e4, -3e38, math.inf, 0.1]]])
+    reference.write_kv(kv, k, -k, torch.tensor([1]))
+    assert kv[0, 0, 0, 1, :3].tolist() == [65504, -65504, math.inf]
+    assert torch.equal(kv[0, :, 0, 1, 3], torch.tensor([0.1, -0.1]).half())
+    assert k[0, 0, 0] == 7e4, "inputs are only read"
+
+
 @given(
     st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99)
 )

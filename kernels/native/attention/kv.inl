@@ -27,12 +27,19 @@ static I to_bf16(F x) {
   return select(unordered(x), set1_i(0x7fc0), rounded);
 }
 
+// A finite number beyond float16's largest as that one: infinite, a key would make NaN of its row.
+static F within_f16(F x) {
+  const F most = set1(65504.0f);
+  const F cut = max(sub(zero(), most), min(most, x));
+  return select(less(magnitude(x), set1(__builtin_inff())), cut, x);
+}
+
 // Writes 16 (or n) of a row of floats, in the stored type, to `to`.
 static void narrow(const float* x, int64_t n, KvType type, float inverse, uint8_t* to) {
   F a = load_some(x, n);
   if (type == KvType::kF32) store((float*)to, a);
   if (type == KvType::kBf16) store_u16((uint16_t*)to, to_bf16(a));
-  if (type == KvType::kF16) store_f16((uint16_t*)to, a);
+  if (type == KvType::kF16) store_f16((uint16_t*)to, within_f16(a));
   if (type == KvType::kI8) store_i8((int8_t*)to, to_int(mul(a, set1(inverse))));
 }
 

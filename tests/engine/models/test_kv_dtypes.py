@@ -1,0 +1,66 @@
+"""What dtypes of keys and values cost a model whose keys have large biases, and what is said."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_quality import kv_quality, logits_of, write_biased
+from tiny_models import write_tiny
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.architectures import parse_config
+from pdserve.engine.backends.native import NativeBackend
+from pdserve.engine.load import load_model, open_checkpoint
+from pdserve.engine.models.kv_error import int8_score_error
+from pdserve.engine.weights.unpack import unpack
+
+IDS = random.Random(3).choices(range(256), k=256)
+
+
+def test_the_default_is_near_float32_where_keys_have_large_biases(tmp_path: Path) -> None:
+    model = write_biased(tmp_path / "model")
+    exact = logits_of(model, "float32", IDS)
+    found = {name: kv_quality(exact, logits_of(model, name, IDS)) for name in ("bf16", "int8")}
+    default = kv_quality(exact, logits_of(model, "auto", IDS))
+    assert default == kv_quality(exact, logits_of(model, "float16", IDS))
+    assert default.kl <= 0.001
+    assert default.same_top >= 0.99
+    assert 0 < default.kl < found["bf16"].kl / 10
+    assert found["int8"].kl > 0.01, "the biases are not large enough to tell anything"
+
+
+def test_the_default_takes_the_bytes_of_bf16() -> None:
+    assert NativeBackend.default_kv_dtype == "float16"
+
+
+@pytest.mark.parametrize(("largest", "said"), [(200.0, True), (1.0, False)])
+def test_int8_is_warned_of_where_a_model_cannot_bear_it(
+    largest: float, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_biased(tmp_path / "model", largest)
+    for kv_dtype in ("auto", "int8"):
+        caplog.clear()
+        load_model(EngineConfig(model=str(model), kv_dtype=kv_dtype), lambda *_: None)
+        warned = [r for r in caplog.records if "rounding them to 8 bits changes" in r.getMessage()]
+        assert len(warned) == (said and kv_dtype == "int8")
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen2"])
+def test_what_is_known_of_the_error(arch: str, tmp_path: Path) -> None:
+    """Nothing without biases, or behind a norm; otherwise it grows with the largest."""
+    overrides = {"attention_bias": True} if arch == "qwen3" else {}
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "model", arch, **overrides))
+    config = parse_config(checkpoint.hf_config)
+
+    def error(factor: float) -> float:
+        return int8_score_error(
+            config,
+            lambda name: unpack(checkpoint.tensor(name)) * np.float32(1 + factor * ("k_p" in name)),
+        )
+
+    if arch == "qwen2":
+        assert error(99) == pytest.approx(100 * error(0))
+        assert error(0) > 0
+    else:
+        assert error(0) == error(99) == 0
