@@ -147,7 +147,7 @@ bench-formats: setup
 	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
 
 docs: setup
-	PYTHONPATH=tests/support $(BIN)/python tests/support/models_page.py
+	$(BIN)/python tests/support/models_page.py > docs/models.md
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

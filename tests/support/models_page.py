@@ -1,11 +1,10 @@
-"""docs/models.md, made from what the code knows: `make docs` writes it, tests/test_models_page.py
-compares it."""
+"""docs/models.md, made from what the code knows: a program that prints the page. `make docs` writes
+it, tests/test_models_page.py compares it."""
 
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from pdserve.engine.architectures import known_specs
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
@@ -17,8 +16,6 @@ from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/models.md"
 MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"
 ROWS, COLS = 64, 1024
 HEAD = """\
@@ -53,11 +50,6 @@ activations other than {activations}, tensors
 that the config has no use for or lacks, and GGUF keys that could change results and that nobody
 reads.
 """
-
-
-def models_page() -> str:
-    """The whole page."""
-    return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
@@ -135,4 +127,4 @@ def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator
 
 
 if __name__ == "__main__":
-    PAGE.write_text(models_page())
+    print("\n".join(_lines()))

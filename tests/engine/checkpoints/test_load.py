@@ -213,7 +213,7 @@ def test_kernels_of_the_decoder(options: dict[str, Any], native: bool, tmp_path:
     decoder = load(gguf, **options).decoder
     assert isinstance(decoder, NativeDecoder) == native
     assert decoder.kv_groups[0].keys_by_dim == native
-    assert decoder.kv_groups[0].dtype == ("bfloat16" if native else "float32")
+    assert decoder.kv_groups[0].dtype == ("float16" if native else "float32")
 
 
 @pytest.mark.parametrize(
