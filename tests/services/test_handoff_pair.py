@@ -244,11 +244,14 @@ def test_busy_beyond_the_promises(make_pair: MakePair) -> None:
 
 
 def cancel_at_first_chunk(pair: Pair, key: str) -> Callable[[Step], None]:
-    """A prefill hook: decode hears of the cancel before it can have the last frame."""
+    """A prefill hook: decode has cancelled before the second chunk is computed."""
 
     def hook(step: Step) -> None:
         if any(isinstance(event, PrefillComputed) and event.key == key for event in step.events):
-            pair.decode_thread.post(lambda _: pair.receiver.cancel(bytes.fromhex(key), "cancel"))
+            cancelled = pair.decode_thread.post(
+                lambda _: pair.receiver.cancel(bytes.fromhex(key), "cancel")
+            )
+            cancelled.result(LIMIT_S)
 
     return hook
 
