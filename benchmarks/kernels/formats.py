@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def copies(source: Stored) -> list[Matrix]:
     return [first, *(source.pack() for _ in range(WORKING_SET // first.nbytes))]
 
 
-def measure(kernels: CpuKernels, name: str) -> dict[str, object]:
+def measure(kernels: CpuKernels, name: str) -> dict[str, Any]:
     source = stored(kernels, name)
     rival = LARGE if source.bits > 7 else SMALL
     mine, theirs = copies(source), copies(stored(kernels, rival))
@@ -125,11 +125,15 @@ def measure(kernels: CpuKernels, name: str) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def known() -> list[str]:
+    """The formats that have a packed form."""
     names = [name for name, form in formats().items() if isinstance(form, BlockFormat)]
-    known = [name for name in names if name in FORMATS] + list(GROUPED)
+    return [name for name in names if name in FORMATS] + list(GROUPED)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("formats", nargs="*", default=known, metavar="FORMAT")
+    parser.add_argument("formats", nargs="*", default=known(), metavar="FORMAT")
     kernels = CpuKernels()
     print(json.dumps({"numerics": kernels.numerics, "pairs": PAIRS}), flush=True)
     for name in parser.parse_args().formats:

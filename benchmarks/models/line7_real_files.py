@@ -1,0 +1,103 @@
+"""Line 7: on real files the first NEW greedy tokens are llama.cpp's, on LEAST of PROMPTS prompts
+each. Where one differs both tokens must be nearly as good: their logits in float32 are less than
+NEAR apart, and the line lists them.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from engine_kit import ask, run, tokens
+from paged_runner import PagedRunner, load_decoder
+from tokenizers import Tokenizer
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.load import open_checkpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from peers import PEERS, install_llama
+from servers import LlamaServer
+from weights import gemma_gguf, shipped_gguf
+
+PROSE = Path(__file__).parents[1] / "text/prose.txt"
+PROMPTS, NEW, LEAST, NEAR = 20, 32, 18, 0.3
+
+
+def prompts(model: Path) -> Iterator[list[int]]:
+    """PROMPTS beginnings of paragraphs of prose, of 8 to 100 tokens."""
+    text = open_checkpoint(model).text_files()
+    tokenizer = Tokenizer.from_str(text.tokenizer_json.decode())
+    bos = [text.bos_id] if text.adds_bos and text.bos_id is not None else []
+    paragraphs = [p for p in PROSE.read_text().split("\n\n") if len(p) > 300]
+    for number in range(PROMPTS):
+        ids = tokenizer.encode(paragraphs[number % len(paragraphs)], add_special_tokens=False).ids
+        begin = number // len(paragraphs) * 20
+        yield bos + ids[begin : begin + 8 + 92 * number // (PROMPTS - 1)]
+
+
+def theirs(model: Path, asked: list[list[int]], folder: Path) -> list[list[int]]:
+    with LlamaServer(model, folder / "llama.log") as server:
+        found = []
+        for ids in asked:
+            body = {
+                "prompt": ids,
+                "n_predict": NEW,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "return_tokens": True,
+                "cache_prompt": False,
+            }
+            answer = httpx.post(f"{server.url}/completion", json=body, timeout=120)
+            answer.raise_for_status()
+            found.append(answer.json()["tokens"])
+    return found
+
+
+def ours(model: Path, asked: list[list[int]]) -> list[list[int]]:
+    engine, _ = build_engine(EngineConfig(model=str(model), kv_tokens=4096))
+    requests = [ask(str(n), ids, max_tokens=NEW, ignore_eos=True) for n, ids in enumerate(asked)]
+    found = tokens(run(engine, *requests))
+    return [found[request.key, 0] for request in requests]
+
+
+def gap(model: Path, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any]:
+    """Where two answers part, and how far apart the logits of the two tokens are in float32."""
+    at = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    runner = PagedRunner(load_decoder(model))
+    logits = runner.step({"x": prompt + a[:at]})["x"][-1]
+    between = abs(float(logits[a[at]] - logits[b[at]]))
+    best = float(logits.max() - torch.maximum(logits[a[at]], logits[b[at]]))
+    return {"token": at, "gap": round(between, 3), "from_best": round(best, 3)}
+
+
+def measure(model: Path, folder: Path) -> dict[str, Any]:
+    asked = list(prompts(model))
+    mine, other = ours(model, asked), theirs(model, asked, folder)
+    assert all(len(ids) == NEW for ids in mine + other)
+    differ = [
+        {"prompt": number, **gap(model, asked[number], a, b)}
+        for number, (a, b) in enumerate(zip(mine, other, strict=True))
+        if a != b
+    ]
+    near = all(one["gap"] < NEAR and one["from_best"] < NEAR for one in differ)
+    equal = PROMPTS - len(differ)
+    return {"ok": equal >= LEAST and near, "equal": equal, "of": PROMPTS, "differ": differ}
+
+
+def main() -> None:
+    PEERS.mkdir(parents=True, exist_ok=True)
+    install_llama()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {m.stem: measure(m, Path(folder)) for m in (shipped_gguf(), gemma_gguf())}
+    print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))
+
+
+if __name__ == "__main__":
+    main()
