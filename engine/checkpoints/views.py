@@ -66,7 +66,9 @@ class View:
             raw = raw.matrix(self.matrix.number)
         if self.transposed:
             if raw.format not in PLAIN or len(raw.shape) != 2:
-                raise CheckpointError(f"tensor {self.source} of {raw.format} is stored transposed")
+                raise CheckpointError(
+                    f"tensor {self.source} is {raw.format}, which cannot be transposed"
+                )
             raw = raw.transposed()
         if self.rows is not None:
             raw = raw.rows(self.rows)

@@ -71,7 +71,7 @@ def stored_experts(config: "ModelConfig") -> dict[str, View]:
         gate = f"{mlp}shared_expert_gate.weight"  # in many GGUF files a vector
         views[gate] = View(gate, is_row=True)
         count, size = layer.feed_forward.num_experts, layer.feed_forward.size
-        rows = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
+        rows = {"gate_proj": slice(0, size), "up_proj": slice(size, None)}
         for expert in range(count):
             one = Nth(expert, count)
             for ours, theirs in MIXTRAL.items():

@@ -1,8 +1,8 @@
 """Experts of gpt-oss: 4-bit floats with an exponent for 32 of them (OCP MX).
 
-`x_blocks` uint8 [experts, outputs, groups, 16] (or without the third border) holds two values a
-byte, the first in the low nibble, `x_scales` uint8 [experts, outputs, groups] the exponents; `x`
-names no module, but all experts of a layer.
+`x_blocks` uint8 [experts, outputs, groups, 16] (or the last two dims as one) holds two values a
+byte, the first in the low nibble, `x_scales` uint8 [experts, outputs, groups] the exponents; `x` is
+the name of a projection of all experts of a layer.
 """
 
 from collections.abc import Collection, Mapping

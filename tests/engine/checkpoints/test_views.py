@@ -72,7 +72,7 @@ def test_blocks_have_no_transpose(tmp_path: Path) -> None:
     gguf = open_checkpoint(write_gguf(source, tmp_path / "m.gguf", "Q8_0"))
     name = "model.layers.0.mlp.up_proj.weight"
     viewed = ViewedCheckpoint(gguf, {"a": View(name, transposed=True)})
-    with pytest.raises(CheckpointError, match=f"{name} of Q8_0 is stored transposed"):
+    with pytest.raises(CheckpointError, match=f"{name} is Q8_0, which cannot be transposed"):
         viewed.tensor("a")
 
 
