@@ -74,7 +74,12 @@ def gap(model: Path, prompt: list[int], a: list[int], b: list[int]) -> dict[str,
     logits = runner.step({"x": prompt + a[:at]})["x"][-1]
     between = abs(float(logits[a[at]] - logits[b[at]]))
     best = float(logits.max() - torch.maximum(logits[a[at]], logits[b[at]]))
-    return {"token": at, "gap": round(between, 3), "from_best": round(best, 3)}
+    return {
+        "token": at,
+        "gap": round(between, 3),
+        "from_best": round(best, 3),
+        "ours_is_better": bool(logits[a[at]] > logits[b[at]]),
+    }
 
 
 def measure(model: Path, folder: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from pdserve.engine.models.parts import (
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.formats.grouped import SCALES
+from pdserve.engine.weights.formats.grouped import SCALES, ZEROS
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
@@ -291,6 +291,8 @@ def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool
 def fits_groups(raw: RawTensor) -> bool:
     """Whether the kernels have its sizes of groups."""
     width = raw.shape[1] // raw.parts[SCALES].shape[1]
+    if raw.format == "INT8" and width == 16 and ZEROS not in raw.parts:
+        return raw.shape[1] % 32 == 0
     if raw.format in ("INT4", "INT8"):
         return bool(width % 32 == 0)
     return raw.format == "FP8" or raw.shape[1] % 32 == 0

@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[GroupedFormat, int, type[np.generic], bool]] = {
     "INT8 of 64": (INT8, 64, np.float16, False),
     "INT8 of 32, bf16, zeros": (INT8, 32, np.uint16, True),
     "INT8 of 96": (INT8, 96, np.float32, False),
+    "INT8 of 16": (INT8, 16, np.float32, False),
     "FP8 of 128": (FP8, 128, np.float32, False),
     "FP8 of a row, bf16": (FP8, 0, np.uint16, False),
     "FP4 of 16": (FP4, 16, np.uint8, False),

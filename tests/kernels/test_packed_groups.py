@@ -26,8 +26,14 @@ def test_wrong_groups_raise(context: _native.Context) -> None:
     pack("INT4", codes, ones)
     with pytest.raises(ValueError, match="no packed layout for groups of 'INT5'"):
         pack("INT5", codes, ones)
-    with pytest.raises(ValueError, match="multiples of 32"):
-        pack("INT8", codes, ones)
+    pack("INT8", codes, ones)
+    for form, groups in (("INT8", 8), ("INT4", 8)):
+        with pytest.raises(ValueError, match="multiples of 32"):
+            pack(form, codes, np.ones((3, groups), np.float32))
+    with pytest.raises(ValueError, match="groups of 16 integers are an even number, without zeros"):
+        pack("INT8", codes, ones, np.zeros((3, 4), np.uint8))
+    with pytest.raises(ValueError, match="groups of 16 integers are an even number, without zeros"):
+        pack("INT8", codes[:, :48].copy(), np.ones((3, 3), np.float32))
     with pytest.raises(ValueError, match="FP4, and no other, has E4M3 scales"):
         pack("FP4", codes, ones)
     with pytest.raises(ValueError, match="evenly"):

@@ -11,7 +11,7 @@ from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
 from pdserve.engine.models.hf_config.standard import ACTIVATIONS
 from pdserve.engine.models.rope import ROPE_KINDS
 from pdserve.engine.models.spec import ModelSpec
-from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights.format import BLOCKS, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.kernels.cpu import FORMATS, CpuKernels
@@ -37,8 +37,8 @@ Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_conf
 FORMATS_HEAD = """
 ## GGUF types
 
-Bits of a weight, in the file and in memory on the native kernels. 32 in memory: the type has no
-packed form and is expanded at load, and the log says so.
+Bits of a weight, in the file and in memory on the native kernels. IQ1 to IQ3 and TQ become levels
+of 8 bits with a scale for each of their groups, at load and without loss.
 """
 REFUSED = """
 ## What is refused
@@ -113,9 +113,15 @@ def _packed_bits(stored: Mapping[str, float]) -> dict[str, float]:
     kernels = CpuKernels(1, "generic")
     found = {}
     for name, bits in stored.items():
+        blocks = np.zeros((ROWS, int(COLS * bits) // 8), np.uint8)
         if name in FORMATS:
-            blocks = np.zeros((ROWS, int(COLS * bits) // 8), np.uint8)
-            found[name] = 8 * kernels.pack(blocks, name, ROWS, COLS).nbytes / (ROWS * COLS)
+            packed = kernels.pack(blocks, name, ROWS, COLS)
+        else:
+            raw = formats()[name].packable(RawTensor({BLOCKS: blocks}, name, (ROWS, COLS)))
+            if raw.format == name:
+                continue
+            packed = kernels.pack_groups(raw.format, **raw.parts)
+        found[name] = 8 * packed.nbytes / (ROWS * COLS)
     return found
 
 

@@ -1,5 +1,8 @@
 """Formats of three levels: minus one, zero, one."""
 
-from pdserve.engine.weights.by_gguf import gguf_format
+from pdserve.engine.weights.formats.levels import halves, level_format
 
-FORMATS = (gguf_format("TQ1_0", 256, 54), gguf_format("TQ2_0", 256, 66))
+FORMATS = (
+    level_format("TQ1_0", 256, 54, lambda blocks: halves(blocks[:, 52:54])),
+    level_format("TQ2_0", 256, 66, lambda blocks: halves(blocks[:, 64:66])),
+)

@@ -36,7 +36,9 @@ static Run* run_of(const Matrix& m) {
       return codes    ? &int8_linear<Kind<Quants::kFives, kCodes, kMinima>>
              : minima ? &int8_linear<Kind<Quants::kFives, kHalf, kMinima>>
                       : &int8_linear<Kind<Quants::kFives, kHalf, kNone, 4>>;
-    case Layout::kU8: return run_of_integers<Quants::kBytes, 7>(m);
+    case Layout::kU8:
+      return m.group == 16 ? &int8_linear<Kind<Quants::kBytes, Scales::kF32, kNone, 7, 16>>
+                           : run_of_integers<Quants::kBytes, 7>(m);
     case Layout::kFp4:
       return m.scales == kHalf          ? &int8_linear<Kind<Quants::kFp4, kHalf, kNone, 4, 16>>
              : m.scales == Scales::kBf16 ? &int8_linear<Kind<Quants::kFp4, Scales::kBf16, kNone, 4>>

@@ -306,6 +306,10 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
     }
     require_no_nan(pool, from.d, from.rows, from.groups);
     m.scales = Scales::kE4m3;
+  } else if (from.layout == Layout::kU8 && group == 16) {
+    if (from.zeros || from.cols % kBlock) {
+      throw std::invalid_argument("groups of 16 integers are an even number, without zeros");
+    }
   } else {
     if (group % kBlock) throw std::invalid_argument("groups of integers are multiples of 32 columns");
     if (from.cols / kBlock >= (int64_t{1} << 32) / (group / kBlock)) {  // group_of would be wrong

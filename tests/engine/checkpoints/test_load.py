@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_runner import PagedRunner, load_decoder
 from safetensors.torch import load_file, save_file
 from tiny_models import shipped_model, write_tiny
 from write_gguf import write_gguf
@@ -194,6 +195,21 @@ def test_a_model_loads_within_inference_mode(kernels: str, tmp_path: Path) -> No
     with torch.inference_mode():
         loaded = load(gguf, weights="bf16", kernels=kernels)
     assert loaded.card.weights_digest == load(gguf).card.weights_digest
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XS", "IQ1_S", "TQ1_0", "MXFP4"])
+def test_no_type_of_few_bits_is_expanded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+    folder = write_tiny(tmp_path / "hf", "llama", num_attention_heads=4, **sizes)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", kind)
+    ids = list(range(3, 60))
+    found = PagedRunner(load(gguf, kv_dtype="float32").decoder).step({"x": ids})["x"]
+    exact = PagedRunner(load_decoder(gguf)).step({"x": ids})["x"]
+    assert "kept as float32" not in caplog.text
+    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
+    assert exact.std() > 0.01, "logits too flat to tell anything"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from pdserve.engine.checkpoints.gguf.reader import TYPES, block_size
 from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.formats.levels import LevelFormat
 from pdserve.engine.weights.plain import PLAIN, empty
 from pdserve.engine.weights.unpack import as_plain, unpack, unpack_into
 
@@ -40,6 +41,36 @@ def random_raw(name: str, rows: int, blocks_per_row: int, seed: int) -> RawTenso
 
 def test_every_type_that_gguf_expands_is_known() -> None:
     assert set(dequantized_by_gguf()) == {*BLOCK_FORMATS, *PLAIN} - {"F64"}
+
+
+LEVEL_FORMATS = sorted(n for n, kind in BLOCK_FORMATS.items() if isinstance(kind, LevelFormat))
+
+
+@pytest.mark.parametrize("tame", [True, False], ids=["finite scales", "any scales"])
+@pytest.mark.parametrize("name", LEVEL_FORMATS)
+def test_levels_of_8_bits_are_the_same_values(name: str, tame: bool) -> None:
+    raw = random_raw(name, rows=37, blocks_per_row=5, seed=2)
+    if not tame:
+        size = raw.parts[BLOCKS].shape
+        data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
+        one = BLOCK_FORMATS[name].block_bytes
+        data[:, :one], data[:, one : 2 * one] = 0, 255  # a scale of 0, and one that is no number
+        raw = RawTensor({BLOCKS: data}, name, raw.shape)
+    packed = BLOCK_FORMATS[name].packable(raw)
+    assert (packed.format, packed.shape) == ("INT8", raw.shape)
+    assert packed.parts["codes"].min() >= 1, "no level is -128"
+    expected = unpack(raw)
+    same = np.isfinite(expected)
+    assert same.all() == tame
+    np.testing.assert_array_equal(unpack(packed)[same], expected[same])
+    assert not np.isfinite(unpack(packed)[~same]).any()
+
+
+def test_the_types_below_4_bits_that_no_layout_holds_have_levels() -> None:
+    small = {
+        name for name, kind in BLOCK_FORMATS.items() if kind.block_bytes * 2 < kind.block_values
+    }
+    assert set(LEVEL_FORMATS) == small - {"Q2_K", "Q3_K"}
 
 
 @pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))

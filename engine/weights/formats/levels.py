@@ -1,0 +1,80 @@
+"""Block formats whose values are levels of 8 bits times a scale for each group of a block.
+
+A codebook or a packing of three levels is of no use to kernels: they get the levels.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.weights.bits import Bytes
+from pdserve.engine.weights.by_gguf import gguf_expand
+from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
+
+CHUNK_VALUES = 1 << 18  # of one task
+FORMATS = ()
+
+
+@dataclass(frozen=True)
+class LevelFormat(BlockFormat):
+    """`scales` gives float32 [blocks, groups]; each value is a whole multiple of its own, within
+    127."""
+
+    scales: Callable[[Bytes], Floats]
+
+    def packable(self, raw: RawTensor) -> RawTensor:
+        """As INT8: the same values, exactly."""
+        blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
+        scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
+        codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
+
+        def convert(start: int) -> None:
+            some = slice(start, start + step)
+            with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
+                scales[some] = self.scales(blocks[some])
+                codes[some] = self._codes(blocks[some], scales[some])
+
+        step = max(1, CHUNK_VALUES // self.block_values)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(convert, range(0, len(blocks), step)))
+        rows = raw.shape[0]
+        parts: dict[str, NDArray[Any]] = {
+            CODES: codes.reshape(rows, -1),
+            SCALES: scales.reshape(rows, -1),
+        }
+        return RawTensor(parts, INT8.name, raw.shape, raw.columns)
+
+    def _codes(self, blocks: Bytes, scales: Floats) -> Bytes:
+        levels = self.expand(blocks).reshape(*scales.shape, -1)
+        levels /= scales[..., None]
+        levels[~np.isfinite(levels)] = 0  # the scale is 0, or no number
+        codes: Bytes = (np.rint(levels) + 128).astype(np.uint8)
+        return codes.reshape(len(blocks), -1)
+
+
+def level_format(
+    name: str, block_values: int, block_bytes: int, scales: Callable[[Bytes], Floats]
+) -> LevelFormat:
+    """The format of that GGUF type name."""
+    return LevelFormat(name, block_values, block_bytes, gguf_expand(name), scales)
+
+
+def halves(stored: Bytes) -> Floats:
+    """float16 numbers, two bytes each: [blocks, 2 n] to [blocks, n]."""
+    return np.ascontiguousarray(stored).view(np.float16).astype(np.float32)
+
+
+def nibbles(stored: Bytes) -> Bytes:
+    """[blocks, n] to [blocks, 2 n], the low one first."""
+    return np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(stored), -1)
+
+
+def words(stored: Bytes, size: type[np.unsignedinteger]) -> NDArray[Any]:
+    """Little-endian integers of that size: [blocks, bytes] to [blocks, n]."""
+    return np.ascontiguousarray(stored).view(size)
