@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights.format import BLOCKS, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import GroupedFormat
+from pdserve.engine.weights.formats.levels import LevelFormat
 from pdserve.kernels._native import Matrix, linear_into
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
@@ -50,6 +51,10 @@ GROUPED = {
 }
 
 
+FORMATS_OF_BLOCKS = [name for name in formats() if name in FORMATS]
+LEVELS = [name for name, form in formats().items() if isinstance(form, LevelFormat)]
+
+
 class Stored(NamedTuple):
     """A weight of ROWS x COLS as files have it."""
 
@@ -67,6 +72,14 @@ def stored(kernels: CpuKernels, name: str) -> Stored:
     if name == "MXFP4":  # bytes of exponents: these would be numbers that cost more
         data[:, :: form.block_bytes] = 120
     bits = 8 * form.block_bytes / form.block_values
+    if isinstance(form, LevelFormat):
+        raw = RawTensor({BLOCKS: data}, name, (ROWS, COLS))
+
+        def pack_levels() -> Matrix:
+            levels = form.packable(raw)
+            return kernels.pack_groups(levels.format, **levels.parts)
+
+        return Stored(bits, pack_levels)
     return Stored(bits, lambda: kernels.pack(data, name, ROWS, COLS))
 
 
@@ -127,8 +140,7 @@ def measure(kernels: CpuKernels, name: str) -> dict[str, Any]:
 
 def known() -> list[str]:
     """The formats that have a packed form."""
-    names = [name for name, form in formats().items() if isinstance(form, BlockFormat)]
-    return [name for name in names if name in FORMATS] + list(GROUPED)
+    return [*FORMATS_OF_BLOCKS, *LEVELS, *GROUPED]
 
 
 def main() -> None:
