@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.bits import Bytes
+from pdserve.engine.weights.bits import Bytes, half
 from pdserve.engine.weights.by_gguf import gguf_format
 from pdserve.engine.weights.format import Floats
-from pdserve.engine.weights.formats.levels import halves, level_format, nibbles, words
+from pdserve.engine.weights.formats.grouped import nibbles
+from pdserve.engine.weights.levels import level_format, words
 
 EIGHTH = np.float32(0.125)
 
 
 def _iq1_s(blocks: Bytes) -> Floats:
     factors = words(blocks[:, 34:50], np.uint16) >> 12 & 7
-    return halves(blocks[:, :2]) * (2 * factors + 1).astype(np.float32) * EIGHTH
+    return half(blocks, 0) * (2 * factors + 1).astype(np.float32) * EIGHTH
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
@@ -33,7 +34,7 @@ def _iq1_m(blocks: Bytes) -> Floats:
 
 
 def _iq2(blocks: Bytes, factors: NDArray[Any]) -> Floats:
-    return halves(blocks[:, :2]) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(0.25)
+    return half(blocks, 0) * (np.float32(0.5) + factors.astype(np.float32)) * np.float32(0.25)
 
 
 def _iq2_xxs(blocks: Bytes) -> Floats:
@@ -50,11 +51,11 @@ def _iq2_s(blocks: Bytes) -> Floats:
 
 def _iq3_xxs(blocks: Bytes) -> Floats:
     factors = (words(blocks[:, 66:98], np.uint32) >> 28).astype(np.float32)
-    return halves(blocks[:, :2]) * (np.float32(0.5) + factors) * np.float32(0.5)
+    return half(blocks, 0) * (np.float32(0.5) + factors) * np.float32(0.5)
 
 
 def _iq3_s(blocks: Bytes) -> Floats:
-    return halves(blocks[:, :2]) * (1 + 2 * nibbles(blocks[:, 106:110])).astype(np.float32)
+    return half(blocks, 0) * (1 + 2 * nibbles(blocks[:, 106:110])).astype(np.float32)
 
 
 FORMATS = (

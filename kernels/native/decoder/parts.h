@@ -130,8 +130,8 @@ class AttentionPart : public Part {
   float soft_cap = 0;  // 0: none
   int64_t window = 0;  // keys a token sees; 0: all
   int64_t group = 0;   // whose block tables it uses; parts of one group are planned alike
-  std::vector<float> sinks;  // [heads], or empty
-  KvLayer kv;          // its memory in the pool, set before the first step
+  std::vector<float> sinks;  // [heads], or empty: scores beside those of the keys
+  KvLayer kv;                // its memory in the pool, set before the first step
 
   const char* kind() const override { return kKind; }
   Writes writes() const override { return Writes::kElsewhere; }

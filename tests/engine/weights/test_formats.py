@@ -8,7 +8,7 @@ import torch
 from pdserve.engine.checkpoints.gguf.reader import TYPES, block_size
 from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.formats.levels import LevelFormat
+from pdserve.engine.weights.levels import LevelFormat
 from pdserve.engine.weights.plain import PLAIN, empty
 from pdserve.engine.weights.unpack import as_plain, unpack, unpack_into
 

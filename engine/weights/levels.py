@@ -18,7 +18,6 @@ from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
 from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
 
 CHUNK_VALUES = 1 << 18  # of one task
-FORMATS = ()
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,6 @@ def level_format(
 ) -> LevelFormat:
     """The format of that GGUF type name."""
     return LevelFormat(name, block_values, block_bytes, gguf_expand(name), scales)
-
-
-def halves(stored: Bytes) -> Floats:
-    """float16 numbers, two bytes each: [blocks, 2 n] to [blocks, n]."""
-    return np.ascontiguousarray(stored).view(np.float16).astype(np.float32)
-
-
-def nibbles(stored: Bytes) -> Bytes:
-    """[blocks, n] to [blocks, 2 n], the low one first."""
-    return np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(stored), -1)
 
 
 def words(stored: Bytes, size: type[np.unsignedinteger]) -> NDArray[Any]:
