@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.checkpoints.digest import quantized_digest
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
@@ -20,8 +21,10 @@ from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextF
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
+from pdserve.engine.models.isq import isq_formats
 from pdserve.engine.models.layer import HEAD, tensor_shapes
 from pdserve.engine.models.rope import BY_CONTEXT
+from pdserve.engine.weights.mix import find_type
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +46,13 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
 
     `progress` gets what is being done and the fraction of it, from any thread.
     Raises CheckpointError with a message for the person who named the model, ValueError for options
-    that contradict each other or a backend that is not installed.
+    that contradict each other or name what is not known or not installed.
     """
     chosen = choose(config)  # before anything takes time
+    isq = find_type(config.isq) if config.isq else ""
     found = resolve(config.model, progress)
     try:
-        return _load(config, found, chosen, progress)
+        return _load(config, found, chosen, isq, progress)
     except (CheckpointError, UnsupportedModel) as error:
         if str(found.path) in str(error):
             raise CheckpointError(str(error)) from error
@@ -59,6 +63,7 @@ def _load(
     config: EngineConfig,
     found: Resolved,
     chosen: type[Backend],
+    isq: str,
     progress: Progress,
 ) -> LoadedModel:
     """Raises CheckpointError and UnsupportedModel."""
@@ -72,9 +77,11 @@ def _load(
     checkpoint = spec.view(checkpoint, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
+    check_names(checkpoint, tensor_shapes(model), {HEAD} if model.tied_head else set())
+    quantized = isq_formats(isq, model, checkpoint.layout) if isq else {}
     backend = chosen(config)
-    decoder, digest = _load_weights(checkpoint, model, backend, progress)
-    card = _card(config, found, checkpoint, text, model, digest)
+    decoder, digest = _load_weights(checkpoint, model, backend, quantized, progress)
+    card = _card(config, found, checkpoint, text, model, quantized, digest)
     return LoadedModel(decoder, backend, card)
 
 
@@ -105,22 +112,26 @@ def _text_files(checkpoint: Checkpoint) -> TextFiles:
 
 
 def _load_weights(
-    checkpoint: Checkpoint, model: ModelConfig, backend: Backend, progress: Progress
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    backend: Backend,
+    quantized: Mapping[str, str],
+    progress: Progress,
 ) -> tuple[ModelDecoder, str]:
     """(decoder, weights digest)."""
-    shapes = tensor_shapes(model)
-    check_names(checkpoint, shapes, {HEAD} if model.tied_head else set())
     cache = DigestCache()
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    doing = "quantizing weights" if quantized else "loading weights"
     with WeightLoader(
         checkpoint,
-        shapes,
+        tensor_shapes(model),
         backend.weights_format,
         threads,
         hashed=digest is None,
         copied=backend.copies_weights,
-        progress=lambda fraction: progress("loading weights", fraction),
+        progress=lambda fraction: progress(doing, fraction),
+        quantized=quantized,
     ) as weights:
         decoder = backend.decoder(model, weights)
         if digest is None:
@@ -129,7 +140,7 @@ def _load_weights(
     if weights.expanded_bytes:
         megabytes = weights.expanded_bytes / 1e6
         log.info("weights expanded to %s: %.0f MB", backend.weights_format, megabytes)
-    return decoder, digest
+    return decoder, quantized_digest(digest, quantized) if quantized else digest
 
 
 def _card(
@@ -138,8 +149,11 @@ def _card(
     checkpoint: Checkpoint,
     text: TextFiles,
     model: ModelConfig,
+    quantized: Mapping[str, str],
     digest: str,
 ) -> CardData:
+    layouts = {name: checkpoint.layout(name) for name in tensor_shapes(model)}
+    layouts |= {name: layouts[name]._replace(format=format) for name, format in quantized.items()}
     stats = [os.stat(file) for file in checkpoint.files]
     return CardData(
         name=config.served_name or found.name,
@@ -153,7 +167,7 @@ def _card(
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         weights_digest=digest,
-        quantization=quantization_label(checkpoint, tensor_shapes(model)),
+        quantization=quantization_label(layouts.values()),
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
         generation_config=text.generation_config,

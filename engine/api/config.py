@@ -31,6 +31,10 @@ class EngineConfig:
         "else float32 on cpu, bf16 on cuda)",
         choices=("auto", "quantized", "bf16", "float32"),
     )
+    isq: str = option(
+        "",
+        "quantize plain weights while they load: q4_0, q4_1, q5_0, q5_1, q8_0, q2k to q6k",
+    )
     kv_dtype: str = option(
         "auto",
         "dtype of keys and values (auto: float16 with native kernels, else what is computed in; "

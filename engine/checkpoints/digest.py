@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.quantize import VERSION as QUANTIZER
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:
@@ -33,6 +34,13 @@ def leaf(name: str, raw: RawTensor) -> bytes:
         content = hashlib.sha256(content + raw.columns.tobytes()).digest()
     head = json.dumps([name, raw.format, list(raw.shape)], separators=(",", ":")).encode()
     return hashlib.sha256(b"\0" + content + head).digest()
+
+
+def quantized_digest(digest: str, formats: Mapping[str, str]) -> str:
+    """The digest of weights that were quantized at load: the stored ones', and the format of each
+    tensor that was quantized, by name."""
+    told = [digest, QUANTIZER, sorted(formats.items())]
+    return hashlib.sha256(b"quantized " + json.dumps(told).encode()).hexdigest()
 
 
 def merkle_root(leaves: Mapping[str, bytes]) -> str:

@@ -4,18 +4,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from pdserve.engine.checkpoints.source import Checkpoint
+from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.plain import PLAIN
 
 LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 
 
-def quantization_label(checkpoint: Checkpoint, names: Iterable[str]) -> str:
+def quantization_label(layouts: Iterable[Layout]) -> str:
     """The format of most weights in matrices, by number of values: "Q4_1", "bf16"."""
     assert LABELS.keys() == PLAIN.keys()
     values: Counter[str] = Counter()
-    for name in names:
-        stored = checkpoint.layout(name)
+    for stored in layouts:
         if len(stored.shape) > 1:
             values[stored.format] += math.prod(stored.shape)
     dominant = values.most_common(1)[0][0]

@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
-
-from numpy.typing import NDArray
+from types import MappingProxyType, TracebackType
 
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
 from pdserve.engine.weights.format import VALUES, RawTensor
-from pdserve.engine.weights.plain import empty
+from pdserve.engine.weights.plain import PLAIN, empty
+from pdserve.engine.weights.quantize import quantize_into, quantized_empty
 from pdserve.engine.weights.unpack import unpack_into
 
 PIECE_VALUES = 1 << 22  # of one task
@@ -71,14 +69,17 @@ class WeightLoader:
         hashed: bool,
         copied: bool,
         progress: Callable[[float], None],
+        quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Loads in the order of `shapes`. `format` names the plain numbers to which matrices are
-        expanded; None leaves them as they are stored, as vectors always are. `copied`: the caller
+        expanded; None leaves them as they are stored, as vectors always are. `quantized` names the
+        blocks that matrices are quantized to before that. `copied`: the caller
         has copied what it was given when it asks for the next, so that the file's pages need not
         stay in memory. `progress` gets a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._format = format
+        self._quantized = quantized
         self._hashed = hashed
         self._copied = copied
         self._given = ""  # the last name
@@ -135,24 +136,45 @@ class WeightLoader:
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
             self._leaves[name].add_done_callback(lambda _: self._release(name))
-        if self._format in (None, raw.format) or len(raw.shape) < 2:
+        stored = self._quantized.get(name, raw.format)
+        format = stored if len(raw.shape) < 2 else self._format or stored
+        if format == raw.format:
             self._pending[name] = _Pending(raw, [])
             self._count(math.prod(raw.shape))
             return
-        out = empty(raw.shape, self._format)
-        self.expanded_bytes += out.nbytes
-        rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, out.size))
+        if format in PLAIN:
+            result = RawTensor({VALUES: empty(raw.shape, format)}, format, raw.shape)
+            self.expanded_bytes += result.nbytes
+        else:
+            result = quantized_empty(raw.shape, format)
+        values = math.prod(raw.shape)
+        rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, values))
         pieces = [
-            self._pool.submit(self._expand, raw, out, slice(start, start + rows))
-            for start in range(0, raw.shape[0], rows)
+            self._pool.submit(
+                self._convert, name, raw.rows(some), self._quantized.get(name), result.rows(some)
+            )
+            for some in (slice(at, at + rows) for at in range(0, raw.shape[0], rows))
         ]
-        self._pending[name] = _Pending(RawTensor({VALUES: out}, self._format, raw.shape), pieces)
+        self._pending[name] = _Pending(result, pieces)
 
-    def _expand(self, raw: RawTensor, out: NDArray[Any], some: slice) -> None:
-        """Some rows of one tensor."""
-        assert self._format is not None
-        unpack_into(raw.rows(some), out[some], self._format)
-        self._count(out[some].size)
+    def _convert(self, name: str, raw: RawTensor, quantized: str | None, out: RawTensor) -> None:
+        """Some rows of one tensor, if `quantized` by way of that format."""
+        if quantized and quantized != out.format:
+            blocks = quantized_empty(raw.shape, quantized)
+            self._quantize(name, raw, blocks)
+            raw = blocks
+        if out.format in PLAIN:
+            unpack_into(raw, out.parts[VALUES], out.format)
+        else:
+            self._quantize(name, raw, out)
+        self._count(math.prod(raw.shape))
+
+    @staticmethod
+    def _quantize(name: str, raw: RawTensor, out: RawTensor) -> None:
+        try:
+            quantize_into(raw, out)
+        except ValueError as error:
+            raise CheckpointError(f"tensor {name}: {error}") from error
 
     def _release(self, name: str) -> None:
         if self._copied and name:

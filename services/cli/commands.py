@@ -115,6 +115,16 @@ COMMANDS = {
             (("server", CLI + "ClientSettings", ()),),
         ),
         Command(
+            "quantize",
+            "write a quantized copy of a GGUF model",
+            "pdserve.services.cli.quantize:run",
+            (("quantization", CLI + "QuantizeSettings", ()),),
+            (
+                Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
+                Positional("out", "the file that is written"),
+            ),
+        ),
+        Command(
             "health",
             "probe host:port (gRPC) or a URL (HTTP); exit code 0 if it serves",
             "pdserve.services.cli.health:run",

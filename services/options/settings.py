@@ -58,6 +58,13 @@ class CertsSettings:
 
 
 @dataclass(frozen=True)
+class QuantizeSettings:
+    """What a model is quantized to."""
+
+    type: str = option("q4k", "q4_0, q4_1, q5_0, q5_1, q8_0, or q2k to q6k")
+
+
+@dataclass(frozen=True)
 class HealthSettings(CertificateSettings):
     """How long a probe waits; with certificates it shows that of the process that it probes."""
 

@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 
 from pdserve.engine.checkpoints.gguf.config import ReadMetadata, common_config
+from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
-from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
-from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
-from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
-from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
 # Divisors of rope's frequencies, by what config.py calls them.
@@ -37,22 +33,22 @@ class GgufCheckpoint:
         """Raises CheckpointError if a file is missing or malformed, the architecture is not known
         or a tensor has no place in it.
         """
-        readers = _read_shards(path)
+        readers = read_shards(path)
         self._metadata = readers[0].metadata
         self._paths = tuple(str(reader.path) for reader in readers)
         arch = self._metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise CheckpointError(f"{path}: metadata key general.architecture is missing")
         architecture, self._mapping = find_mapping(arch)
-        stored = _merge(readers)
+        stored = merge(readers)
         factors = {
-            key: unpack(_raw(*stored.pop(name), name)).tolist()
+            key: unpack(raw_tensor(*stored.pop(name), name)).tolist()
             for key, name in ROPE_FACTORS.items()
             if name in stored
         }
         if "token_embd.weight" not in stored:
             raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
-        self._tensors: dict[str, tuple[MappedFile, TensorInfo]] = {}
+        self._tensors: dict[str, Place] = {}
         for name, place in stored.items():
             hf_name = self._mapping.hf_name(name)
             if hf_name is None:
@@ -94,7 +90,7 @@ class GgufCheckpoint:
     def tensor(self, name: str) -> RawTensor:
         if name not in self._tensors:
             raise unknown_tensor(name, self._tensors)
-        raw = _raw(*self._tensors[name], name)
+        raw = raw_tensor(*self._tensors[name], name)
         if key := self._mapping.heads_key(name):
             heads = self._config.get(key, self._config["num_attention_heads"])
             return _unpermuted(raw, heads, name)
@@ -105,7 +101,7 @@ class GgufCheckpoint:
 
     def release(self, name: str) -> None:
         file, info = self._tensors[name]
-        file.release(info.start, _raw(file, info, name).nbytes)
+        file.release(info.start, raw_tensor(file, info, name).nbytes)
 
     def text_files(self) -> TextFiles:
         with _well_formed(self._paths[0]):
@@ -119,50 +115,6 @@ def _well_formed(path: Path | str) -> Iterator[None]:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the metadata is malformed: {error}") from error
-
-
-def _read_shards(path: Path) -> list[GgufReader]:
-    """All files, the first one first."""
-    paths = [path.with_name(name) for name in shard_names(path.name)]
-    if len(paths) == 1:
-        return [GgufReader(path)]
-    missing = [part.name for part in paths if not part.exists()]
-    if missing:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of {len(paths)} parts are missing: {', '.join(missing[:5])}"
-        )
-    readers = [GgufReader(part) for part in paths]
-    for n, reader in enumerate(readers):
-        said = (reader.metadata.get("split.no", n), reader.metadata.get("split.count", len(paths)))
-        if said != (n, len(paths)):
-            raise CheckpointError(f"{reader.path} says it is part {said[0]} (from 0) of {said[1]}")
-    return readers
-
-
-def _merge(readers: list[GgufReader]) -> dict[str, tuple[MappedFile, TensorInfo]]:
-    stored: dict[str, tuple[MappedFile, TensorInfo]] = {}
-    for reader in readers:
-        for name, info in reader.tensors.items():
-            if name in stored:
-                raise CheckpointError(f"{reader.path}: tensor {name} is in another part too")
-            stored[name] = (reader.file, info)
-    total = readers[0].metadata.get("split.tensors.count", len(stored))
-    if total != len(stored):
-        raise CheckpointError(f"{readers[0].path}: {len(stored)} tensors in all parts, not {total}")
-    return stored
-
-
-def _raw(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
-    """A view of the file."""
-    if info.format in PLAIN:
-        values = file.array(PLAIN[info.format], info.shape, info.start)
-        return RawTensor({VALUES: values}, info.format, info.shape)
-    kind = formats().get(info.format)
-    if not isinstance(kind, BlockFormat):
-        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, which is no weight")
-    shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
-    blocks = file.array(np.dtype(np.uint8), shape, info.start)
-    return RawTensor({BLOCKS: blocks}, info.format, info.shape)
 
 
 def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.weights.mix import Role
+
 Metadata = Mapping[str, Any]  # GGUF key -> number, bool, str or list of them
 
 TENSORS = {
@@ -40,6 +42,17 @@ TENSORS = {
     "blk.{n}.ffn_up_shexp": "model.layers.{n}.mlp.shared_experts.up_proj",
     "blk.{n}.ffn_down_shexp": "model.layers.{n}.mlp.shared_experts.down_proj",
 }
+# What matrices do that a mix of formats treats apart. Routers are left as they are.
+ROLES = {
+    "attn_k": Role.KEY,
+    "attn_v": Role.VALUE,
+    "attn_qkv": Role.QKV,
+    "attn_output": Role.OUTPUT,
+    "ffn_down": Role.DOWN,
+    "ffn_down_exps": Role.DOWN,
+    "ffn_down_shexp": Role.DOWN,
+}
+NOT_QUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")
 # Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
@@ -81,3 +94,17 @@ class GgufMapping:
         whose rows are not."""
         module = hf_name.split(".")[-2:-1]
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
+
+
+def tensor_role(gguf_name: str, tied: bool) -> tuple[Role, int] | None:
+    """What a matrix does, and in which layer; None for what is never quantized. `tied`: the model
+    has no head of its own."""
+    parts = gguf_name.split(".")
+    if parts[-1] != "weight" or gguf_name.startswith("rope_"):
+        return None
+    if parts[0] != "blk":
+        is_head = parts[0] == ("token_embd" if tied else "output")
+        return (Role.HEAD if is_head else Role.OTHER), 0
+    if parts[2] in NOT_QUANTIZED or parts[2].endswith("norm"):
+        return None
+    return ROLES.get(parts[2], Role.OTHER), int(parts[1])

@@ -1,5 +1,7 @@
 // Numbers of 16 bits as floats and back, exactly; by arithmetic, because not every compiler has the types.
 #pragma once
+#include <algorithm>
+
 #include "base/common.h"
 
 namespace pdserve {
@@ -38,6 +40,22 @@ inline bool exact_half(float value, uint16_t& half) {
   }
   half = static_cast<uint16_t>(sign | (exponent - 112) << 10 | (bits >> 13 & 0x3FF));
   return exponent <= 142 && !(bits & 0x1FFF);
+}
+
+// The nearest float16, ties to even; infinity beyond its range.
+inline uint16_t half_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+  if (rest >= 0x7F800000) return static_cast<uint16_t>(sign | (rest > 0x7F800000 ? 0x7E00 : 0x7C00));
+  if (rest < 113u << 23) {  // a multiple of 2^-24: the sum rounds it
+    const float shifted = float_of_bits(rest) + 0.5f;
+    uint32_t moved;
+    std::memcpy(&moved, &shifted, 4);
+    return static_cast<uint16_t>(sign | (moved - 0x3F000000));
+  }
+  const uint32_t rounded = rest - (112u << 23) + 0xFFF + (rest >> 13 & 1);
+  return static_cast<uint16_t>(sign | std::min(rounded >> 13, 0x7C00u));
 }
 
 }  // namespace pdserve

@@ -1,0 +1,60 @@
+"""The tensors of a GGUF model, in one file or split over several, as they are stored."""
+
+from pathlib import Path
+
+import numpy as np
+
+from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
+from pdserve.engine.checkpoints.gguf.shards import shard_names
+from pdserve.engine.checkpoints.mapped import MappedFile
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.plain import PLAIN
+
+Place = tuple[MappedFile, TensorInfo]
+
+
+def read_shards(path: Path) -> list[GgufReader]:
+    """All files of the model that `path` is one of, the first one first. Raises CheckpointError."""
+    paths = [path.with_name(name) for name in shard_names(path.name)]
+    if len(paths) == 1:
+        return [GgufReader(path)]
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {len(paths)} parts are missing: {', '.join(missing[:5])}"
+        )
+    readers = [GgufReader(part) for part in paths]
+    for n, reader in enumerate(readers):
+        said = (reader.metadata.get("split.no", n), reader.metadata.get("split.count", len(paths)))
+        if said != (n, len(paths)):
+            raise CheckpointError(f"{reader.path} says it is part {said[0]} (from 0) of {said[1]}")
+    return readers
+
+
+def merge(readers: list[GgufReader]) -> dict[str, Place]:
+    """The tensors of all files, by GGUF's names. Raises CheckpointError."""
+    stored: dict[str, Place] = {}
+    for reader in readers:
+        for name, info in reader.tensors.items():
+            if name in stored:
+                raise CheckpointError(f"{reader.path}: tensor {name} is in another part too")
+            stored[name] = (reader.file, info)
+    total = readers[0].metadata.get("split.tensors.count", len(stored))
+    if total != len(stored):
+        raise CheckpointError(f"{readers[0].path}: {len(stored)} tensors in all parts, not {total}")
+    return stored
+
+
+def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
+    """A view of the file. Raises CheckpointError for a format that holds no weights."""
+    if info.format in PLAIN:
+        values = file.array(PLAIN[info.format], info.shape, info.start)
+        return RawTensor({VALUES: values}, info.format, info.shape)
+    kind = formats().get(info.format)
+    if not isinstance(kind, BlockFormat):
+        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, which is no weight")
+    shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
+    blocks = file.array(np.dtype(np.uint8), shape, info.start)
+    return RawTensor({BLOCKS: blocks}, info.format, info.shape)

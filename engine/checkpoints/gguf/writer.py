@@ -1,0 +1,141 @@
+"""Writes a quantized copy of a GGUF model. Any architecture: what is not understood is copied."""
+
+import errno
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
+from pdserve.engine.checkpoints.gguf.mapping import tensor_role
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.weights.format import BLOCKS, RawTensor
+from pdserve.engine.weights.mix import TYPES, Model, fitting, mixed
+from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
+
+PIECE_VALUES = 1 << 22  # of one task
+# Not copied: the writer's own, and of how the model was split.
+OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
+OWN_GROUPS = ("GGUF.", "split.")
+VERSION = 2  # general.quantization_version: of GGML's block formats
+MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # by which llama.cpp calls ours
+
+
+def quantize_gguf(
+    source: Path, target: Path, type: str, progress: Callable[[float], None]
+) -> Counter[str]:
+    """Writes `target`, one file, and gives the number of its tensors of each format.
+
+    `type` is one of TYPES. Matrices that are stored as plain numbers are quantized; vectors, routers
+    and what is quantized already are copied. `progress` gets the fraction that is done. Raises
+    CheckpointError if the source cannot be read or holds nothing to quantize, FileExistsError if
+    there is a target, OSError if it cannot be written; then there is none afterwards.
+    """
+    readers = read_shards(source)
+    metadata, stored = readers[0].metadata, merge(readers)
+    formats = _formats(type, metadata, stored)
+    if not formats:
+        found = ", ".join(sorted({info.format for _, info in stored.values()}))
+        raise CheckpointError(f"{source}: there is nothing to quantize ({found})")
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "it exists already", str(target))
+    part = target.with_name(f".{target.name}.part")
+    try:
+        counted = _write(readers[0].path, part, type, stored, formats, progress)
+        os.rename(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    return counted
+
+
+def _formats(type: str, metadata: dict[str, Any], stored: dict[str, Place]) -> dict[str, str]:
+    """The new format of each tensor that gets one."""
+
+    def number(key: str) -> int:
+        found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
+        return int(found) if isinstance(found, int) else max((int(n) for n in found), default=0)
+
+    heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
+    about = Model(
+        number("block_count"), heads // (kv_heads or heads or 1), number("expert_count") > 0
+    )
+    found: dict[str, str] = {}
+    for name, (_, info) in stored.items():
+        placed = tensor_role(name, tied="output.weight" not in stored)
+        if placed is None or len(info.shape) < 2 or info.format not in PLAIN:
+            continue
+        format = fitting(mixed(type, *placed, about), info.shape[-1])
+        if format:
+            found[name] = format
+    return found
+
+
+def _write(
+    first: Path,
+    target: Path,
+    type: str,
+    stored: dict[str, Place],
+    formats: dict[str, str],
+    progress: Callable[[float], None],
+) -> Counter[str]:
+    import gguf  # slow to import, and only this needs it
+
+    fields = gguf.GGUFReader(first).fields
+    writer = gguf.GGUFWriter(target, fields["general.architecture"].contents())
+    for key, field in fields.items():
+        if key not in OWN_KEYS and not key.startswith(OWN_GROUPS):
+            content, (kind, *item) = field.contents(), field.types
+            if not item or content:  # the package writes no empty arrays
+                writer.add_key_value(key, content, kind, item[-1] if item else None)
+    main = TYPES[type]
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{MIXES.get(main, main)}"])
+    writer.add_quantization_version(VERSION)
+    if "general.alignment" in fields:
+        writer.data_alignment = fields["general.alignment"].contents()
+    counted: Counter[str] = Counter()
+    for name, (_, info) in stored.items():
+        format = formats.get(name, info.format)
+        counted[format] += 1
+        size = quantized_bytes(info.shape, format) if name in formats else info.num_bytes
+        code = gguf.GGMLQuantizationType[format]
+        writer.add_tensor_info(name, info.shape, np.dtype(np.float32), size, code)
+    total, done = sum(info.num_bytes for _, info in stored.values()), 0
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for name, (file, info) in stored.items():
+                if name in formats:
+                    content = _quantized(raw_tensor(file, info, name), formats[name], name, pool)
+                else:
+                    content = file.array(np.dtype(np.uint8), (info.num_bytes,), info.start)
+                writer.write_tensor_data(content)
+                file.release(info.start, info.num_bytes)
+                done += info.num_bytes
+                progress(done / total)
+    finally:
+        writer.close()
+    return counted
+
+
+def _quantized(
+    raw: RawTensor, format: str, name: str, pool: ThreadPoolExecutor
+) -> NDArray[np.uint8]:
+    """The blocks, made by all threads."""
+    out = quantized_empty(raw.shape, format)
+    rows = max(1, PIECE_VALUES * raw.shape[0] // math.prod(raw.shape))
+    pieces = (slice(at, at + rows) for at in range(0, raw.shape[0], rows))
+    try:
+        list(pool.map(lambda some: quantize_into(raw.rows(some), out.rows(some)), pieces))
+    except ValueError as error:
+        raise CheckpointError(f"tensor {name}: {error}") from error
+    blocks: NDArray[np.uint8] = out.parts[BLOCKS]
+    return blocks

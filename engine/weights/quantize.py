@@ -1,0 +1,47 @@
+"""Values into blocks of a GGUF type, by the native kernels: the same bytes on every machine."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.unpack import unpack
+from pdserve.kernels import _native
+
+VERSION = 1  # raise it with any change of a result
+QUANTIZED = frozenset(_native.quantized_formats())
+CHUNK_VALUES = 1 << 18  # of float32 in memory at a time
+
+
+def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
+    """Bytes of a matrix or a stack of them in one of QUANTIZED. Raises ValueError if a row is no
+    whole number of blocks."""
+    assert format in QUANTIZED
+    found = formats()[format]
+    assert isinstance(found, BlockFormat)
+    return math.prod(shape[:-1]) * found.row_bytes(shape[-1])
+
+
+def quantized_empty(shape: tuple[int, ...], format: str) -> RawTensor:
+    """Room for a matrix or a stack of them. Raises ValueError if a row is no whole number of
+    blocks."""
+    row_bytes = quantized_bytes(shape[-1:], format)
+    return RawTensor({BLOCKS: np.empty((*shape[:-1], row_bytes), np.uint8)}, format, shape)
+
+
+def quantize_into(raw: RawTensor, out: RawTensor) -> None:
+    """Writes the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
+    a value that is not finite, or too large for a float16 scale."""
+    assert raw.shape == out.shape, (raw.shape, out.shape)
+    step = max(1, CHUNK_VALUES // max(1, int(np.prod(raw.shape[1:]))))
+    for start in range(0, raw.shape[0], step):
+        some = slice(start, start + step)
+        _write(unpack(raw.rows(some)), out.format, out.parts[BLOCKS][some])
+
+
+def _write(values: Floats, format: str, blocks: NDArray[np.uint8]) -> None:
+    matrix = np.ascontiguousarray(values).reshape(-1, values.shape[-1])
+    if not _native.quantize_into(format, matrix, blocks.reshape(len(matrix), -1)):
+        raise ValueError(f"a value is not finite, or too large for {format}")

@@ -1,0 +1,234 @@
+// Blocks of 256 values in groups whose scales (and minima) are themselves quantized: the K formats.
+//
+// Each group's scale is searched: steps near the one that the group's range asks for are tried, and
+// for the levels of each the scale (and minimum) of least weighted squared error is solved for.
+// Then the scales of all groups are rounded, and the levels chosen anew for the rounded ones.
+
+constexpr int kValues = 256;
+
+// To the nearest whole number, ties to even: behind the addition a float has no fraction left.
+inline float rounded_level(float x, int least, int most) {
+  constexpr float kNoFraction = 12582912;  // 1.5 * 2^23
+  const float within = std::min(std::max(x, static_cast<float>(least)), static_cast<float>(most));
+  return within + kNoFraction - kNoFraction;
+}
+
+inline int level(float x, int least, int most) {
+  return static_cast<int>(rounded_level(x, least, most));
+}
+
+// What a value's error counts: more for a larger one.
+template <int Size>
+void weigh(const float* x, float* weight) {
+  float squares = 0;
+  for (int i = 0; i < Size; ++i) squares += x[i] * x[i];
+  const float mean = std::sqrt(squares / Size);
+  for (int i = 0; i < Size; ++i) weight[i] = mean + std::fabs(x[i]);
+}
+
+// Values are d * level, the levels from -half to half - 1.
+template <int Size>
+float fit_scale(const float* x, const float* weight, int half) {
+  const float top = largest(x, Size);
+  if (inverse(top) == 0) return 0;
+  float best = 0, best_d = 0;
+  for (int step = -9; step <= 9; ++step) {
+    const float id = -(static_cast<float>(half) + 0.1f * static_cast<float>(step)) / top;
+    float xq = 0, qq = 0;
+    for (int i = 0; i < Size; ++i) {
+      const float q = rounded_level(x[i] * id, -half, half - 1);
+      xq += weight[i] * x[i] * q;
+      qq += weight[i] * q * q;
+    }
+    if (qq > 0 && xq * xq > best * qq) {  // what the squared error falls by
+      best = xq * xq / qq;
+      best_d = xq / qq;
+    }
+  }
+  return best_d;
+}
+
+struct Line {
+  float d, minimum;  // values are d * level - minimum; neither is negative
+};
+
+// The levels are from 0 to top; steps are tried from (top + first) to (top + last) over the range.
+template <int Size>
+Line fit_line(const float* x, const float* weight, int top, float first, float last, float by) {
+  const auto [low, high] = std::minmax_element(x, x + Size);
+  const float least = std::min(*low, 0.0f), range = *high - least;
+  if (inverse(range) == 0) return {0, -least};
+  float sum_w = 0, sum_x = 0;
+  for (int i = 0; i < Size; ++i) {
+    sum_w += weight[i];
+    sum_x += weight[i] * x[i];
+  }
+  const auto error = [&](const float* q, float d, float minimum) {
+    float sum = 0;
+    for (int i = 0; i < Size; ++i) {
+      const float off = d * q[i] - minimum - x[i];
+      sum += weight[i] * off * off;
+    }
+    return sum;
+  };
+  Line best{range / static_cast<float>(top), -least};
+  float best_error = INFINITY, q[Size];
+  for (float more = first; more <= last; more += by) {
+    const float id = (static_cast<float>(top) + more) / range;
+    float sum_q = 0, sum_qq = 0, sum_xq = 0;
+    for (int i = 0; i < Size; ++i) {
+      q[i] = rounded_level((x[i] - least) * id, 0, top);
+      sum_q += weight[i] * q[i];
+      sum_qq += weight[i] * q[i] * q[i];
+      sum_xq += weight[i] * x[i] * q[i];
+    }
+    Line line{1 / id, -least};
+    const float spread = sum_w * sum_qq - sum_q * sum_q;
+    if (spread > 0) {
+      line.d = (sum_w * sum_xq - sum_x * sum_q) / spread;
+      line.minimum = (sum_q * sum_xq - sum_qq * sum_x) / spread;
+    }
+    if (line.minimum < 0 || line.d < 0) {  // a line through 0
+      line = {sum_qq > 0 ? std::max(0.0f, sum_xq / sum_qq) : 0, 0};
+    }
+    const float off = error(q, line.d, line.minimum);
+    if (off < best_error) {
+      best_error = off;
+      best = line;
+    }
+  }
+  return best;
+}
+
+// Rounded scales and minima of all groups: a group's are scale[g] * d and minimum[g] * m.
+template <int Groups>
+struct Lines {
+  int scale[Groups], minimum[Groups];
+  float d, m;  // as float16 has them
+
+  Lines(const Line (&lines)[Groups], int top, uint8_t* d_at, uint8_t* m_at) {
+    float most_d = 0, most_m = 0;
+    for (const Line& line : lines) {
+      most_d = std::max(most_d, line.d);
+      most_m = std::max(most_m, line.minimum);
+    }
+    d = put_half(most_d / static_cast<float>(top), d_at);
+    m = put_half(most_m / static_cast<float>(top), m_at);
+    for (int g = 0; g < Groups; ++g) {
+      scale[g] = level(lines[g].d * inverse(d), 0, top);
+      minimum[g] = level(lines[g].minimum * inverse(m), 0, top);
+    }
+  }
+
+  int level_of(float x, int g, int top) const {
+    const float step = d * static_cast<float>(scale[g]);
+    return level((x + m * static_cast<float>(minimum[g])) * inverse(step), 0, top);
+  }
+};
+
+// Fields of `width` bits: runs of `at_once` bytes hold the levels of 8 / width such runs in turn.
+inline void write_fields(const int* levels, int width, int at_once, int bytes, uint8_t* out) {
+  const int per_byte = 8 / width;
+  for (int byte = 0; byte < bytes; ++byte) {
+    const int run = byte / at_once, at = byte % at_once;
+    int packed = 0;
+    for (int field = 0; field < per_byte; ++field) {
+      const int value = levels[(run * per_byte + field) * at_once + at] & ((1 << width) - 1);
+      packed |= value << (field * width);
+    }
+    out[byte] = static_cast<uint8_t>(packed);
+  }
+}
+
+void write_q2_k(const float* x, uint8_t* block) {
+  Line lines[16];
+  float weight[16];
+  for (int g = 0; g < 16; ++g) {
+    for (int i = 0; i < 16; ++i) weight[i] = std::fabs(x[16 * g + i]);
+    lines[g] = fit_line<16>(x + 16 * g, weight, 3, -0.5f, 1.0f, 0.1f);
+  }
+  const Lines<16> rounded(lines, 15, block + 80, block + 82);
+  for (int g = 0; g < 16; ++g) {
+    block[g] = static_cast<uint8_t>(rounded.scale[g] | rounded.minimum[g] << 4);
+  }
+  int levels[kValues];
+  for (int i = 0; i < kValues; ++i) levels[i] = rounded.level_of(x[i], i / 16, 3);
+  write_fields(levels, 2, 32, 64, block + 16);
+}
+
+// Four and five bits: groups of 32, scales and minima of six bits in twelve bytes.
+template <int Bits>
+void write_q45_k(const float* x, uint8_t* block) {
+  constexpr int kTop = (1 << Bits) - 1;
+  Line lines[8];
+  float weight[32];
+  for (int g = 0; g < 8; ++g) {
+    const float* at = x + 32 * g;
+    weigh<32>(at, weight);
+    lines[g] = Bits == 4 ? fit_line<32>(at, weight, kTop, -1.0f, 1.0f, 0.1f)
+                         : fit_line<32>(at, weight, kTop, -0.5f, 1.0f, 0.1f);
+  }
+  const Lines<8> rounded(lines, 63, block, block + 2);
+  uint8_t* packed = block + 4;
+  for (int g = 0; g < 4; ++g) {
+    const int scale = rounded.scale[g + 4], minimum = rounded.minimum[g + 4];
+    packed[g] = static_cast<uint8_t>(rounded.scale[g] | (scale >> 4) << 6);
+    packed[g + 4] = static_cast<uint8_t>(rounded.minimum[g] | (minimum >> 4) << 6);
+    packed[g + 8] = static_cast<uint8_t>((scale & 15) | (minimum & 15) << 4);
+  }
+  int levels[kValues];
+  for (int i = 0; i < kValues; ++i) levels[i] = rounded.level_of(x[i], i / 32, kTop);
+  if (Bits == 4) {
+    write_fields(levels, 4, 32, 128, block + 16);
+    return;
+  }
+  write_fields(levels, 4, 32, 128, block + 48);
+  for (int& one : levels) one >>= 4;
+  write_fields(levels, 1, 32, 32, block + 16);
+}
+
+// Rounded scales of 16 groups of 16 values without minima: a group's is scale[g] * d.
+struct Scales16 {
+  int scale[16];
+  float d;  // as float16 has it
+
+  Scales16(const float* x, int half, int most, uint8_t* d_at) {
+    float found[16], weight[16];
+    for (int g = 0; g < 16; ++g) {
+      weigh<16>(x + 16 * g, weight);
+      found[g] = fit_scale<16>(x + 16 * g, weight, half);
+    }
+    d = put_half(largest(found, 16) / static_cast<float>(-most), d_at);
+    for (int g = 0; g < 16; ++g) scale[g] = level(found[g] * inverse(d), -most, most - 1);
+  }
+
+  int level_of(float x, int g, int half) const {  // from 0
+    const float step = d * static_cast<float>(scale[g]);
+    return level(x * inverse(step), -half, half - 1) + half;
+  }
+};
+
+void write_q3_k(const float* x, uint8_t* block) {
+  const Scales16 rounded(x, 4, 32, block + 108);
+  int levels[kValues], scales[16];
+  for (int i = 0; i < kValues; ++i) levels[i] = rounded.level_of(x[i], i / 16, 4);
+  write_fields(levels, 2, 32, 64, block + 32);
+  for (int& one : levels) one >>= 2;
+  write_fields(levels, 1, 32, 32, block);
+  for (int g = 0; g < 16; ++g) scales[g] = rounded.scale[g] + 32;
+  write_fields(scales, 4, 8, 8, block + 96);
+  for (int& one : scales) one >>= 4;
+  write_fields(scales, 2, 4, 4, block + 104);
+}
+
+void write_q6_k(const float* x, uint8_t* block) {
+  const Scales16 rounded(x, 32, 128, block + 208);
+  int levels[kValues];
+  for (int i = 0; i < kValues; ++i) levels[i] = rounded.level_of(x[i], i / 16, 32);
+  write_fields(levels, 4, 64, 128, block);
+  for (int& one : levels) one >>= 4;
+  write_fields(levels, 2, 32, 64, block + 128);
+  for (int g = 0; g < 16; ++g) {
+    block[192 + g] = static_cast<uint8_t>(static_cast<int8_t>(rounded.scale[g]));
+  }
+}

@@ -1,0 +1,44 @@
+"""`pdserve quantize MODEL OUT` writes a quantized copy of a GGUF model."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.services.options.options import OptionError
+from pdserve.services.options.settings import QuantizeSettings
+from pdserve.services.options.sources import Settings
+
+MEGABYTE = 1_000_000
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Returns 1 with a message if the model cannot be read, or the file not written."""
+    from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
+    from pdserve.engine.checkpoints.resolve import resolve
+    from pdserve.engine.checkpoints.source import CheckpointError
+    from pdserve.engine.weights.mix import find_type
+    from pdserve.services.local.progress import progress_on
+
+    try:
+        type = find_type(settings.build(QuantizeSettings).type)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    target = Path(positionals["out"])
+    view = progress_on(sys.stderr)
+    try:
+        source = resolve(positionals["model"], view.update).path
+        if source.is_dir():
+            raise CheckpointError(
+                f"{source} is a directory: quantize reads GGUF, which llama.cpp's "
+                f"convert_hf_to_gguf.py makes of it; --isq {type} quantizes it while it is loaded"
+            )
+        counted = quantize_gguf(source, target, type, lambda part: view.update(target.name, part))
+    except (CheckpointError, OSError) as error:
+        view.close()
+        print(f"pdserve quantize: {error}", file=sys.stderr)
+        return 1
+    view.close()
+    formats = ", ".join(f"{count} {format}" for format, count in counted.most_common())
+    size = target.stat().st_size / MEGABYTE
+    print(f"{target}: {size:.0f} MB, from {source.stat().st_size / MEGABYTE:.0f}; {formats}")
+    return 0
