@@ -138,7 +138,7 @@ class WeightLoader:
             self._leaves[name].add_done_callback(lambda _: self._release(name))
         stored = self._quantized.get(name, raw.format)
         format = stored if len(raw.shape) < 2 else self._format or stored
-        if format == raw.format:
+        if format == raw.format and name not in self._quantized:
             self._pending[name] = _Pending(raw, [])
             self._count(math.prod(raw.shape))
             return

@@ -8,18 +8,18 @@ from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, layer_parts
 from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, Linear, Part
-from pdserve.engine.weights.mix import Model, Role, fitting, mixed
+from pdserve.engine.weights.mix import MatrixRole, ModelSize, fitting, mixed
 from pdserve.engine.weights.plain import PLAIN
 
 log = logging.getLogger(__name__)
 
-QKV = (Role.OTHER, Role.KEY, Role.VALUE)
+QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
 
 
 def isq_formats(type: str, model: ModelConfig, layout: Callable[[str], Layout]) -> dict[str, str]:
     """The format of each matrix that is stored as plain numbers, by name; vectors, routers and what
     is quantized already stay as they are. Raises CheckpointError if that leaves none."""
-    about = Model(
+    about = ModelSize(
         model.num_layers,
         model.num_heads // model.num_kv_heads,
         any(isinstance(p, Experts) for n in range(model.num_layers) for p in layer_parts(model, n)),
@@ -48,16 +48,16 @@ def isq_formats(type: str, model: ModelConfig, layout: Callable[[str], Layout]) 
     return found
 
 
-def _matrices(model: ModelConfig) -> Iterator[tuple[str, Role, int]]:
+def _matrices(model: ModelConfig) -> Iterator[tuple[str, MatrixRole, int]]:
     """Name, role and layer of each."""
-    yield EMBEDDING, Role.HEAD if model.tied_head else Role.OTHER, 0
+    yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
     for n in range(model.num_layers):
         yield from ((name, role, n) for name, role in _of_layer(layer_parts(model, n)))
     if not model.tied_head:
-        yield HEAD, Role.HEAD, model.num_layers - 1
+        yield HEAD, MatrixRole.HEAD, model.num_layers - 1
 
 
-def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, Role]]:
+def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, MatrixRole]]:
     before: Part | None = None  # the last part that is no norm
     for part in parts:
         match part:
@@ -69,17 +69,17 @@ def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, Role]]:
                 yield from zip(names, roles, strict=True)
             case Experts():
                 for expert in (*part.experts, *((part.shared,) if part.shared else ())):
-                    yield from ((spec.name, Role.OTHER) for spec in expert.gate_up.weights)
-                    yield from ((spec.name, Role.DOWN) for spec in expert.down.weights)
+                    yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)
+                    yield from ((spec.name, MatrixRole.DOWN) for spec in expert.down.weights)
         if isinstance(part, Linear | Attention | Gate | Activate):
             before = part
 
 
-def _role_behind(part: Part | None) -> Role:
+def _role_behind(part: Part | None) -> MatrixRole:
     """Of the matrix that follows it."""
     match part:
         case Attention():
-            return Role.OUTPUT
+            return MatrixRole.OUTPUT
         case Gate() | Activate():
-            return Role.DOWN
-    return Role.OTHER
+            return MatrixRole.DOWN
+    return MatrixRole.OTHER

@@ -18,7 +18,7 @@ BLOCK_VALUES = {name: 256 if name.endswith("K") else 32 for name in TYPES.values
 MANY_HEADS = 4  # so many query heads share a value head: its matrix is small
 
 
-class Role(Enum):
+class MatrixRole(Enum):
     """What a matrix does."""
 
     HEAD = "head"  # or a tied embedding
@@ -30,7 +30,7 @@ class Role(Enum):
     OTHER = "other"
 
 
-class Model(NamedTuple):
+class ModelSize(NamedTuple):
     """What a mix depends on."""
 
     num_layers: int
@@ -47,33 +47,33 @@ def find_type(name: str) -> str:
     return found
 
 
-def mixed(type: str, role: Role, layer: int, model: Model) -> str:
+def mixed(type: str, role: MatrixRole, layer: int, model: ModelSize) -> str:
     """The format of one matrix in a model of `type`, if its rows fit."""
     main = TYPES[type]
     if main == "Q8_0":
         return main
-    if role is Role.HEAD:
+    if role is MatrixRole.HEAD:
         return "Q6_K"
-    if role in (Role.KEY, Role.VALUE) and model.has_experts:  # small beside the experts
+    if role in (MatrixRole.KEY, MatrixRole.VALUE) and model.has_experts:  # small beside the experts
         return "Q8_0"
-    if role is Role.OUTPUT and model.has_experts and main in ("Q2_K", "Q3_K", "Q4_K"):
+    if role is MatrixRole.OUTPUT and model.has_experts and main in ("Q2_K", "Q3_K", "Q4_K"):
         return "Q5_K"
     match main, role:
-        case "Q2_K", Role.VALUE:
+        case "Q2_K", MatrixRole.VALUE:
             return "Q4_K" if model.shared_heads >= MANY_HEADS else "Q3_K"
-        case "Q2_K", Role.OUTPUT | Role.DOWN:
+        case "Q2_K", MatrixRole.OUTPUT | MatrixRole.DOWN:
             return "Q3_K"
-        case "Q3_K", Role.VALUE:
+        case "Q3_K", MatrixRole.VALUE:
             return "Q5_K" if layer < 2 else "Q4_K"
-        case "Q3_K", Role.DOWN:
+        case "Q3_K", MatrixRole.DOWN:
             return "Q5_K" if layer < model.num_layers // 16 else "Q4_K"
-        case "Q3_K", Role.OUTPUT | Role.QKV:
+        case "Q3_K", MatrixRole.OUTPUT | MatrixRole.QKV:
             return "Q4_K"
-        case "Q4_K", Role.QKV:
+        case "Q4_K", MatrixRole.QKV:
             return "Q5_K"
-        case "Q5_K", Role.QKV:
+        case "Q5_K", MatrixRole.QKV:
             return "Q6_K"
-        case "Q4_K" | "Q5_K", Role.VALUE | Role.DOWN if _costly(layer, model.num_layers):
+        case "Q4_K" | "Q5_K", MatrixRole.VALUE | MatrixRole.DOWN if _costly(layer, model):
             return "Q6_K"
     return main
 
@@ -83,7 +83,7 @@ def fitting(format: str, columns: int) -> str | None:
     return next((f for f in (format, FALLBACK) if columns % BLOCK_VALUES[f] == 0), None)
 
 
-def _costly(layer: int, layers: int) -> bool:
+def _costly(layer: int, model: ModelSize) -> bool:
     """The first and the last eighth of the layers, and every third between."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    eighth, last = model.num_layers // 8, 7 * model.num_layers // 8
+    return layer < eighth or layer >= last or (layer - eighth) % 3 == 2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.weights.mix import Role
+from pdserve.engine.weights.mix import MatrixRole
 
 Metadata = Mapping[str, Any]  # GGUF key -> number, bool, str or list of them
 
@@ -44,13 +44,13 @@ TENSORS = {
 }
 # What matrices do that a mix of formats treats apart. Routers are left as they are.
 ROLES = {
-    "attn_k": Role.KEY,
-    "attn_v": Role.VALUE,
-    "attn_qkv": Role.QKV,
-    "attn_output": Role.OUTPUT,
-    "ffn_down": Role.DOWN,
-    "ffn_down_exps": Role.DOWN,
-    "ffn_down_shexp": Role.DOWN,
+    "attn_k": MatrixRole.KEY,
+    "attn_v": MatrixRole.VALUE,
+    "attn_qkv": MatrixRole.QKV,
+    "attn_output": MatrixRole.OUTPUT,
+    "ffn_down": MatrixRole.DOWN,
+    "ffn_down_exps": MatrixRole.DOWN,
+    "ffn_down_shexp": MatrixRole.DOWN,
 }
 NOT_QUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")
 # Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
@@ -96,7 +96,7 @@ class GgufMapping:
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
 
 
-def tensor_role(gguf_name: str, tied: bool) -> tuple[Role, int] | None:
+def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
     """What a matrix does, and in which layer; None for what is never quantized. `tied`: the model
     has no head of its own."""
     parts = gguf_name.split(".")
@@ -104,7 +104,7 @@ def tensor_role(gguf_name: str, tied: bool) -> tuple[Role, int] | None:
         return None
     if parts[0] != "blk":
         is_head = parts[0] == ("token_embd" if tied else "output")
-        return (Role.HEAD if is_head else Role.OTHER), 0
+        return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
     if parts[2] in NOT_QUANTIZED or parts[2].endswith("norm"):
         return None
-    return ROLES.get(parts[2], Role.OTHER), int(parts[1])
+    return ROLES.get(parts[2], MatrixRole.OTHER), int(parts[1])

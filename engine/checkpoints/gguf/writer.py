@@ -16,7 +16,7 @@ from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.weights.format import BLOCKS, RawTensor
-from pdserve.engine.weights.mix import TYPES, Model, fitting, mixed
+from pdserve.engine.weights.mix import TYPES, ModelSize, fitting, mixed
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
@@ -33,10 +33,10 @@ def quantize_gguf(
 ) -> Counter[str]:
     """Writes `target`, one file, and gives the number of its tensors of each format.
 
-    `type` is one of TYPES. Matrices that are stored as plain numbers are quantized; vectors, routers
-    and what is quantized already are copied. `progress` gets the fraction that is done. Raises
-    CheckpointError if the source cannot be read or holds nothing to quantize, FileExistsError if
-    there is a target, OSError if it cannot be written; then there is none afterwards.
+    `type` is one of TYPES. Matrices that are stored as plain numbers are quantized; vectors,
+    routers and what is quantized already are copied. `progress` gets the fraction that is done.
+    Raises CheckpointError if the source cannot be read or holds nothing to quantize,
+    FileExistsError if there is a target, OSError if it cannot be written; then nothing is left.
     """
     readers = read_shards(source)
     metadata, stored = readers[0].metadata, merge(readers)
@@ -63,7 +63,7 @@ def _formats(type: str, metadata: dict[str, Any], stored: dict[str, Place]) -> d
         return int(found) if isinstance(found, int) else max((int(n) for n in found), default=0)
 
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
-    about = Model(
+    about = ModelSize(
         number("block_count"), heads // (kv_heads or heads or 1), number("expert_count") > 0
     )
     found: dict[str, str] = {}

@@ -46,7 +46,6 @@ pdserve::KvType kv_type(const std::string& name);
 
 void bind_context(nb::module_& m);
 void bind_linear(nb::module_& m);
-void bind_quantize(nb::module_& m);
 void bind_elementwise(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_sampling(nb::module_& m);

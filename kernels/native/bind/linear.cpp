@@ -1,4 +1,4 @@
-// Matrix and the product with it.
+// Matrix, the product with it, and values into blocks that it can be packed of.
 #include "linear/linear.h"
 
 #include <nanobind/stl/optional.h>
@@ -7,8 +7,9 @@
 
 #include <algorithm>
 
-#include "linear/pack.h"
 #include "bind.h"
+#include "linear/pack.h"
+#include "quantize/quantize.h"
 
 using pdserve::Activations;
 using pdserve::Layout;
@@ -174,6 +175,20 @@ void multiply(Context& context, const Array<const float, 2>& x,
                       static_cast<int>(matrices.size()), in, y, outputs, added);
 }
 
+bool quantize_into(const std::string& format, const Array<const float, 2>& values,
+                   const Array<uint8_t, 2>& out) {
+  const auto& quantized = pdserve::quantized_format(format);
+  const auto cols = static_cast<int64_t>(values.shape(1));
+  require(cols % quantized.block_values == 0, "a row is no whole number of blocks");
+  require(out.shape(0) == values.shape(0) &&
+              static_cast<int64_t>(out.shape(1)) ==
+                  cols / quantized.block_values * quantized.block_bytes,
+          "out is not [rows, bytes of a row]");
+  nb::gil_scoped_release unlocked;
+  return pdserve::quantize(quantized, values.data(), static_cast<int64_t>(values.size()),
+                           out.data());
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -203,6 +218,11 @@ void bind_linear(nb::module_& m) {
 
   m.def("formats", &pdserve::stored_formats, "The formats that Matrix.pack takes.");
   m.def("grouped_formats", &grouped_formats, "The formats that Matrix.pack_groups takes.");
+  m.def("quantized_formats", &pdserve::quantized_formats, "The formats that quantize_into takes.");
+  m.def("quantize_into", &quantize_into, nb::arg("format"), array("values"), array("out"),
+        "Writes float32 values [rows, cols] as blocks of a GGUF type: out is uint8 [rows, bytes of\n"
+        "a row]. False, and out is of no use, if a value is not finite or beyond 65504. ValueError\n"
+        "if sizes do not fit.");
   m.def(
       "linear_into",
       [](Context& context, const Array<const float, 2>& x,

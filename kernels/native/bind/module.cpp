@@ -15,7 +15,6 @@ NB_MODULE(_native, m) {
   }, "Instruction sets that this machine can run, best first.");
   bind_context(m);
   bind_linear(m);
-  bind_quantize(m);
   bind_elementwise(m);
   bind_attention(m);
   bind_sampling(m);

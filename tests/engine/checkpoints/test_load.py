@@ -142,14 +142,14 @@ def test_large_tensors_are_expanded_in_row_ranges(
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
     whole = loaded_tensors(gguf, "F32")
     calls: list[int] = []
-    real = WeightLoader._expand
+    real = WeightLoader._convert
 
     def counted(self: WeightLoader, *args: Any) -> None:
         calls.append(threading.get_ident())
         real(self, *args)
 
     monkeypatch.setattr("pdserve.engine.checkpoints.weight_loader.PIECE_VALUES", 640)  # ten rows
-    monkeypatch.setattr(WeightLoader, "_expand", counted)
+    monkeypatch.setattr(WeightLoader, "_convert", counted)
     pieces = loaded_tensors(gguf, "F32", threads=3)
     assert len(calls) > 2 * len(whole)
     assert all(torch.equal(pieces[name], whole[name]) for name in whole)

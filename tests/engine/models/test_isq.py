@@ -1,0 +1,195 @@
+"""--isq: a model quantized while it loads is the one that `pdserve quantize` writes."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import ask, run, tokens
+from tiny_models import write_tiny
+from write_gguf import write_gguf
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.architectures import find_spec
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.weight_loader import WeightLoader
+from pdserve.engine.load import load_model, open_checkpoint
+from pdserve.engine.models.isq import isq_formats
+from pdserve.engine.models.layer import tensor_shapes
+from pdserve.engine.weights.format import BLOCKS
+from pdserve.engine.weights.mix import TYPES
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+}
+MIXTURE = {**WIDE, "num_experts": 4, "moe_intermediate_size": 288}
+
+
+def load(model: Path, **options: Any) -> Any:
+    return load_model(EngineConfig(model=str(model), **options), lambda what, fraction: None)
+
+
+def held(model: Path, type: str = "") -> dict[str, Any]:
+    """All tensors as they are given to a decoder."""
+    opened = open_checkpoint(model)
+    spec = find_spec(opened.hf_config)
+    config = spec.parse(opened.hf_config)
+    checkpoint = spec.view(opened, config)
+    quantized = isq_formats(type, config, checkpoint.layout) if type else {}
+    shapes = tensor_shapes(config)
+    with WeightLoader(
+        checkpoint, shapes, None, 2, False, False, lambda fraction: None, quantized
+    ) as weights:
+        return {name: weights(name) for name in shapes}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """A directory and the GGUF of the same weights, by architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+    for arch, sizes in (("llama", WIDE), ("qwen3_moe", MIXTURE), ("phi3", WIDE)):
+        path = write_tiny(folder / arch, arch, seed=2, **sizes)
+        made[arch] = (path, write_gguf(path, folder / f"{arch}.gguf"))
+    return made
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("type", TYPES)
+def test_the_weights_are_those_of_the_written_file(
+    models: dict[str, tuple[Path, Path]], arch: str, type: str, tmp_path: Path
+) -> None:
+    directory, plain = models[arch]
+    seen: list[float] = []
+    counted = quantize_gguf(plain, tmp_path / "out.gguf", type, seen.append)
+    at_load, written = held(directory, type), held(tmp_path / "out.gguf")
+    formats: Counter[str] = Counter()
+    for name, raw in at_load.items():
+        assert raw.format == written[name].format, name
+        formats[raw.format] += 1
+        if raw.format != "F32":
+            np.testing.assert_array_equal(raw.parts[BLOCKS], written[name].parts[BLOCKS], name)
+    assert formats[TYPES[type]] >= 8
+    assert counted[TYPES[type]] >= 8
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+    with pytest.raises(FileExistsError):
+        quantize_gguf(plain, tmp_path / "out.gguf", type, seen.append)
+    with pytest.raises(CheckpointError, match=r"nothing to quantize \(F32, "):
+        quantize_gguf(tmp_path / "out.gguf", tmp_path / "again.gguf", type, seen.append)
+    assert [file.name for file in tmp_path.iterdir()] == ["out.gguf"]
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize(("arch", "type"), [("llama", "q4k"), ("qwen3_moe", "q5_1")])
+def test_it_answers_as_the_written_file_does(
+    models: dict[str, tuple[Path, Path]], kernels: str, arch: str, type: str, tmp_path: Path
+) -> None:
+    directory, plain = models[arch]
+    quantize_gguf(plain, tmp_path / "out.gguf", type, lambda fraction: None)
+    answers = []
+    for model, isq in ((directory, type), (tmp_path / "out.gguf", "")):
+        options = EngineConfig(model=str(model), isq=isq, kernels=kernels, kv_tokens=512)
+        engine, _ = build_engine(options)
+        answers.append(tokens(run(engine, ask("x", list(range(40)), max_tokens=24))))
+    assert answers[0] == answers[1]
+
+
+def test_it_is_another_model_than_the_stored_one(models: dict[str, tuple[Path, Path]]) -> None:
+    directory, _ = models["llama"]
+    cards = [load(directory, isq=type).card for type in ("", "q4k", "Q4_K", "q8", "q4k")]
+    stored, first, alias, other, again = (card.weights_digest for card in cards)
+    assert first == alias == again
+    assert len({stored, first, other}) == 3
+    assert [card.quantization for card in cards[:2]] == ["float32", "Q4_K"]
+
+
+def test_weights_may_be_expanded_behind_it(models: dict[str, tuple[Path, Path]]) -> None:
+    """The values stay those of the blocks."""
+    directory, _ = models["llama"]
+    ids = list(range(40))
+    answers = []
+    for weights in ("auto", "float32"):
+        options = EngineConfig(
+            model=str(directory), isq="q4_0", kernels="reference", weights=weights, kv_tokens=512
+        )
+        engine, _ = build_engine(options)
+        answers.append(tokens(run(engine, ask("x", ids, max_tokens=24))))
+    assert answers[0] == answers[1]
+
+
+def test_routers_and_vectors_stay(models: dict[str, tuple[Path, Path]]) -> None:
+    raws = held(models["qwen3_moe"][0], "q4_0")
+    plain = {name for name, raw in raws.items() if raw.format == "F32"}
+    assert all("norm" in name or name.endswith("mlp.gate.weight") for name in plain)
+    assert sum(name.endswith("mlp.gate.weight") for name in plain) == WIDE["num_hidden_layers"]
+
+
+def test_rows_that_do_not_fit_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 288 columns Q8_0, of 40 as they are."""
+    sizes = {**WIDE, "intermediate_size": 288, "num_attention_heads": 2, "head_dim": 20}
+    path = write_tiny(tmp_path / "odd", "qwen3", seed=2, **sizes)
+    with caplog.at_level(logging.INFO):
+        raws = held(path, "q4k")
+    assert raws["model.layers.0.mlp.down_proj.weight"].format == "Q8_0"
+    assert raws["model.layers.0.self_attn.o_proj.weight"].format == "F32"
+    assert raws["model.layers.0.mlp.up_proj.weight"].format == "Q4_K"
+    assert "288 columns do not fit Q4_K: Q8_0" in caplog.text
+    assert "40 columns do not fit Q4_K: as stored" in caplog.text
+
+
+def test_fused_matrices_are_quantized_by_what_they_do(
+    models: dict[str, tuple[Path, Path]],
+) -> None:
+    raws = held(models["phi3"][0], "q4k")
+    formats = {name.split(".")[-2]: raw.format for name, raw in raws.items() if ".1." in name}
+    assert formats["q_proj"] == formats["gate_proj"] == formats["o_proj"] == "Q4_K"
+    assert held(models["phi3"][0], "q3k")["model.layers.0.self_attn.v_proj.weight"].format == "Q5_K"
+
+
+def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    directory, plain = models["llama"]
+    with pytest.raises(ValueError, match="'q9' is not known; known: q4_0"):
+        load(directory, isq="q9")
+    quantize_gguf(plain, tmp_path / "out.gguf", "q8_0", lambda fraction: None)
+    with pytest.raises(CheckpointError, match=r"out.gguf: --isq q4k: there is nothing .*\(Q8_0\)"):
+        load(tmp_path / "out.gguf", isq="q4k")
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = write_tiny(tmp_path / "model", "llama", **WIDE)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors[name][3, 5] = torch.inf
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {name}: a value is not finite"):
+        load(path, isq="q4_0")
+    plain = write_gguf(path, tmp_path / "plain.gguf")
+    with pytest.raises(CheckpointError, match=r"tensor blk.2.ffn_up.weight: a value is not finite"):
+        quantize_gguf(plain, tmp_path / "out.gguf", "q4_0", lambda fraction: None)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_split_model_becomes_one_file(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "model", "llama", **WIDE)
+    first = write_gguf(path, tmp_path / "split.gguf", max_tensors_per_part=9)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) > 2
+    assert first in parts
+    quantize_gguf(parts[1], tmp_path / "out.gguf", "q4_0", lambda fraction: None)
+    at_load, written = held(path, "q4_0"), held(tmp_path / "out.gguf")
+    for name, raw in at_load.items():
+        if raw.format != "F32":
+            np.testing.assert_array_equal(raw.parts[BLOCKS], written[name].parts[BLOCKS], name)

@@ -1,0 +1,130 @@
+"""Quantizing: the formats of 32 values byte for byte as the gguf package does it, those of 256
+against the error that their number of bits allows."""
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pdserve.engine.weights.format import BLOCKS, VALUES, Floats, RawTensor
+from pdserve.engine.weights.quantize import (
+    QUANTIZED,
+    quantize_into,
+    quantized_bytes,
+    quantized_empty,
+)
+from pdserve.engine.weights.unpack import unpack
+
+BY_GGUF = sorted(name for name in QUANTIZED if not name.endswith("K"))
+# The error of normally distributed values, of their deviation: 1.05 times what is measured.
+ERRORS = {"Q2_K": 0.297, "Q3_K": 0.152, "Q4_K": 0.0753, "Q5_K": 0.0378, "Q6_K": 0.0201}
+
+
+def quantized(values: Floats, name: str) -> RawTensor:
+    out = quantized_empty(values.shape, name)
+    quantize_into(RawTensor({VALUES: values}, "F32", values.shape), out)
+    return out
+
+
+def random_values(*shape: int, scale: float = 0.02, seed: int = 0) -> Floats:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def awkward() -> NDArray[np.float32]:
+    """Rows of 256 values: zeros, one value alone, equal ones, one sign, tiny and large ones."""
+    rows = np.zeros((12, 256), np.float32)
+    rows[1, 7] = -3.5
+    rows[2] = 0.25
+    rows[3] = -0.25
+    rows[4] = np.abs(random_values(256, seed=1))
+    rows[5] = -rows[4]
+    rows[6] = random_values(256, scale=1e-6, seed=2)
+    rows[7] = random_values(256, scale=1e-25, seed=3)
+    rows[8] = random_values(256, scale=1e4, seed=4)
+    rows[9] = 65504
+    rows[10, ::2] = 65504
+    rows[10, 1::2] = -65504
+    rows[11] = np.float32(1e-42)
+    return rows
+
+
+@pytest.mark.parametrize("name", BY_GGUF)
+def test_formats_of_32_values_are_those_of_the_gguf_package(name: str) -> None:
+    values = np.concatenate([random_values(61, 256), awkward()])
+    with np.errstate(all="ignore"):  # of levels that mean nothing
+        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
+    # Where the scale rounds to 0 the levels mean nothing.
+    meaning = np.abs(values).max(1) > 1e-20
+    ours = quantized(values, name)
+    assert meaning.sum() == len(values) - 3
+    np.testing.assert_array_equal(ours.parts[BLOCKS][meaning], theirs[meaning])
+    assert not unpack(ours)[~meaning].any()
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_the_error_of_the_formats_of_256_values(name: str) -> None:
+    values = random_values(64, 2048)
+    error = unpack(quantized(values, name)) - values
+    assert np.sqrt(np.mean(error**2)) <= ERRORS[name] * 0.02
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_awkward_values(name: str) -> None:
+    values = awkward()
+    found = unpack(quantized(values, name))
+    assert np.isfinite(found).all()
+    largest = np.abs(values).max(1)
+    coarse = 0.35 if name == "Q2_K" else 0.2
+    seen = largest > 1e-3
+    assert (np.abs(found - values).max(1)[seen] <= coarse * largest[seen]).all()
+    assert not found[0].any()
+    for row in (2, 3):  # equal values cost no more than the rounding of their scales
+        np.testing.assert_allclose(found[row], values[row], rtol=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_quantizing_again_changes_no_more_than_rounding(name: str) -> None:
+    once = unpack(quantized(random_values(8, 512), name))
+    again = unpack(quantized(once, name))
+    first = np.abs(random_values(8, 512) - once).mean()
+    assert np.abs(again - once).mean() <= 0.5 * first
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_rows_do_not_depend_on_each_other(name: str) -> None:
+    """Neither on the number of rows at a time nor on how they are stored."""
+    values = random_values(3000, 256, seed=5)  # more than a chunk
+    whole = quantized(values, name)
+    for rows in (slice(0, 1), slice(1020, 1030), slice(2999, 3000)):
+        alone = quantized(values[rows].copy(), name)
+        np.testing.assert_array_equal(alone.parts[BLOCKS], whole.parts[BLOCKS][rows])
+    halves = values.astype(np.float16)
+    stored = RawTensor({VALUES: halves}, "F16", halves.shape)
+    out = quantized_empty(halves.shape, name)
+    quantize_into(stored, out)
+    widened = quantized(halves.astype(np.float32), name)
+    np.testing.assert_array_equal(out.parts[BLOCKS], widened.parts[BLOCKS])
+
+
+def test_a_stack_is_quantized_by_its_rows() -> None:
+    values = random_values(5, 3, 256)
+    stack = quantized(values, "Q4_K")
+    assert stack.nbytes == quantized_bytes(values.shape, "Q4_K") == 5 * 3 * 144
+    for n in range(5):
+        alone = quantized(values[n], "Q4_K")
+        np.testing.assert_array_equal(stack.matrix(n).parts[BLOCKS], alone.parts[BLOCKS])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 65520.0, -1e30])
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_values_that_no_scale_holds_are_refused(name: str, wrong: float) -> None:
+    values = random_values(2, 256)
+    values[1, 255] = wrong
+    with pytest.raises(ValueError, match=f"not finite, or too large for {name}"):
+        quantized(values, name)
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_a_row_is_a_whole_number_of_blocks(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no multiple of {name}'s"):
+        quantized_empty((2, 250), name)
