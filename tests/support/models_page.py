@@ -13,6 +13,7 @@ from pdserve.engine.models.rope import ROPE_KINDS
 from pdserve.engine.models.spec import ModelSpec
 from pdserve.engine.weights.format import BLOCKS, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
+from pdserve.engine.weights.mix import TYPES
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
@@ -40,6 +41,19 @@ FORMATS_HEAD = """
 Bits of a weight, in the file and in memory on the native kernels. IQ1 to IQ3 and TQ become levels
 of 8 bits with a scale for each of their groups, at load and without loss.
 """
+QUANTIZING = """
+## Quantizing
+
+`--isq TYPE` quantizes plain weights (float32, bfloat16, float16) while a model loads;
+`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Vectors,
+routers of experts and what is quantized already stay as they are. Rows that are no multiple of a
+type's block become Q8_0, or stay. q2k to q5k are mixes, as llama.cpp's types Q2_K and Q3_K_M to
+Q5_K_M are: some of the value, down and output matrices get more bits. The head is Q6_K, or Q8_0
+of q8_0.
+
+The types are {known}; q4, q5 and q8 stand for
+q4_0, q5_0 and q8_0, and q4_k or q4_k_m for q4k.
+"""
 REFUSED = """
 ## What is refused
 
@@ -61,6 +75,7 @@ def _lines() -> Iterator[str]:
     yield from _table(("`quant_method`", "what it is", "module"), _methods())
     yield FORMATS_HEAD
     yield from _table(("type", "in the file", "in memory"), _formats())
+    yield QUANTIZING.format(known=", ".join(TYPES)).rstrip()
     ropes = ", ".join(kind for kind in ROPE_KINDS if kind != "factors")
     yield REFUSED.format(ropes=ropes, activations=", ".join(ACTIVATIONS)).rstrip()
 
