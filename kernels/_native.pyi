@@ -71,15 +71,18 @@ def layer_norm(
     context: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor
 ) -> None: ...
 def gated(context: Context, gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None: ...
-def kv_block_bytes(type: str, kv_heads: int, block_size: int, head_dim: int) -> int: ...
+def kv_block_bytes(
+    type: str, kv_heads: int, block_size: int, head_dim: int, latent: int = 0
+) -> int: ...
 def write_kv(
     context: Context,
     kv: Tensor,
     type: str,
     block_size: int,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     slots: Tensor,
+    latent: int = 0,
 ) -> None: ...
 def paged_attention(
     context: Context,
@@ -96,6 +99,7 @@ def paged_attention(
     soft_cap: float,
     out: Tensor,
     sinks: Tensor | None = None,
+    latent: int = 0,
 ) -> None: ...
 
 class Stream:

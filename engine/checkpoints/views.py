@@ -18,6 +18,7 @@ from pdserve.engine.checkpoints.source import (
 )
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.unpack import as_plain
 
 
 class Nth(NamedTuple):
@@ -27,18 +28,28 @@ class Nth(NamedTuple):
     of: int
 
 
+class HeadRows(NamedTuple):
+    """Of a matrix of `heads` times `rows` rows, the rows [begin, end) of each head: a stack."""
+
+    heads: int
+    begin: int
+    end: int
+    rows: int
+
+
 Rows = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A stored tensor, or a matrix of a stack; of its transpose if it is `transposed`, and of that
-    some rows."""
+    """A stored tensor, or a matrix of a stack, or a stack of what a matrix has of each head; of its
+    transpose if it is `transposed`, and of that some rows."""
 
     source: str  # Hugging Face's name
     rows: Rows | None = None  # None: all
     matrix: Nth | None = None
-    transposed: bool = False  # plain numbers only
+    heads: HeadRows | None = None
+    transposed: bool = False  # plain numbers only; of heads all, as float32
     fallback: "View | None" = None  # of another tensor, for files that have no `source`
     is_row: bool = False  # a vector stands for a matrix of one row
 
@@ -51,8 +62,15 @@ class View:
                     f"tensor {self.source} is {list(stored)}, config says {self.matrix.of} matrices"
                 )
             shape = shape[1:]
+        if self.heads:
+            if len(shape) != 2 or shape[0] != self.heads.heads * self.heads.rows:
+                raise CheckpointError(
+                    f"tensor {self.source} is {list(stored)}, config says {self.heads.heads} heads "
+                    f"of {self.heads.rows} rows"
+                )
+            shape = (self.heads.heads, self.heads.end - self.heads.begin, *shape[1:])
         if self.transposed:
-            shape = shape[::-1]
+            shape = (*shape[:-2], *shape[:-3:-1])
         if isinstance(self.rows, slice):
             shape = (len(range(*self.rows.indices(shape[0]))), *shape[1:])
         elif self.rows is not None:
@@ -64,8 +82,12 @@ class View:
         shape = self.shape(raw.shape)
         if self.matrix:
             raw = raw.matrix(self.matrix.number)
+        if self.heads:
+            raw = raw.of_heads(*self.heads[:3])
+            if self.transposed:
+                raw = as_plain(raw, raw.format if raw.format in PLAIN else "F32")
         if self.transposed:
-            if raw.format not in PLAIN or len(raw.shape) != 2:
+            if raw.format not in PLAIN or len(raw.shape) < 2:
                 raise CheckpointError(
                     f"tensor {self.source} is {raw.format}, which cannot be transposed"
                 )

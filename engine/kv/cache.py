@@ -1,8 +1,9 @@
 """The arrays of the KV pool. Who may write which block is decided elsewhere: the engine thread, or
 a connection of a hand-off the blocks that are reserved for it.
 
-Per layer group one array [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order,
-so blocks leave and enter as they lie. Block 0 is the null block: it pads tables and holds zeros.
+Per layer group one array [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order
+(1 in place of 2 if it is latent), so blocks leave and enter as they lie. Block 0 is the null block:
+it pads tables and holds zeros.
 """
 
 import math
@@ -116,10 +117,10 @@ class KvCache:
         return None
 
     def _block_shape(self, group: LayerGroup) -> tuple[int, ...]:
-        two, heads, head_dim = group.block_shape
+        planes, heads, head_dim = group.block_shape
         if group.dtype == "int8":
             return (group.block_bytes(self.spec.block_size),)
-        return (two, heads, self.spec.block_size, head_dim)
+        return (planes, heads, self.spec.block_size, head_dim)
 
     def _check(self, group: int, layers: range, blocks: Sequence[int], nbytes: int) -> None:
         if not 0 <= group < len(self.data):

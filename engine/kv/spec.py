@@ -1,13 +1,14 @@
 """The geometry of cached keys and values, as a list of layer groups. Pure: no torch.
 
 One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
-first; a group may keep its keys [head_dim, block_size].
+first; a group may keep its keys [head_dim, block_size]. A latent group has keys alone, of which a
+part is the value: [1, kv_heads, block_size, head_dim].
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["full", "window"]
+Kind = Literal["full", "window", "latent"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # of one key or value
 
 
@@ -27,13 +28,14 @@ class LayerGroup:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """(2, heads held here, head_dim); block_size goes between the last two."""
-        return (2, self.head_end - self.head_start, self.head_dim)
+        """(2, or 1 if latent, heads held here, head_dim); block_size goes between the last two."""
+        planes = 1 if self.kind == "latent" else 2
+        return (planes, self.head_end - self.head_start, self.head_dim)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of one layer."""
-        two, heads, head_dim = self.block_shape
-        vectors = two * heads * block_size  # a key or a value of one token and head
+        planes, heads, head_dim = self.block_shape
+        vectors = planes * heads * block_size  # a key or a value of one token and head
         if self.dtype == "int8":
             return vectors * (head_dim + 4)  # behind all values their float32 scales
         return vectors * head_dim * DTYPE_BYTES[self.dtype]

@@ -6,7 +6,8 @@ Plain data. Made from a config.json by `ModelSpec.parse`; nothing changes it aft
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pdserve.engine.kv.spec import LayerGroup
+from pdserve.engine.kv.spec import Kind, LayerGroup
+from pdserve.engine.models.latent import LatentAttention
 from pdserve.engine.models.parts import Activation, Part
 from pdserve.engine.models.rope import RopeConfig
 
@@ -54,7 +55,7 @@ class ModelConfig:
     ffn_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of a key
     context_len: int
     layers: tuple[LayerConfig, ...]
     norms: NormPlacement
@@ -79,6 +80,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
+    latent: LatentAttention | None = None  # in place of matrices of q, k and v
 
     @property
     def num_layers(self) -> int:
@@ -86,11 +88,12 @@ class ModelConfig:
 
     def kv_groups(self, kv_dtype: str) -> tuple[LayerGroup, ...]:
         """Layers by what they keep: those that see everything first, then one group a window."""
+        full: Kind = "latent" if self.latent else "full"
         windows = sorted({layer.window for layer in self.layers})
         return tuple(
             LayerGroup(
                 layers=tuple(n for n, layer in enumerate(self.layers) if layer.window == window),
-                kind="window" if window else "full",
+                kind="window" if window else full,
                 window=window,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,

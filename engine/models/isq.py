@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, layer_parts
-from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, Linear, Part
+from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, HeadLinear, Linear, Part
 from pdserve.engine.weights.mix import MatrixRole, ModelSize, fitting, mixed
 from pdserve.engine.weights.plain import PLAIN
 
@@ -67,6 +67,9 @@ def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, MatrixRole]]:
                 if before is None and len(names) == len(QKV):
                     roles = [*QKV]
                 yield from zip(names, roles, strict=True)
+            case HeadLinear():
+                role = MatrixRole.OTHER if len(part.weight.shape) == 2 else MatrixRole.VALUE
+                yield part.weight.name, role
             case Experts():
                 for expert in (*part.experts, *((part.shared,) if part.shared else ())):
                     yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)

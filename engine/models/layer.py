@@ -52,16 +52,26 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
             q, k = (TensorSpec(f"{attn}{name}_norm.weight", (n,)) for name, n in sizes.items())
             yield HeadNorm(heads, q, k, config.norm_offset, config.norm_eps)
 
-    sinks = TensorSpec(attn + "sinks", (heads.q,)) if config.sinks else None
+    def plain() -> tuple[Part, ...]:
+        sinks = TensorSpec(attn + "sinks", (heads.q,)) if config.sinks else None
+        return (
+            linear(attn, qkv, hidden, config.qkv_bias),
+            *head_norm(),
+            *((Rope(heads, layer.rope),) if layer.rope else ()),
+            Attention(heads, config.attn_scale, config.attn_soft_cap, layer.window, sinks),
+        )
+
     scale = () if config.residual_scale == 1 else (Scale(config.residual_scale),)
     ffn = layer.feed_forward.parts(config, prefix) if layer.feed_forward else _mlp(config, prefix)
+    attention: tuple[Part, ...]
+    if config.latent:
+        attention, attended = config.latent.parts(config, n), heads.q * config.latent.value_dim
+    else:
+        attention, attended = plain(), q_size
     return (
         *norm(places.attn_in),
-        linear(attn, qkv, hidden, config.qkv_bias),
-        *head_norm(),
-        *((Rope(heads, layer.rope),) if layer.rope else ()),
-        Attention(heads, config.attn_scale, config.attn_soft_cap, layer.window, sinks),
-        linear(attn, {"o_proj": hidden}, q_size, config.o_bias),
+        *attention,
+        linear(attn, {"o_proj": hidden}, attended, config.o_bias),
         *norm(places.attn_out),
         *scale,
         Hold() if config.parallel else Add(),

@@ -22,6 +22,7 @@ from pdserve.engine.models.parts import (
     Attention,
     Experts,
     Gate,
+    HeadLinear,
     HeadNorm,
     Hold,
     LayerNorm,
@@ -30,6 +31,7 @@ from pdserve.engine.models.parts import (
     Part,
     Rope,
     Scale,
+    SliceNorm,
     TensorSpec,
 )
 from pdserve.engine.models.rope import RopeTable
@@ -65,7 +67,8 @@ class NativeDecoder:
     ) -> None:
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = tuple(
-            replace(group, keys_by_dim=True) for group in config.kv_groups(kv_dtype)
+            replace(group, keys_by_dim=group.kind != "latent")
+            for group in config.kv_groups(kv_dtype)
         )
         self.numerics = kernels.numerics
         self._kernels = kernels
@@ -172,13 +175,24 @@ class NativeDecoder:
             case Rope():
                 heads, table = part.heads, list(self._ropes).index(part.config)
                 rotated = {"heads": heads.q + heads.kv, "head_dim": heads.dim}
-                return [("rope", {"table": table, **rotated})]
+                return [("rope", {"table": table, **rotated, "begin": part.begin})]
             case Attention():
                 heads = part.heads
                 shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
                 scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
                 sinks = unpack(weights(part.sinks.name)) if part.sinks else None
-                return [("attention", {**shape, **scores, "sinks": sinks, "group": group})]
+                kept = {"sinks": sinks, "latent": part.latent, "group": group}
+                return [("attention", {**shape, **scores, **kept})]
+            case SliceNorm():
+                weight = unpack(weights(part.weight.name))
+                place = {"begin": part.begin, "heads": 1}
+                return [("head_norm", {"weight": weight, "eps": part.eps, **place})]
+            case HeadLinear():
+                raw = weights(part.weight.name)
+                numbers = range(raw.shape[0] if len(raw.shape) > 2 else 0)
+                stack = [raw.matrix(n) for n in numbers] or [raw]
+                matrices = [self._pack(part.weight.name, one) for one in stack]
+                return [("head_linear", {"matrices": matrices, "kept": part.kept})]
             case Gate():
                 return [("gate", {"activation": part.activation})]
             case Activate():

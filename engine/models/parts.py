@@ -77,6 +77,31 @@ class Linear(Part):
 
 
 @dataclass(frozen=True, slots=True)
+class SliceNorm(Part):
+    """RMS norm over the values of x from `begin`, as many as the weight has."""
+
+    weight: TensorSpec
+    begin: int
+    eps: float
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (self.weight,)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear(Part):
+    """x begins with heads, one for each matrix of a stack. Of each the first `kept` values stay,
+    the others are the input of its matrix, whose outputs take their place; what x has behind the
+    heads stays."""
+
+    weight: TensorSpec  # [heads, outputs, inputs]; [outputs, inputs] of one head
+    kept: int = 0
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return (self.weight,)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorm(Part):
     """RMS norm over each head of q and of k, or over all heads of one as a row: the weights are as
     long as what has a norm of its own. Times weight + offset."""
@@ -93,10 +118,11 @@ class HeadNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Part):
-    """Rotates the heads of q and k by their position."""
+    """Rotates the heads of q and k by their position; the first is at value `begin` of x."""
 
     heads: Heads
     config: RopeConfig
+    begin: int = 0
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return ()
@@ -107,6 +133,9 @@ class Attention(Part):
     """Stores k and v, and attends over the keys in the cache: [tokens, q heads * dim].
 
     A sink is a score that takes part in the softmax of a query head and stands for no key.
+    Latent attention stores keys alone, of which the last values are the value (DeepSeek-V2,
+    arXiv:2405.04434, 2.1, with the up-projections of keys and values outside): [tokens,
+    q heads * latent].
     """
 
     heads: Heads
@@ -114,6 +143,7 @@ class Attention(Part):
     soft_cap: float
     window: int
     sinks: TensorSpec | None = None  # [q heads]
+    latent: int = 0  # values of a key that are its value; 0: it has a value of its own
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return (self.sinks,) if self.sinks else ()

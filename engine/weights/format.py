@@ -44,8 +44,19 @@ class RawTensor:
         return RawTensor(parts, self.format, self.shape[1:], self.columns)
 
     def transposed(self) -> "RawTensor":
-        """The transpose of a matrix of plain numbers: a view."""
-        return RawTensor({VALUES: self.parts[VALUES].T}, self.format, self.shape[::-1])
+        """The transpose of a matrix of plain numbers, or of each of a stack: a view."""
+        values = self.parts[VALUES].swapaxes(-1, -2)
+        return RawTensor({VALUES: values}, self.format, values.shape)
+
+    def of_heads(self, heads: int, begin: int, end: int) -> "RawTensor":
+        """A matrix's rows as those of `heads` heads, and of each the rows [begin, end): a stack, as
+        a view."""
+        parts = {
+            name: part.reshape(heads, -1, *part.shape[1:])[:, begin:end]
+            for name, part in self.parts.items()
+        }
+        shape = (heads, end - begin, *self.shape[1:])
+        return RawTensor(parts, self.format, shape, self.columns)
 
     def as_row(self) -> "RawTensor":
         """A vector as a matrix of one row: a view."""

@@ -14,21 +14,23 @@ MOST_F16 = 65504.0
 FUSED_FROM = 32  # queries of a head from which torch's fused attention wins
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def write_kv(kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Store new keys and values: k, v [T, K, D] at slots int64 [T] = block * block_size + offset.
 
-    kv [blocks, 2, K, block_size, D], keys first; cast to its dtype, of which float16 takes finite
-    numbers beyond its largest as that one. Slots must differ.
+    kv [blocks, 2, K, block_size, D], keys first, or [blocks, 1, ...] where keys are the values and
+    v is None; cast to its dtype, of which float16 takes finite numbers beyond its largest as that
+    one. Slots must differ.
     """
-    if kv.dtype == torch.float16:
-        k, v = (torch.where(x.isfinite(), x.clamp(-MOST_F16, MOST_F16), x) for x in (k, v))
-    _, _, heads, block_size, _ = kv.shape
+    _, planes, heads, block_size, _ = kv.shape
     block, offset = slots // block_size, slots % block_size
     head = torch.arange(heads, device=kv.device)
-    rows = ((block * (2 * heads))[:, None] + head) * block_size + offset[:, None]  # [T, K]
+    rows = ((block * (planes * heads))[:, None] + head) * block_size + offset[:, None]  # [T, K]
     flat = kv.view(-1, kv.shape[-1])
-    flat[rows] = k.to(kv.dtype)
-    flat[rows + heads * block_size] = v.to(kv.dtype)
+    for x in (k,) if v is None else (k, v):
+        if kv.dtype == torch.float16:
+            x = torch.where(x.isfinite(), x.clamp(-MOST_F16, MOST_F16), x)
+        flat[rows] = x.to(kv.dtype)
+        rows = rows + heads * block_size
 
 
 def paged_attention(
@@ -47,10 +49,11 @@ def paged_attention(
 
     q [T, H, D], row r's tokens at [starts[r], starts[r + 1]), the last of them at position
     kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv [blocks, 2, K, block_size,
-    D] with H a multiple of K; block_table int64 [rows, max_blocks], column c for positions from
-    c * block_size. `window` keys are seen, the token's own included (0: all); `soft_cap` > 0 makes
-    scores soft_cap * tanh(score / soft_cap). `sinks` float32 [H] are scores that take part in the
-    softmax and stand for no key (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
+    D], or [blocks, 1, ...] of keys that are the values, with H a multiple of K; block_table int64
+    [rows, max_blocks], column c for positions from c * block_size. `window` keys are seen, the
+    token's own included (0: all); `soft_cap` > 0 makes scores soft_cap * tanh(score / soft_cap).
+    `sinks` float32 [H] are scores that take part in the softmax and stand for no key
+    (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
     """
     if sinks is not None:
         sinks = sinks.view(kv.shape[2], -1, 1)  # [K, G, 1]
@@ -208,12 +211,12 @@ def _tile(
 
 def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of blocks [B, n], each contiguous [B, K, n * block_size, D], in one copy."""
-    _, two, heads, block_size, head_dim = kv.shape
-    part = torch.arange(two * heads, device=kv.device).view(two, 1, heads, 1)
-    index = (blocks * (two * heads))[:, None] + part  # [2, B, K, n]
+    _, planes, heads, block_size, head_dim = kv.shape
+    part = torch.arange(planes * heads, device=kv.device).view(planes, 1, heads, 1)
+    index = (blocks * (planes * heads))[:, None] + part  # [2, B, K, n]
     flat = kv.view(-1, block_size * head_dim).index_select(0, index.flatten())
-    k, v = flat.to(dtype).view(two, len(blocks), heads, -1, head_dim)
-    return k, v
+    found = flat.to(dtype).view(planes, len(blocks), heads, -1, head_dim)
+    return found[0], found[-1]
 
 
 def _attend(

@@ -74,7 +74,8 @@ def common_config(
         if f"{arch}.{key}" in metadata:
             config[hf] = one_number(metadata, f"{arch}.{key}")
     value_length = metadata.get(f"{arch}.attention.value_length")
-    if value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
+    is_latent = f"{arch}.attention.kv_lora_rank" in metadata
+    if not is_latent and value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
         raise CheckpointError(f"GGUF has values of {value_length} dims and keys of another number")
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors

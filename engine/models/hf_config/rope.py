@@ -123,14 +123,25 @@ def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> di
     return given
 
 
+def scores_magnitude(hf: HfConfig) -> float:
+    """What yarn multiplies attention scores by where a config states mscale_all_dim, and cos and
+    sin do not (DeepSeek)."""
+    given = _settings(hf, "", "rope_theta", scaled=True)
+    kind = given.get("rope_type") or given.get("type")
+    if kind != "yarn" or not given.get("mscale_all_dim"):
+        return 1.0
+    return _magnitude(positive(given, "mscale_all_dim"), positive(given, "factor")) ** 2
+
+
+def _magnitude(weight: float, factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn_attention_factor(given: HfConfig, factor: float) -> float:
     """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if given.get("attention_factor") is not None:
         return positive(given, "attention_factor")
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return magnitude(positive(given, "mscale")) / magnitude(positive(given, "mscale_all_dim"))
-    return magnitude(1.0)
+        above, below = positive(given, "mscale"), positive(given, "mscale_all_dim")
+        return _magnitude(above, factor) / _magnitude(below, factor)
+    return _magnitude(1.0, factor)

@@ -1,12 +1,13 @@
 """Self-attention of one layer over the paged KV cache: norms over heads, rope, the cache itself.
 
-x is [tokens, (q + 2 kv) heads * dim], the product with the matrices of q, k and v.
+x is [tokens, (q + 2 kv) heads * dim], the product with the matrices of q, k and v; latent attention
+has no v.
 """
 
 from torch import Tensor
 
 from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
-from pdserve.engine.models.parts import Attention, HeadNorm, Heads, Rope
+from pdserve.engine.models.parts import Attention, HeadNorm, Heads, Rope, SliceNorm
 
 
 def in_heads(x: Tensor, heads: Heads) -> Tensor:
@@ -34,17 +35,34 @@ class TorchHeadNorm:
         return x
 
 
+@computes(SliceNorm)
+class TorchSliceNorm:
+    """Changes its slice of x in place."""
+
+    def __init__(self, part: SliceNorm, setup: Setup) -> None:
+        self._weight = setup.vector(part.weight)
+        self._part = part
+        self._ops = setup.ops
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        place = x[:, self._part.begin : self._part.begin + len(self._weight)]
+        place.copy_(self._ops.rms_norm(place, self._weight, self._part.eps))
+        return x
+
+
 @computes(Rope)
 class TorchRope:
     """Changes q and k in place."""
 
     def __init__(self, part: Rope, setup: Setup) -> None:
-        self._heads = part.heads
+        heads = part.heads
+        self._dim = heads.dim
+        self._place = slice(part.begin, part.begin + (heads.q + heads.kv) * heads.dim)
         self._ops = setup.ops
         self._table = setup.ropes[part.config]
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        qk = in_heads(x, self._heads)[:, : self._heads.q + self._heads.kv]
+        qk = x[:, self._place].view(len(x), -1, self._dim)
         table = self._table
         qk.copy_(self._ops.rope(qk, step.batch.positions, table.cos, table.sin))
         return x
@@ -64,7 +82,7 @@ class TorchAttention:
         where only keys and values are wanted of the batch's last layer."""
         part, batch = self._part, step.batch
         rows, first_v = in_heads(x, part.heads), part.heads.q + part.heads.kv
-        k, v = rows[:, part.heads.q : first_v], rows[:, first_v:]
+        k, v = rows[:, part.heads.q : first_v], None if part.latent else rows[:, first_v:]
         self._ops.write_kv(step.kv, k, v, batch.groups[step.group].slots)
         if step.kv_only:
             return x[:0]
@@ -80,4 +98,4 @@ class TorchAttention:
             part.soft_cap,
             self._sinks,
         )
-        return attended.flatten(1)
+        return attended[:, :, -part.latent :].flatten(1)  # of latent 0 all

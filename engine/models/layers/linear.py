@@ -1,11 +1,11 @@
-"""A linear layer over one or several weights that share their input."""
+"""Linear layers: over one or several weights that share their input, or with one for each head."""
 
 import torch
 from torch import Tensor
 
-from pdserve.engine.models.layers.stored import expand, stack
+from pdserve.engine.models.layers.stored import expand, hold, stack
 from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
-from pdserve.engine.models.parts import Linear
+from pdserve.engine.models.parts import HeadLinear, Linear
 
 
 @computes(Linear)
@@ -31,3 +31,26 @@ class TorchLinear:
         products = [ops.linear(x, expand(part, dtype, device)) for part in self._parts]
         y = torch.cat(products, dim=1)
         return y if self._bias is None else y + self._bias
+
+
+@computes(HeadLinear)
+class TorchHeadLinear:
+    """A product for each head."""
+
+    def __init__(self, part: HeadLinear, setup: Setup) -> None:
+        self._setup = setup
+        self._kept = part.kept
+        *heads, self._outputs, self._inputs = part.weight.shape
+        self._heads = heads[0] if heads else 1
+        self._weight = hold(setup.weights(part.weight.name), setup.dtype, setup.device)
+
+    def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
+        """x [T, heads * (kept + inputs) + rest] to [T, heads * (kept + outputs) + rest]."""
+        weight = expand(self._weight, self._setup.dtype, self._setup.device)
+        weight = weight.view(self._heads, self._outputs, self._inputs)
+        size = self._heads * (self._kept + self._inputs)
+        heads = x[:, :size].reshape(len(x), self._heads, -1)
+        kept, inputs = heads[:, :, : self._kept], heads[:, :, self._kept :]
+        products = [self._setup.ops.linear(inputs[:, n], matrix) for n, matrix in enumerate(weight)]
+        made = torch.cat((kept, torch.stack(products, 1)), 2).flatten(1)
+        return torch.cat((made, x[:, size:]), 1)

@@ -9,6 +9,9 @@ enum class KvType : int { kF32, kBf16, kF16, kI8 };
 // One layer of the pool: [blocks][2][kv_heads] of block_size * head_dim values. A block's values
 // lie [block_size, head_dim], its keys [head_dim, block_size], so that a vector is 16 keys.
 // kI8: after all values of a block come its float32 scales [2][kv_heads][block_size].
+//
+// Latent (DeepSeek-V2, arXiv:2405.04434): [blocks][kv_heads] of keys alone, [block_size, head_dim];
+// a key's last `latent` values are its value. Its scales are [kv_heads][block_size].
 struct KvLayer {
   uint8_t* data = nullptr;
   KvType type = KvType::kF32;
@@ -16,21 +19,24 @@ struct KvLayer {
   int64_t block_size = 0;  // a multiple of 16
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
+  int64_t latent = 0;  // 0: keys have values of their own, as long as they are
+
+  int64_t value_dim() const { return latent ? latent : head_dim; }
+  int64_t vectors() const { return (latent ? 1 : 2) * kv_heads * block_size; }  // of a block
 };
 
 // Bytes of one block of such a layer.
 inline int64_t kv_block_bytes(const KvLayer& kv) {
-  const int64_t vectors = 2 * kv.kv_heads * kv.block_size;
   switch (kv.type) {
     case KvType::kF32:
-      return vectors * kv.head_dim * 4;
+      return kv.vectors() * kv.head_dim * 4;
     case KvType::kBf16:
     case KvType::kF16:
-      return vectors * kv.head_dim * 2;
+      return kv.vectors() * kv.head_dim * 2;
     case KvType::kI8:
       break;
   }
-  return vectors * (kv.head_dim + 4);
+  return kv.vectors() * (kv.head_dim + 4);
 }
 
 // Queries of one sequence, at consecutive positions, that read the keys of one kv head.
@@ -47,7 +53,7 @@ struct Attend {
   const float* sinks = nullptr;     // [group], or null: scores beside those of the keys
   const float* q = nullptr;         // token t, head g at q + t * q_stride + g * head_dim
   int64_t q_stride = 0;
-  float* out = nullptr;             // the same, with out_stride
+  float* out = nullptr;             // the same, with out_stride and value_dim
   int64_t out_stride = 0;
   const Attend* next = nullptr;     // what this thread may do next, or null: only prefetched
 };
@@ -67,7 +73,7 @@ inline int64_t end_tile(const Attend& task) {
 // Floats that hold the result of one tile for all queries of the task.
 inline int64_t tile_floats(const Attend& task) {
   int64_t queries = task.tokens * task.group;
-  return queries * (round_up(task.kv.head_dim, kLanes) + kLanes) + round_up(queries, kLanes);
+  return queries * (round_up(task.kv.value_dim(), kLanes) + kLanes) + round_up(queries, kLanes);
 }
 
 }  // namespace pdserve

@@ -19,19 +19,22 @@ struct Layout {
   int64_t q, running, tile, s, keys, values, end;
 };
 
-// Whether the task has so many queries that unpacking a tile pays.
-static bool unpacks(const Attend& task) { return task.tokens * task.group > 2 * kRowTile; }
+// Whether the task has so many queries that unpacking a tile pays; a latent layer has no other way.
+static bool unpacks(const Attend& task) {
+  return task.kv.latent || task.tokens * task.group > 2 * kRowTile;
+}
 
 static Layout layout(const Attend& task) {
-  int64_t rows = task.tokens * task.group, padded = round_up(task.kv.head_dim, kLanes);
+  int64_t rows = task.tokens * task.group, padded = round_up(task.kv.value_dim(), kLanes);
   Layout at;
   at.q = 0;
   at.running = at.q + round_up(rows * task.kv.head_dim, kLanes);
   at.tile = at.running + tile_floats(task);
   at.s = at.tile + kRowTile * (padded + kLanes) + kLanes;
   at.keys = at.s + kRowTile * kKeyTile;
-  at.values = at.keys + (unpacks(task) ? padded * kKeyTile : 0);
-  at.end = at.values + (unpacks(task) ? padded * kKeyTile : 0);
+  int64_t keys = unpacks(task) ? round_up(task.kv.head_dim, kLanes) * kKeyTile : 0;
+  at.values = at.keys + keys;
+  at.end = at.values + keys;  // values begin at a vector of their key
   return at;
 }
 
@@ -53,7 +56,7 @@ static void scale_queries(const Attend& task, float* to) {
 // Adds the results of a tile to those of the tiles before, for rows [row, row + count).
 static void merge(const Attend& task, int64_t index, int64_t row, int64_t count, const float* acc,
                   const float* most, float* running, float* running_most) {
-  int64_t width = round_up(task.kv.head_dim, kLanes) + kLanes;
+  int64_t width = round_up(task.kv.value_dim(), kLanes) + kLanes;
   F before = load_n(running_most, count), here = load_n(most, count);
   F larger = max(before, here);
   F base = select(less(larger, set1(-3.4028235e38f)), zero(), larger);
@@ -76,11 +79,11 @@ static void merge(const Attend& task, int64_t index, int64_t row, int64_t count,
 
 static void start(const Attend& task, float* running) {
   int64_t rows = task.tokens * task.group;
-  int64_t sums = rows * (round_up(task.kv.head_dim, kLanes) + kLanes);
+  int64_t sums = rows * (round_up(task.kv.value_dim(), kLanes) + kLanes);
   for (int64_t i = 0; i < sums; i += kLanes) store(running + i, zero());
   for (int64_t i = 0; i < rows; i += kLanes) store(running + sums + i, set1(kNothing));
   if (!task.sinks) return;
-  const int64_t padded = round_up(task.kv.head_dim, kLanes);
+  const int64_t padded = round_up(task.kv.value_dim(), kLanes);
   for (int64_t row = 0; row < rows; ++row) {
     running[sums + row] = task.sinks[row % task.group] * 1.44269504f;
     running[row * (padded + kLanes) + padded] = 1;
@@ -88,12 +91,12 @@ static void start(const Attend& task, float* running) {
 }
 
 static void finish(const Attend& task, const float* running) {
-  int64_t head_dim = task.kv.head_dim, padded = round_up(head_dim, kLanes);
+  int64_t value_dim = task.kv.value_dim(), padded = round_up(value_dim, kLanes);
   for (int64_t token = 0; token < task.tokens; ++token) {
     for (int64_t head = 0; head < task.group; ++head, running += padded + kLanes) {
       F inverse = set1(1.0f / reduce_add(load(running + padded)));
-      float* out = task.out + token * task.out_stride + head * head_dim;
-      each_vector(head_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      float* out = task.out + token * task.out_stride + head * value_dim;
+      each_vector(value_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
         store_some(out + i, mul(load(running + i), inverse), n);
       });
     }
@@ -104,7 +107,7 @@ static void finish(const Attend& task, const float* running) {
 static void compute(const Attend& task, int64_t begin, int64_t end, float* states, bool merging,
                     float* scratch) {
   int64_t rows = task.tokens * task.group, size = row_tile(rows);
-  int64_t head_dim = task.kv.head_dim, width = round_up(head_dim, kLanes) + kLanes;
+  int64_t head_dim = task.kv.head_dim, width = round_up(task.kv.value_dim(), kLanes) + kLanes;
   Layout at = layout(task);
   bool unpacking = unpacks(task);
   float* running = scratch + at.running;
@@ -121,7 +124,7 @@ static void compute(const Attend& task, int64_t begin, int64_t end, float* state
     }
     if (unpacking) {
       float *keys = scratch + at.keys, *values = scratch + at.values;
-      tile = unpack(task.kv.type, tile, groups, head_dim, keys, values);
+      tile = unpack(task.kv, tile, groups, keys, values);
     }
     for (int64_t row = 0; row < rows; row += size) {
       int64_t count = rows - row < size ? rows - row : size;
@@ -153,7 +156,7 @@ static void attend_tiles(const Attend& task, int64_t begin, int64_t end, float* 
 
 static void attend_merge(const Attend& task, const float* states, float* scratch) {
   int64_t rows = task.tokens * task.group, size = row_tile(rows);
-  int64_t width = round_up(task.kv.head_dim, kLanes) + kLanes;
+  int64_t width = round_up(task.kv.value_dim(), kLanes) + kLanes;
   float* running = scratch + layout(task).running;
   start(task, running);
   for (int64_t index = first_tile(task); index < end_tile(task); ++index) {

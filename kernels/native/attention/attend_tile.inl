@@ -48,14 +48,14 @@ static KeyTile locate(const Attend& task, int64_t tile, Groups groups) {
     int64_t position = tile * kKeyTile + there * kLanes;
     int64_t offset = position % kv.block_size;
     const uint8_t* block = kv.data + task.blocks[position / kv.block_size] * kv.block_bytes;
-    found.key[g] = block + task.kv_head * head_bytes + offset * size;
-    found.value[g] =
-        block + (kv.kv_heads + task.kv_head) * head_bytes + offset * kv.head_dim * size;
-    const float* scales = (const float*)(block + 2 * kv.kv_heads * head_bytes) + offset;
+    int64_t value_head = (kv.latent ? 0 : kv.kv_heads) + task.kv_head;
+    found.value[g] = block + value_head * head_bytes + offset * kv.head_dim * size;
+    found.key[g] = kv.latent ? found.value[g] : block + task.kv_head * head_bytes + offset * size;
+    const float* scales =
+        (const float*)(block + kv.vectors() / kv.block_size * head_bytes) + offset;
     bool scaled = kv.type == KvType::kI8;
     found.key_scale[g] = scaled ? scales + task.kv_head * kv.block_size : nullptr;
-    found.value_scale[g] =
-        scaled ? scales + (kv.kv_heads + task.kv_head) * kv.block_size : nullptr;
+    found.value_scale[g] = scaled ? scales + value_head * kv.block_size : nullptr;
   }
   return found;
 }
@@ -88,13 +88,48 @@ static KeyTile unpack(const KeyTile& from, Groups groups, int64_t head_dim, floa
   return to;
 }
 
-static KeyTile unpack(KvType type, const KeyTile& from, Groups groups, int64_t head_dim,
-                      float* keys, float* values) {
-  switch (type) {
-    case KvType::kF32: return unpack<KvType::kF32>(from, groups, head_dim, keys, values);
-    case KvType::kBf16: return unpack<KvType::kBf16>(from, groups, head_dim, keys, values);
-    case KvType::kF16: return unpack<KvType::kF16>(from, groups, head_dim, keys, values);
-    default: return unpack<KvType::kI8>(from, groups, head_dim, keys, values);
+// The same of a latent layer: its keys are read as they lie, [64][width], and transposed.
+template <KvType type>
+static KeyTile unpack_latent(const KvLayer& kv, const KeyTile& from, Groups groups, float* keys,
+                             float* values) {
+  int64_t width = round_up(kv.head_dim, kLanes);
+  KeyTile to = from;
+  to.key_stride = kKeyTile * 4;
+  to.value_stride = width * 4;
+  for (int64_t g = groups.begin; g < groups.end; ++g) {
+    float* key = keys + g * kLanes;
+    float* rows = values + g * kLanes * width;
+    to.key[g] = (const uint8_t*)key;
+    to.value[g] = (const uint8_t*)(rows + kv.head_dim - kv.latent);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const uint8_t* row = from.value[g] + j * from.value_stride;
+      each_vector(kv.head_dim, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        const uint8_t* at = row + i * kv_size(type);
+        F a = n == kLanes ? load_kv<type>(at) : load_kv_n<type>(at, n);
+        store(rows + j * width + i, a);
+      });
+    }
+    for (int64_t d = 0; d < kv.head_dim; ++d) {
+      for (int64_t j = 0; j < kLanes; ++j) key[d * kKeyTile + j] = rows[j * width + d];
+    }
+  }
+  return to;
+}
+
+template <KvType type>
+static KeyTile unpack(const KvLayer& kv, const KeyTile& from, Groups groups, float* keys,
+                      float* values) {
+  if (kv.latent) return unpack_latent<type>(kv, from, groups, keys, values);
+  return unpack<type>(from, groups, kv.head_dim, keys, values);
+}
+
+static KeyTile unpack(const KvLayer& kv, const KeyTile& from, Groups groups, float* keys,
+                      float* values) {
+  switch (kv.type) {
+    case KvType::kF32: return unpack<KvType::kF32>(kv, from, groups, keys, values);
+    case KvType::kBf16: return unpack<KvType::kBf16>(kv, from, groups, keys, values);
+    case KvType::kF16: return unpack<KvType::kF16>(kv, from, groups, keys, values);
+    default: return unpack<KvType::kI8>(kv, from, groups, keys, values);
   }
 }
 
@@ -260,8 +295,8 @@ PDS_INLINE int64_t row_tile(int64_t rows) { return ceil_div(rows, ceil_div(rows,
 template <KvType type, int R, bool kAhead>
 static void tile_rows(const Attend& task, const KeyTile& tile, const KeyTile& next, int64_t index,
                       int64_t row, const float* q, float* s, float* acc, float* most) {
-  int64_t head_dim = task.kv.head_dim, padded = round_up(head_dim, kLanes);
-  int64_t width = padded + kLanes;
+  int64_t head_dim = task.kv.head_dim, value_dim = task.kv.value_dim();
+  int64_t padded = round_up(value_dim, kLanes), width = padded + kLanes;
   Span spans[R], all{kKeyTile, 0}, joint{0, kKeyTile};
   int64_t token = row / task.group, head = row - token * task.group;
   for (int r = 0; r < R; ++r) {
@@ -280,19 +315,19 @@ static void tile_rows(const Attend& task, const KeyTile& tile, const KeyTile& ne
     most[r] = weigh(task, tile, spans[r], s + r * kKeyTile, acc + r * width + padded);
   }
   if (joint.begin == all.begin && joint.end == all.end) {
-    return all_values<type, R, true, kAhead>(s, tile, next, joint, head_dim, acc, width);
+    return all_values<type, R, true, kAhead>(s, tile, next, joint, value_dim, acc, width);
   }
   // At a border: keys that all rows see together, those before and after row by row.
   if (joint.end < joint.begin) joint.end = joint.begin;
   for (int r = 0; r < R; ++r) {
     Span before{spans[r].begin, spans[r].end < joint.begin ? spans[r].end : joint.begin};
-    all_values<type, 1, true, false>(s + r * kKeyTile, tile, next, before, head_dim,
+    all_values<type, 1, true, false>(s + r * kKeyTile, tile, next, before, value_dim,
                                      acc + r * width, width);
   }
-  all_values<type, R, false, kAhead>(s, tile, next, joint, head_dim, acc, width);
+  all_values<type, R, false, kAhead>(s, tile, next, joint, value_dim, acc, width);
   for (int r = 0; r < R; ++r) {
     Span after{spans[r].begin > joint.end ? spans[r].begin : joint.end, spans[r].end};
-    all_values<type, 1, false, false>(s + r * kKeyTile, tile, next, after, head_dim,
+    all_values<type, 1, false, false>(s + r * kKeyTile, tile, next, after, value_dim,
                                       acc + r * width, width);
   }
 }

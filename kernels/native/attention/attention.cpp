@@ -43,7 +43,8 @@ Attend Attention::locate(const AttentionBatch& batch, const Piece& piece) {
   int64_t head_at = piece.kv_head * work.group * batch.kv.head_dim;
   work.blocks = batch.block_table + piece.row * batch.table_stride;
   work.q = batch.q + token * batch.q_stride + head_at;
-  work.out = batch.out + token * batch.out_stride + head_at;
+  work.out = batch.out + token * batch.out_stride +
+             piece.kv_head * work.group * batch.kv.value_dim();
   if (batch.sinks) work.sinks = batch.sinks + piece.kv_head * work.group;
   return work;
 }

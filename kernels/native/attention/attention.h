@@ -20,7 +20,7 @@ struct AttentionBatch {
   int64_t heads = 0;                     // of q, a multiple of kv.kv_heads
   const float* q = nullptr;              // [tokens, heads, head_dim], q_stride floats a token
   int64_t q_stride = 0;
-  float* out = nullptr;                  // the same, with out_stride
+  float* out = nullptr;                  // [tokens, heads, value_dim], with out_stride
   int64_t out_stride = 0;
   int64_t rows = 0;
   const int64_t* block_table = nullptr;  // [rows, ...], table_stride a row

@@ -81,11 +81,19 @@ static void store_head(const KvLayer& kv, const float* x, uint8_t* to, int64_t s
   });
 }
 
+// v is not read of a latent layer.
 static void store_kv(const KvLayer& kv, int64_t slot, const float* k, const float* v) {
   int64_t size = kv_size(kv.type), head_bytes = kv.block_size * kv.head_dim * size;
   int64_t offset = slot % kv.block_size;
   uint8_t* block = kv.data + slot / kv.block_size * kv.block_bytes;
-  float* scales = (float*)(block + 2 * kv.kv_heads * head_bytes) + offset;
+  float* scales = (float*)(block + kv.vectors() / kv.block_size * head_bytes) + offset;
+  if (kv.latent) {
+    for (int64_t head = 0; head < kv.kv_heads; ++head, k += kv.head_dim) {
+      store_head(kv, k, block + head * head_bytes + offset * kv.head_dim * size, 1,
+                 scales + head * kv.block_size);
+    }
+    return;
+  }
   for (int64_t head = 0; head < kv.kv_heads; ++head, k += kv.head_dim, v += kv.head_dim) {
     int64_t value_head = kv.kv_heads + head;
     store_head(kv, k, block + head * head_bytes + offset * size, kv.block_size,

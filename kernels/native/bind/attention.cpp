@@ -33,21 +33,24 @@ void require_sizes(int64_t kv_heads, int64_t block_size, int64_t head_dim) {
 }
 
 // A layer of these sizes, without memory.
-KvLayer sized(const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
+KvLayer sized(const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim,
+              int64_t latent) {
   require_sizes(kv_heads, block_size, head_dim);
+  require(latent >= 0 && latent <= head_dim, "latent must be 0 to head_dim");
   KvLayer result;
   result.type = kv_type(type);
   result.block_size = block_size;
   result.kv_heads = kv_heads;
   result.head_dim = head_dim;
+  result.latent = latent;
   result.block_bytes = pdserve::kv_block_bytes(result);
   return result;
 }
 
 template <class Pool>
 KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
-              int64_t head_dim) {
-  KvLayer result = sized(type, kv_heads, block_size, head_dim);
+              int64_t head_dim, int64_t latent) {
+  KvLayer result = sized(type, kv_heads, block_size, head_dim, latent);
   require(static_cast<int64_t>(kv.shape(1)) == result.block_bytes,
           "kv must have kv_block_bytes bytes a block");
   // Kernels take a layer that they may write; reading ones do not.
@@ -57,12 +60,16 @@ KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t
 }
 
 void write_kv(Context& context, const Array<uint8_t, 2>& kv, const std::string& type,
-              int64_t block_size, const Array<const float, 3>& k, const Array<const float, 3>& v,
-              const Array<const int64_t, 1>& slots) {
-  for (size_t i = 0; i < 3; ++i) require(k.shape(i) == v.shape(i), "k and v must have one shape");
+              int64_t block_size, const Array<const float, 3>& k,
+              const std::optional<Array<const float, 3>>& v, const Array<const int64_t, 1>& slots,
+              int64_t latent) {
+  require(v.has_value() == (latent == 0), "v is of layers that are not latent");
+  for (size_t i = 0; v && i < 3; ++i) {
+    require(k.shape(i) == v->shape(i), "k and v must have one shape");
+  }
   int64_t tokens = static_cast<int64_t>(k.shape(0)), heads = static_cast<int64_t>(k.shape(1));
   int64_t head_dim = static_cast<int64_t>(k.shape(2));
-  KvLayer pool = layer(kv, type, heads, block_size, head_dim);
+  KvLayer pool = layer(kv, type, heads, block_size, head_dim, latent);
   require(slots.shape(0) == k.shape(0), "slots must have one value a token");
   int64_t limit = static_cast<int64_t>(kv.shape(0)) * block_size;
   for (int64_t t = 0; t < tokens; ++t) {
@@ -72,8 +79,8 @@ void write_kv(Context& context, const Array<uint8_t, 2>& kv, const std::string& 
   int64_t size = std::max<int64_t>(1, pdserve::ceil_div(tokens, 8 * context.pool.threads()));
   context.pool.run(pdserve::ceil_div(tokens, size), [&](int64_t piece, int) {
     for (int64_t t = piece * size; t < std::min(tokens, (piece + 1) * size); ++t) {
-      context.kernels.store_kv(pool, slots.data()[t], k.data() + t * heads * head_dim,
-                               v.data() + t * heads * head_dim);
+      const int64_t at = t * heads * head_dim;
+      context.kernels.store_kv(pool, slots.data()[t], k.data() + at, v ? v->data() + at : nullptr);
     }
   });
 }
@@ -83,13 +90,13 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
                      int64_t block_size, const Array<const int64_t, 2>& block_table,
                      const Array<const int64_t, 1>& starts, const Array<const int64_t, 1>& kv_lens,
                      float scale, int64_t window, float soft_cap, const Array<float, 3>& out,
-                     const std::optional<Array<const float, 1>>& sinks) {
-  for (size_t i = 0; i < 3; ++i) {
-    require(q.shape(i) == out.shape(i), "out must have the shape of q");
-  }
+                     const std::optional<Array<const float, 1>>& sinks, int64_t latent) {
+  const size_t value_dim = latent ? static_cast<size_t>(latent) : q.shape(2);
+  require(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && out.shape(2) == value_dim,
+          "out must have the shape of q, its heads as long as values");
   pdserve::AttentionBatch batch;
   int64_t tokens = static_cast<int64_t>(q.shape(0)), head_dim = static_cast<int64_t>(q.shape(2));
-  batch.kv = layer(kv, type, kv_heads, block_size, head_dim);
+  batch.kv = layer(kv, type, kv_heads, block_size, head_dim, latent);
   batch.heads = static_cast<int64_t>(q.shape(1));
   require(batch.heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   require(batch.heads >= 1 && batch.heads <= 1 << 16, "heads must be 1 to 65536");
@@ -118,7 +125,7 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
   batch.q = q.data();
   batch.q_stride = batch.heads * head_dim;
   batch.out = out.data();
-  batch.out_stride = batch.q_stride;
+  batch.out_stride = batch.heads * batch.kv.value_dim();
   batch.block_table = block_table.data();
   batch.starts = starts.data();
   batch.kv_lens = kv_lens.data();
@@ -139,21 +146,25 @@ void paged_attention(Context& context, const Array<const float, 3>& q,
 
 void bind_attention(nb::module_& m) {
   m.def("kv_block_bytes",
-        [](const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim) {
-          return sized(type, kv_heads, block_size, head_dim).block_bytes;
+        [](const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim,
+           int64_t latent) {
+          return sized(type, kv_heads, block_size, head_dim, latent).block_bytes;
         },
         nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"), nb::arg("head_dim"),
-        "Bytes of a block of one layer; type: float32, bfloat16, float16 or int8.");
+        nb::arg("latent") = 0,
+        "Bytes of a block of one layer; type: float32, bfloat16, float16 or int8; latent: how many\n"
+        "values at the end of a key are its value, 0 if values are stored too.");
   m.def("write_kv", &write_kv, nb::arg("context"), nb::arg("kv").noconvert(), nb::arg("type"),
-        nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert(),
-        nb::arg("slots").noconvert(),
+        nb::arg("block_size"), nb::arg("k").noconvert(), nb::arg("v").noconvert().none(),
+        nb::arg("slots").noconvert(), nb::arg("latent") = 0,
         "Stores k, v float32 [tokens, kv_heads, head_dim] at slots int64 [tokens] of kv uint8\n"
-        "[blocks, kv_block_bytes].");
+        "[blocks, kv_block_bytes]; of a latent layer v is None.");
   m.def("paged_attention", &paged_attention, nb::arg("context"), nb::arg("q").noconvert(),
         nb::arg("kv").noconvert(), nb::arg("type"), nb::arg("kv_heads"), nb::arg("block_size"),
         nb::arg("block_table").noconvert(), nb::arg("starts").noconvert(),
         nb::arg("kv_lens").noconvert(), nb::arg("scale"), nb::arg("window"), nb::arg("soft_cap"),
         nb::arg("out").noconvert(), nb::arg("sinks").noconvert() = nb::none(),
+        nb::arg("latent") = 0,
         "Causal attention of q float32 [tokens, heads, head_dim] into out: row r's tokens are\n"
         "[starts[r], starts[r + 1]), the last at position kv_lens[r] - 1; block_table int64\n"
         "[rows, blocks]. window: keys seen, 0 for all; soft_cap: 0 for none;\n"

@@ -2,6 +2,7 @@
 #include "parts.h"
 
 #include "decoder/experts.h"
+#include "decoder/head_linear.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -165,7 +166,8 @@ const Kind kKinds[] = {
        require(tables > 0, "no rope table is set");
        const RopeTable& table = stack.ropes[static_cast<size_t>(f.integer("table", 0, tables - 1))];
        const int64_t heads = f.integer("heads", 1, kMostHeads);
-       return part<RopePart>(table, heads, f.integer("head_dim", 1, kMostHeads));
+       const int64_t head_dim = f.integer("head_dim", 1, kMostHeads);
+       return part<RopePart>(table, heads, head_dim, f.integer("begin", 0, int64_t{1} << 40));
      }},
     {AttentionPart::kKind,
      [](Fields& f, const Stack&) {
@@ -179,7 +181,13 @@ const Kind kKinds[] = {
        made->window = f.integer("window", 0, int64_t{1} << 40);
        made->group = f.integer("group", 0, 1 << 16);
        made->sinks = f.floats_or_none("sinks");
+       made->latent = f.integer("latent", 0, made->head_dim);
        return std::unique_ptr<Part>(std::move(made));
+     }},
+    {HeadLinearPart::kKind,
+     [](Fields& f, const Stack&) {
+       auto matrices = f.matrices("matrices");
+       return part<HeadLinearPart>(std::move(matrices), f.integer("kept", 0, kMostHeads));
      }},
     {GatePart::kKind,
      [](Fields& f, const Stack&) {

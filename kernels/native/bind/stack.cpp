@@ -73,6 +73,7 @@ void set_kv(Model& model, std::vector<nb::object> pools, const std::string& type
     kv.block_size = block_size;
     kv.kv_heads = attentions[i]->kv_heads;
     kv.head_dim = attentions[i]->head_dim;
+    kv.latent = attentions[i]->latent;
     kv.block_bytes = static_cast<int64_t>(pool.shape(1));
     require(kv.block_bytes == pdserve::kv_block_bytes(kv), "blocks of another size");
     model.num_blocks.push_back(static_cast<int64_t>(pool.shape(0)));

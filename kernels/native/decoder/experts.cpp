@@ -8,34 +8,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "base/buffer.h"
-#include "linear/linear.h"
+#include "decoder/groups.h"
 
 namespace pdserve {
 namespace {
 
-constexpr int64_t kRowsPerPiece = 4;
-constexpr int64_t kInline = 16384;  // values below which rows are not worth waking helpers for
-constexpr int64_t kPiecesPerThread = 4;  // of products: experts have unlike many rows
 constexpr int64_t kMostRows = 256;       // in one piece: bounds the scratch
 constexpr int64_t kMostExperts = 4096;
 constexpr float kLeastSum = 1e-20f;      // what normalized weights are divided by at least
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
-}
-
-// body(row) for every row of so many values, some at a time.
-template <class Body>
-void spread_rows(Pool& pool, int64_t rows, int64_t values, const Body& body) {
-  if (rows * values <= kInline) {
-    for (int64_t row = 0; row < rows; ++row) body(row);
-    return;
-  }
-  pool.run(ceil_div(rows, kRowsPerPiece), [&](int64_t piece, int) {
-    const int64_t end = std::min(rows, (piece + 1) * kRowsPerPiece);
-    for (int64_t row = piece * kRowsPerPiece; row < end; ++row) body(row);
-  });
 }
 
 void scores_of(const Kernels& kernels, const Routing& routing, int64_t experts,
@@ -191,40 +174,6 @@ int64_t ExpertsPart::products() const {
 
 namespace {
 
-// y[slot] = x[slot] times the matrices of its expert. The tiles of all experts that have slots are
-// numbered through and divided over the threads.
-template <class MatricesOf, class BiasOf>
-void multiply(const Step& step, size_t experts, const int64_t* begins, const Activations& x,
-              float* y, int64_t stride, const MatricesOf& matrices_of, const BiasOf& bias_of) {
-  int64_t total = 0;
-  for (size_t e = 0; e < experts; ++e) {
-    const auto matrices = matrices_of(e);
-    if (begins[e] < begins[e + 1]) {
-      total += total_tiles(matrices.data(), static_cast<int>(matrices.size()));
-    }
-  }
-  const int64_t wanted = step.pool.threads() * kPiecesPerThread;
-  const int64_t size = round_up(ceil_div(total, wanted), 4);  // tiles are read four at a time
-  step.pool.run(ceil_div(total, size), [&](int64_t piece, int) {
-    int64_t begin = piece * size, end = std::min(total, begin + size);
-    for (size_t e = 0; e < experts && end > 0; ++e) {  // begin and end are relative to expert e
-      const int64_t first = begins[e], count = begins[e + 1] - first;
-      if (count == 0) continue;
-      const auto matrices = matrices_of(e);
-      const int num = static_cast<int>(matrices.size());
-      const int64_t tiles = total_tiles(matrices.data(), num);
-      const std::vector<float>& bias = bias_of(e);
-      if (begin < tiles) {
-        linear_here(step.kernels, matrices.data(), num, rows_of(x, first, count),
-                    std::max<int64_t>(0, begin), std::min(tiles, end), y + first * stride, stride,
-                    bias.empty() ? nullptr : bias.data());
-      }
-      begin -= tiles;
-      end -= tiles;
-    }
-  });
-}
-
 // What the first products of the experts read: the mask of encodings, and whether some of them
 // read the floats themselves.
 struct Reads {
@@ -241,17 +190,6 @@ void note(const std::vector<Expert>& experts, Reads& reads) {
   }
 }
 
-Activations activations(int64_t rows, int64_t cols, uint32_t needs, const float* values,
-                        Buffer<uint8_t>& encodings) {
-  Activations made;
-  made.rows = rows;
-  made.cols = cols;
-  made.needs = needs;
-  made.f32 = values;
-  place(made, encodings.at_least(std::max<int64_t>(1, encoding_bytes(made))));
-  return made;
-}
-
 }  // namespace
 
 void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
@@ -262,8 +200,8 @@ void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
   for (const Expert& expert : experts) needs |= encoding_of(expert.down);
   float* products = scratch.products.at_least(slots * 2 * size);
   float* middles = scratch.middles.at_least(slots * size);
-  const Activations middle = activations(slots, size, needs, middles, scratch.middle);
-  multiply(
+  const Activations middle = activations_of(slots, size, needs, middles, scratch.middle);
+  multiply_groups(
       step, experts.size(), begins, in, products, 2 * size,
       [&](size_t e) { return std::array<const Matrix*, 2>{&experts[e].gate, &experts[e].up}; },
       [&](size_t e) -> const std::vector<float>& { return experts[e].gate_up_bias; });
@@ -272,7 +210,7 @@ void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
     step.kernels.gated(gate, gate + size, activation_, size, middles + slot * size);
     step.kernels.encode(middle, slot, slot + 1);
   });
-  multiply(
+  multiply_groups(
       step, experts.size(), begins, middle, results, values_,
       [&](size_t e) { return std::array<const Matrix*, 1>{&experts[e].down}; },
       [&](size_t e) -> const std::vector<float>& { return experts[e].down_bias; });
@@ -322,10 +260,10 @@ void ExpertsPart::piece(const Step& step, int64_t rows, const float* x, float* y
   Reads reads;
   note(experts_, reads);
   note(shared_, reads);
-  const Activations all = activations(rows, values_, reads.needs, x, scratch.rows);
+  const Activations all = activations_of(rows, values_, reads.needs, x, scratch.rows);
   spread_rows(step.pool, rows, values_, [&](int64_t row) { step.kernels.encode(all, row, row + 1); });
   float* inputs = reads.floats ? scratch.inputs.at_least(slots * values_) : nullptr;
-  const Activations in = activations(slots, values_, reads.needs, inputs, scratch.slots);
+  const Activations in = activations_of(slots, values_, reads.needs, inputs, scratch.slots);
   spread_rows(step.pool, slots, values_, [&](int64_t slot) {
     if (inputs) std::copy_n(x + row_of[slot] * values_, values_, inputs + slot * values_);
     copy_encodings(all, row_of[slot], in, slot);

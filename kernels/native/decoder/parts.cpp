@@ -19,12 +19,6 @@ void require_size(const char* what, int64_t has, int64_t wanted) {
           std::string(what) + " of " + std::to_string(has) + ", not " + std::to_string(wanted));
 }
 
-void require_heads(int64_t end, int64_t head_dim, int64_t inputs) {
-  require(end * head_dim <= inputs, "it reads " + std::to_string(end) + " heads of " +
-                                        std::to_string(head_dim) + ", but a row has " +
-                                        std::to_string(inputs) + " values");
-}
-
 }  // namespace
 
 int64_t NormPart::fit(int64_t inputs) {
@@ -119,27 +113,29 @@ void HeadNormPart::row(const Step& step, const Rows&, int64_t, const float*, flo
 }
 
 int64_t RopePart::fit(int64_t inputs) {
-  require_heads(heads_, head_dim_, inputs);
+  const int64_t end = begin_ + heads_ * head_dim_;
+  require(end <= inputs, "it reads up to value " + std::to_string(end) + ", but a row has " +
+                             std::to_string(inputs));
   require(2 * table_.half <= head_dim_, "its table rotates more dims than a head has");
   return inputs;
 }
 
 void RopePart::row(const Step& step, const Rows&, int64_t row, const float*, float* y) const {
   const int64_t at = step.batch.positions[row] * table_.half;
-  step.kernels.rope(y, table_.cos.data() + at, table_.sin.data() + at, heads_, head_dim_,
+  step.kernels.rope(y + begin_, table_.cos.data() + at, table_.sin.data() + at, heads_, head_dim_,
                     table_.half);
 }
 
 int64_t AttentionPart::fit(int64_t inputs) {
   require(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-  require_size("heads of q, k and v", (heads + 2 * kv_heads) * head_dim, inputs);
+  require_size("heads of q, k and v", this->inputs(), inputs);
   if (!sinks.empty()) require_size("sinks", static_cast<int64_t>(sinks.size()), heads);
-  return heads * head_dim;
+  return outputs();
 }
 
 bool AttentionPart::planned_like(const AttentionPart& other) const {
   return heads == other.heads && kv_heads == other.kv_heads && head_dim == other.head_dim &&
-         window == other.window;
+         window == other.window && latent == other.latent;
 }
 
 void AttentionPart::row(const Step& step, const Rows&, int64_t row, const float* x,
@@ -153,7 +149,7 @@ AttentionBatch AttentionPart::task(const StepBatch& batch, const float* x, float
   const StepGroup& tables = batch.groups[static_cast<size_t>(group)];
   AttentionBatch task;
   task.q = x;
-  task.q_stride = (heads + 2 * kv_heads) * head_dim;
+  task.q_stride = inputs();
   task.heads = heads;
   task.kv = kv;
   task.block_table = tables.block_table;
@@ -166,7 +162,7 @@ AttentionBatch AttentionPart::task(const StepBatch& batch, const float* x, float
   task.soft_cap = soft_cap;
   task.sinks = sinks.empty() ? nullptr : sinks.data();
   task.out = y;
-  task.out_stride = heads * head_dim;
+  task.out_stride = outputs();
   return task;
 }
 

@@ -102,12 +102,13 @@ struct RopeTable {
   std::vector<float> sin;
 };
 
-// Rotary embedding of the first `heads` heads of a row. The table outlives the part and may grow.
+// Rotary embedding of `heads` heads, the first at value `begin` of a row. The table outlives the
+// part and may grow.
 class RopePart : public Part {
  public:
   static constexpr const char* kKind = "rope";
-  RopePart(const RopeTable& table, int64_t heads, int64_t head_dim)
-      : table_(table), heads_(heads), head_dim_(head_dim) {}
+  RopePart(const RopeTable& table, int64_t heads, int64_t head_dim, int64_t begin)
+      : table_(table), heads_(heads), head_dim_(head_dim), begin_(begin) {}
 
   const char* kind() const override { return kKind; }
   Writes writes() const override { return Writes::kInput; }
@@ -117,11 +118,11 @@ class RopePart : public Part {
 
  private:
   const RopeTable& table_;
-  int64_t heads_, head_dim_;
+  int64_t heads_, head_dim_, begin_;
 };
 
-// Attention of rows that hold heads of q, then of k, then of v: stores keys and values row by row,
-// then attends. The stack runs the second half, which needs the rows of all threads.
+// Attention of rows that hold heads of q, then of k, then of v unless it is latent: stores keys and
+// values row by row, then attends. The stack runs the second half, which needs the rows of all threads.
 class AttentionPart : public Part {
  public:
   static constexpr const char* kKind = "attention";
@@ -130,6 +131,7 @@ class AttentionPart : public Part {
   float soft_cap = 0;  // 0: none
   int64_t window = 0;  // keys a token sees; 0: all
   int64_t group = 0;   // whose block tables it uses; parts of one group are planned alike
+  int64_t latent = 0;        // values at the end of a key that are its value; 0: it has its own
   std::vector<float> sinks;  // [heads], or empty: scores beside those of the keys
   KvLayer kv;                // its memory in the pool, set before the first step
 
@@ -141,6 +143,8 @@ class AttentionPart : public Part {
   bool ends_pass() const override { return true; }
 
   bool planned_like(const AttentionPart& other) const;
+  int64_t inputs() const { return (heads + (latent ? 1 : 2) * kv_heads) * head_dim; }
+  int64_t outputs() const { return heads * (latent ? latent : head_dim); }
   // The work of a step on rows x, which hold q, k and v, into rows y.
   AttentionBatch task(const StepBatch& batch, const float* x, float* y) const;
 };

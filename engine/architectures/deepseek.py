@@ -1,0 +1,144 @@
+"""DeepSeek V2, V3 and R1, and GLM 4.7 Flash: latent attention, and a mixture of experts in groups
+behind some dense layers (arXiv:2405.04434, arXiv:2412.19437).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pdserve.engine.checkpoints.gguf.config import one_number, rope_scaling
+from pdserve.engine.checkpoints.gguf.experts import SCORES, expert_config
+from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.checkpoints.views import View
+from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
+from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
+from pdserve.engine.models.hf_config.experts import (
+    num_experts,
+    sigmoid_routing,
+    with_experts,
+)
+from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.models.hf_config.rope import read_rope, scores_magnitude
+from pdserve.engine.models.hf_config.standard import num_layers, standard
+from pdserve.engine.models.latent import LatentAttention
+from pdserve.engine.models.parts import ExpertRouting
+from pdserve.engine.models.spec import ModelSpec, is_mtp
+
+V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
+EXPERTS_FROM = {V3: 3, GLM: 1}  # if nothing is said
+
+
+def parse(hf: HfConfig) -> ModelConfig:
+    if hf.get("attention_bias"):
+        raise UnsupportedModel("config field attention_bias=True: latent attention has none here")
+    name = str(hf["architectures"][0])
+    rank = integer(hf, "q_lora_rank", 0, minimum=0) if hf.get("q_lora_rank") is not None else 0
+    latent = LatentAttention(
+        rank,
+        integer(hf, "kv_lora_rank", 512),
+        integer(hf, "qk_nope_head_dim", 128),
+        integer(hf, "qk_rope_head_dim", 64),
+        integer(hf, "v_head_dim", 128),
+        bool(hf.get("rope_interleave", True)),
+    )
+    heads = integer(hf, "num_attention_heads")
+    rope = read_rope({**hf, "partial_rotary_factor": None}, latent.rope_dim)
+    config = standard(
+        {**hf, "num_key_value_heads": heads, "head_dim": latent.kv_dim},
+        layers=(LayerConfig(rope),) * num_layers(hf),
+        num_kv_heads=1,
+        latent=latent,
+        attn_scale=latent.q_dim**-0.5 * scores_magnitude(hf),
+    )
+    size = integer(hf, "moe_intermediate_size")
+    by_class = "softmax" if name == V2 else "sigmoid"
+    scores = hf.get("scoring_func", by_class)
+    mixture = MixtureOfExperts(
+        num_experts(hf),
+        size,
+        sigmoid_routing(hf) if scores == "sigmoid" else softmax_routing(hf, scores),
+        has_correction=scores == "sigmoid",
+        shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
+    )
+    first = integer(hf, "first_k_dense_replace", EXPERTS_FROM.get(name, 0), minimum=0)
+    return with_experts(config, mixture, range(first, config.num_layers))
+
+
+def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
+    """V2's: a group is as good as its best expert."""
+    method = hf.get("topk_method", "greedy")
+    if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"config fields scoring_func={scores!r}, topk_method={method!r}")
+    grouped = {**hf, "norm_topk_prob": hf.get("norm_topk_prob", False)}
+    if method == "greedy":
+        grouped |= {"n_group": 1, "topk_group": 1}
+    checked = sigmoid_routing(grouped)
+    return replace(checked, scores="softmax", group_best=1)
+
+
+GGUF_KEYS = (
+    "expert_shared_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "leading_dense_block_count",
+)
+GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880  # of the one model that says nothing of its sigmoid
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    """What a file does not say is as llama.cpp has it. Files of before 2025-04 count the dims of
+    heads as they are before absorption."""
+
+    def number(key: str) -> int:
+        return int(one_number(metadata, f"deepseek2.{key}"))
+
+    layers, vocab = number("block_count"), metadata.get("deepseek2.vocab_size")
+    is_glm = layers in GLM_LAYERS and vocab == GLM_VOCAB
+    gating = metadata.get("deepseek2.expert_gating_func") or (2 if is_glm else 1)
+    scores = SCORES.get(gating, "softmax")
+    defaults = {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 0}
+    config = defaults | expert_config(metadata, *GGUF_KEYS, scores=scores)
+    config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
+    config["scoring_func"] = scores
+    grouped = config.get("n_group", 1) > 1
+    config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    config["kv_lora_rank"] = number("attention.kv_lora_rank")
+    has_rank = "deepseek2.attention.q_lora_rank" in metadata
+    config["q_lora_rank"] = number("attention.q_lora_rank") if has_rank else None
+    suffix = "_mla" if "deepseek2.attention.key_length_mla" in metadata else ""
+    config["qk_rope_head_dim"] = number("rope.dimension_count")
+    config["qk_nope_head_dim"] = (
+        number(f"attention.key_length{suffix}") - config["qk_rope_head_dim"]
+    )
+    config["v_head_dim"] = number(f"attention.value_length{suffix}")
+    log_multiplier = "deepseek2.rope.scaling.yarn_log_multiplier"
+    scaling = rope_scaling(metadata, {})
+    if scaling and log_multiplier in metadata:
+        weight = round(10 * one_number(metadata, log_multiplier), 6)
+        config["rope_scaling"] = {**scaling, "mscale": weight, "mscale_all_dim": weight}
+    return config
+
+
+GGUF = GgufMapping(
+    "deepseek2",
+    tensors={
+        "blk.{n}.attn_q_a": "model.layers.{n}.self_attn.q_a_proj",
+        "blk.{n}.attn_q_a_norm": "model.layers.{n}.self_attn.q_a_layernorm",
+        "blk.{n}.attn_q_b": "model.layers.{n}.self_attn.q_b_proj",
+        "blk.{n}.attn_kv_a_mqa": "model.layers.{n}.self_attn.kv_a_proj_with_mqa",
+        "blk.{n}.attn_kv_a_norm": "model.layers.{n}.self_attn.kv_a_layernorm",
+        "blk.{n}.attn_kv_b": "model.layers.{n}.self_attn.kv_b_proj",
+        "blk.{n}.attn_k_b": "model.layers.{n}.self_attn.k_b_proj",
+        "blk.{n}.attn_v_b": "model.layers.{n}.self_attn.v_b_proj",
+    },
+    config=gguf_config,
+)
+
+
+def stored(config: ModelConfig) -> dict[str, View]:
+    assert config.latent is not None
+    return stored_experts(config) | config.latent.stored(config)
+
+
+SPEC = ModelSpec((V2, V3, GLM), parse, GGUF, stored, is_mtp)

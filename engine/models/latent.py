@@ -1,0 +1,119 @@
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): what is cached of a token is one vector,
+of which every head's key and value are projections.
+
+The projections are absorbed: queries go through the one of keys, results through the one of values,
+so that all heads attend over the vectors themselves, in prefill as in decode. A cached vector is
+[part with rope | latent], the other way round than in checkpoints, as a query head is.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.checkpoints.views import HeadRows, View, halves_first
+from pdserve.engine.models.parts import (
+    Attention,
+    HeadLinear,
+    Heads,
+    Linear,
+    Part,
+    Rope,
+    SliceNorm,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    from pdserve.engine.models.config import ModelConfig
+
+NORM_EPS = 1e-6  # of the norms of both low ranks, whatever the others have
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Sizes are of one head."""
+
+    q_rank: int  # of the queries' low-rank product; 0: they have one matrix
+    kv_rank: int  # values of the latent part
+    plain_dim: int  # of a query, without rope
+    rope_dim: int
+    value_dim: int
+    interleaved: bool  # checkpoints are for rope over neighbours
+
+    @property
+    def kv_dim(self) -> int:
+        """Values cached of a token."""
+        return self.rope_dim + self.kv_rank
+
+    @property
+    def q_dim(self) -> int:
+        return self.rope_dim + self.plain_dim
+
+    def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
+        """From the normed stream to what all heads attended to, side by side."""
+        layer, attn = config.layers[n], f"model.layers.{n}.self_attn."
+        heads, hidden = config.num_heads, config.hidden_size
+        all_q = heads * self.q_dim
+
+        def weight(name: str, *shape: int) -> TensorSpec:
+            return TensorSpec(f"{attn}{name}.weight", shape)
+
+        kv_a = weight("kv_a_proj_with_mqa", self.kv_dim, hidden)
+        kv_norm = weight("kv_a_layernorm", self.kv_rank)
+        queries: tuple[Part, ...]
+        if self.q_rank:
+            queries = (
+                Linear((weight("q_a_proj", self.q_rank, hidden), kv_a)),
+                SliceNorm(weight("q_a_layernorm", self.q_rank), 0, NORM_EPS),
+                HeadLinear(weight("q_b_proj", all_q, self.q_rank)),
+            )
+        else:
+            queries = (Linear((weight("q_proj", all_q, hidden), kv_a)),)
+        rope: tuple[Part, ...] = ()
+        if layer.rope:
+            q, key = Heads(heads, 0, self.q_dim), Heads(0, 1, self.kv_dim)
+            rope = (Rope(q, layer.rope), Rope(key, layer.rope, all_q))
+        return (
+            *queries,
+            SliceNorm(kv_norm, all_q + self.rope_dim, NORM_EPS),
+            *rope,
+            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.plain_dim), self.rope_dim),
+            Attention(
+                Heads(heads, 1, self.kv_dim),
+                config.attn_scale,
+                config.attn_soft_cap,
+                layer.window,
+                latent=self.kv_rank,
+            ),
+            HeadLinear(weight("v_b_proj", heads, self.value_dim, self.kv_rank)),
+        )
+
+    def stored(self, config: "ModelConfig") -> dict[str, View]:
+        """Rows are stored with rope's behind the others; k_b and v_b, but in GGUF, as the rows of
+        one matrix, head by head."""
+        views: dict[str, View] = {}
+        heads, plain = config.num_heads, self.plain_dim
+        queries = self._rope_first(heads, plain)
+        for n in range(config.num_layers):
+            attn = f"model.layers.{n}.self_attn."
+            rows = {
+                ("q_b_proj" if self.q_rank else "q_proj"): queries,
+                "kv_a_proj_with_mqa": self._rope_first(1, self.kv_rank),
+            }
+            views |= {f"{attn}{m}.weight": View(f"{attn}{m}.weight", r) for m, r in rows.items()}
+            both = f"{attn}kv_b_proj.weight"
+            of_keys = HeadRows(heads, 0, plain, plain + self.value_dim)
+            of_values = of_keys._replace(begin=plain, end=plain + self.value_dim)
+            views[f"{attn}k_b_proj.weight"] = View(both, heads=of_keys, transposed=True)
+            views[f"{attn}v_b_proj.weight"] = View(both, heads=of_values)
+        return views
+
+    def _rope_first(self, heads: int, before: int) -> NDArray[np.int64]:
+        """The order of rows that puts those of rope before the `before` others of each head."""
+        dim = before + self.rope_dim
+        rope = np.arange(self.rope_dim)
+        if self.interleaved:
+            rope = halves_first(1, self.rope_dim, self.rope_dim)
+        one = np.concatenate((before + rope, np.arange(before)))
+        return (np.arange(heads)[:, None] * dim + one).reshape(-1)
