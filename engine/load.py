@@ -19,9 +19,9 @@ from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
+from pdserve.engine.isq import isq_formats
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
-from pdserve.engine.models.isq import isq_formats
 from pdserve.engine.models.layer import HEAD, tensor_shapes
 from pdserve.engine.models.rope import BY_CONTEXT
 from pdserve.engine.weights.mix import find_type

@@ -339,6 +339,7 @@ LAYER_NAMES = re.compile(
 KNOW_LAYER_NAMES = {
     "engine/models/layer.py",  # the description
     "engine/models/experts.py",  # of a layer's experts
+    "engine/models/latent.py",  # of latent attention
     "engine/checkpoints/gguf/mapping.py",  # the names in GGUF files
 }
 

@@ -2,6 +2,7 @@
 behind some dense layers (arXiv:2405.04434, arXiv:2412.19437).
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +60,19 @@ def parse(hf: HfConfig) -> ModelConfig:
         has_correction=scores == "sigmoid",
         shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
     )
-    first = integer(hf, "first_k_dense_replace", EXPERTS_FROM.get(name, 0), minimum=0)
-    return with_experts(config, mixture, range(first, config.num_layers))
+    return with_experts(config, mixture, sparse_layers(hf, EXPERTS_FROM.get(name, 0)))
+
+
+def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
+    """Which layers have experts: all behind the first, or those that `mlp_layer_types` names."""
+    kinds = hf.get("mlp_layer_types")
+    if kinds is None:
+        first = integer(hf, "first_k_dense_replace", default, minimum=0)
+        return range(first, num_layers(hf))
+    fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers(hf)
+    if not fits or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise UnsupportedModel(f"config field mlp_layer_types={kinds!r}")
+    return [n for n, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
@@ -101,6 +113,7 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     config = defaults | expert_config(metadata, *GGUF_KEYS, scores=scores)
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
     config["scoring_func"] = scores
+    config["architectures"] = [GLM if is_glm else V3 if scores == "sigmoid" else V2]
     grouped = config.get("n_group", 1) > 1
     config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
     config["kv_lora_rank"] = number("attention.kv_lora_rank")
@@ -137,7 +150,7 @@ GGUF = GgufMapping(
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    assert config.latent is not None
+    assert isinstance(config.latent, LatentAttention)
     return stored_experts(config) | config.latent.stored(config)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pdserve.engine.kv.spec import Kind, LayerGroup
-from pdserve.engine.models.latent import LatentAttention
 from pdserve.engine.models.parts import Activation, Part
 from pdserve.engine.models.rope import RopeConfig
 
@@ -24,6 +23,20 @@ class FeedForward(Protocol):
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
         """From [tokens, hidden] to the same; tensor names begin with `prefix`."""
+
+
+class Latent(Protocol):
+    """Attention over one vector of a token, which every head reads as its key and its value.
+
+    It is a frozen dataclass, as a FeedForward is.
+    """
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a head's result."""
+
+    def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
+        """Of layer n, from the normed stream to the results of all heads, side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
-    latent: LatentAttention | None = None  # in place of matrices of q, k and v
+    latent: Latent | None = None  # what is cached, in place of heads of keys and values
 
     @property
     def num_layers(self) -> int:

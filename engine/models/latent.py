@@ -32,7 +32,7 @@ NORM_EPS = 1e-6  # of the norms of both low ranks, whatever the others have
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Sizes are of one head."""
+    """Implements config.py's Latent. Sizes are of one head."""
 
     q_rank: int  # of the queries' low-rank product; 0: they have one matrix
     kv_rank: int  # values of the latent part
@@ -51,7 +51,6 @@ class LatentAttention:
         return self.rope_dim + self.plain_dim
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
-        """From the normed stream to what all heads attended to, side by side."""
         layer, attn = config.layers[n], f"model.layers.{n}.self_attn."
         heads, hidden = config.num_heads, config.hidden_size
         all_q = heads * self.q_dim

@@ -42,7 +42,7 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
         else:
             values = widened(part.parts[VALUES], raw.format)
         if order is not None:
-            values = values[:, order]
+            values = values[..., order]
         write_rounded(values, out[some], format)
 
 

@@ -30,6 +30,7 @@ class Sizes:
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
+    latent: int = 0  # values at the end of a key that are its value
 
     @property
     def heads(self) -> int:
@@ -37,7 +38,8 @@ class Sizes:
 
     @property
     def block_bytes(self) -> int:
-        return int(native.kv_block_bytes(self.type, self.kv_heads, self.block_size, self.head_dim))
+        sizes = (self.kv_heads, self.block_size, self.head_dim, self.latent)
+        return int(native.kv_block_bytes(self.type, *sizes))
 
 
 def stored(x: Tensor, kind: str) -> Tensor:
@@ -79,7 +81,8 @@ class Cache:
         s = self.sizes
         position = torch.arange(self.lens[row])
         slots = self.table[row, position // s.block_size] * s.block_size + position % s.block_size
-        native.write_kv(ONE, self.kv, s.type, s.block_size, self.keys[row], self.values[row], slots)
+        values = None if s.latent else self.values[row]
+        native.write_kv(ONE, self.kv, s.type, s.block_size, self.keys[row], values, slots, s.latent)
 
     def attend(
         self, q: Tensor, rows: list[tuple[int, int, int]], context: native.Context = ONE
@@ -88,7 +91,7 @@ class Cache:
         s, starts = self.sizes, [0]
         for _, _, tokens in rows:
             starts.append(starts[-1] + tokens)
-        out = torch.full_like(q, 777.0)
+        out = torch.full((len(q), s.heads, s.latent or s.head_dim), 777.0)
         native.paged_attention(
             context,
             q,
@@ -104,6 +107,7 @@ class Cache:
             s.soft_cap,
             out,
             self.sinks,
+            s.latent,
         )
         return out
 
@@ -116,8 +120,9 @@ class Cache:
         s = self.sizes
         k, v = (
             stored(x[row][:length], s.type).repeat_interleave(s.group, 1)
-            for x in (self.keys, self.values)
+            for x in (self.keys, self.keys if s.latent else self.values)
         )
+        v = v[..., -s.latent :]
         scores = torch.einsum("thd,khd->htk", q.double(), k) * s.head_dim**-0.5
         if s.soft_cap:
             scores = s.soft_cap * (scores / s.soft_cap).tanh()
@@ -149,6 +154,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         window=st.sampled_from((0, 0, 1, 7, 64, 100)),
         soft_cap=st.sampled_from((0.0, 0.0, 5.0)),
         sinks=st.booleans(),
+        latent=st.sampled_from((0, 0, 8, 5)),
     ),
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=4),
     st.integers(0, 1000),
@@ -176,6 +182,9 @@ VARIANTS = (
     Sizes(type="bfloat16", soft_cap=3.0, window=513, kv_heads=1, group=8, head_dim=80),
     Sizes(head_dim=128, kv_heads=1, group=2, sinks=True),
     Sizes(type="bfloat16", head_dim=256, kv_heads=1, group=4, window=512),
+    Sizes(type="float16", head_dim=80, kv_heads=1, group=5, latent=64),
+    Sizes(type="int8", head_dim=52, kv_heads=2, group=3, latent=40),
+    Sizes(head_dim=576, kv_heads=1, group=16, latent=512),
 )
 
 
@@ -327,6 +336,36 @@ def test_what_is_written(type: str) -> None:
         assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
 
 
+@pytest.mark.parametrize("type", TYPES)
+def test_a_latent_cache_is_one_that_holds_its_values_too(type: str) -> None:
+    """The same bits as with the ends of keys stored as values; int8 has other scales there."""
+    plain = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32)
+    latent = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32, latent=48)
+    caches = [Cache(s, [150, 70]) for s in (plain, latent)]
+    for row, keys in enumerate(caches[0].keys):
+        caches[0].values[row] = keys.roll(48, -1)  # its ends come first
+        caches[0].write(row)
+    q = caches[0].queries(60 + 1)
+    batch = [(0, 150, 60), (1, 70, 1)]
+    expected = caches[0].attend(q, batch)[:, :, :48].contiguous()
+    for context in ALL:
+        assert same_bits(caches[1].attend(q, batch, context), expected)
+    assert latent.block_bytes * 2 == plain.block_bytes
+
+
+def test_a_latent_cache_takes_no_values() -> None:
+    s = Sizes(latent=16)
+    k, slots = torch.zeros(1, 3, 64), torch.tensor([0])
+    kv = torch.zeros(1, s.block_bytes, dtype=torch.uint8)
+    native.write_kv(ONE, kv, "float32", 32, k, None, slots, 16)
+    for v, latent in ((k, 16), (None, 0)):
+        with pytest.raises(ValueError, match="v is of layers that are not latent"):
+            native.write_kv(ONE, kv, "float32", 32, k, v, slots, latent)
+    for latent in (-1, 65):
+        with pytest.raises(ValueError, match="latent must be 0 to head_dim"):
+            native.kv_block_bytes("float32", 3, 32, 64, latent)
+
+
 def test_float16_keeps_finite_numbers_finite() -> None:
     """The same bytes on every target; what is infinite or NaN stays so."""
     s = Sizes(type="float16", kv_heads=1, group=1, head_dim=24, block_size=16)
@@ -389,6 +428,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "does not have": {"block_table": cache.table + 3},
         "one row a row": {"block_table": cache.table[:1]},
         "shape of q": {"out": torch.empty(1, 9, 64)},
+        "latent must": {"latent": 65, "out": torch.empty(2, 9, 65)},
         "sinks must have": {"sinks": torch.empty(8)},
     }
     for match, changes in bad.items():

@@ -140,7 +140,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "n_shared_experts": 1,
-        "routed_scaling_factor": 1.8,
+        "routed_scaling_factor": 1.75,
     },
     "gpt_oss": {
         "head_dim": 24,

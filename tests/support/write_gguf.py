@@ -38,7 +38,16 @@ ARCHS = {
     "Glm4MoeForCausalLM": "glm4moe",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
 }
+SIGMOID = (
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+)
 EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
 GPT_OSS = re.compile(
     r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
@@ -56,6 +65,7 @@ def write_gguf(
     *,
     max_tensors_per_part: int = 0,
     rounded: Path | None = None,
+    absorbed: bool = True,
     **metadata: str | int | float | bool,
 ) -> Path:
     """Write the model in folder `source` as GGUF `target` and return it (the first part).
@@ -63,14 +73,15 @@ def write_gguf(
     `kind` is the type of matrices whose rows it divides, F32 of all others; one that gguf cannot
     quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new folder that gets the model
     as the file holds it, in float32 safetensors: what a reader of the GGUF must be equal to.
-    `metadata` adds keys; "tokenizer.ggml.pre" replaces the default one.
+    Latent attention that is not `absorbed` is as files of before 2025-04 have it. `metadata` adds
+    keys; "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
     arch = ARCHS[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=max_tensors_per_part)
-    _write_config(writer, config)
+    _write_config(writer, config, absorbed)
     _write_tokenizer(writer, source, config, metadata)
-    held = _write_tensors(writer, source, config, arch, GGMLQuantizationType[kind])
+    held = _write_tensors(writer, source, config, arch, GGMLQuantizationType[kind], absorbed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -83,7 +94,7 @@ def write_gguf(
     return target
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], absorbed: bool) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_name("tiny")
@@ -92,13 +103,18 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    latent = "kv_lora_rank" in config
+    writer.add_head_count_kv(1 if latent and absorbed else config["num_key_value_heads"])
     if "layer_norm_eps" in config:
         writer.add_layer_norm_eps(config["layer_norm_eps"])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if latent:
+        _write_latent(writer, config, absorbed)
+        head_dim = config["qk_rope_head_dim"]
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     for key, add in {
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
@@ -122,9 +138,9 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     }.items():
         if config.get(key) is not None:
             add(config[key])
-    if config["architectures"] in (["Glm4MoeForCausalLM"], ["MiniMaxM2ForCausalLM"]):
+    if config["architectures"][0] in SIGMOID:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if config["architectures"] == ["Glm4MoeForCausalLM"]:
+    if config["architectures"] == ["Glm4MoeForCausalLM"] or (latent and config["norm_topk_prob"]):
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["architectures"] in (
         ["Gemma2ForCausalLM"],
@@ -147,6 +163,24 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     _write_rope_scaling(writer, rope, head_dim, config["max_position_embeddings"])
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], absorbed: bool) -> None:
+    rope, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key, value = config["qk_nope_head_dim"] + rope, config["v_head_dim"]
+    writer.add_key_length(rank + rope if absorbed else key)
+    writer.add_value_length(rank if absorbed else value)
+    if absorbed:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    if kinds := config.get("mlp_layer_types"):
+        writer.add_leading_dense_block_count(kinds.index("sparse"))
+    weight = config["rope_parameters"].get("mscale_all_dim")
+    if weight is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 
 
 def _write_rope_scaling(
@@ -227,6 +261,7 @@ def _write_tensors(
     config: dict[str, Any],
     arch: str,
     kind: GGMLQuantizationType,
+    absorbed: bool,
 ) -> dict[str, torch.Tensor]:
     """Returns Hugging Face name -> the float32 values that the file holds."""
     names = gguf.get_tensor_name_map(_model_arch(arch), config["num_hidden_layers"])
@@ -245,6 +280,9 @@ def _write_tensors(
             layer, number, projection = expert.groups()
             merged = f"{layer}mlp.experts.{MIXTRAL.get(projection, projection)}.weight"
             stacks.setdefault(merged, {})[int(number)] = hf_name
+            continue
+        if absorbed and hf_name.endswith("kv_b_proj.weight"):
+            held[hf_name] = _add_kv_b(writer, names, hf_name, values, config, kind, generator)
             continue
         asked = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(asked, try_suffixes=(".weight", ".bias"))
@@ -274,6 +312,27 @@ def _write_tensors(
         for n, hf_name in of_experts.items():
             held[hf_name] = torch.from_numpy(np.ascontiguousarray(values[n]))
     return held
+
+
+def _add_kv_b(
+    writer: gguf.GGUFWriter,
+    names: gguf.TensorNameMap,
+    hf_name: str,
+    values: np.ndarray,
+    config: dict[str, Any],
+    kind: GGMLQuantizationType,
+    generator: np.random.Generator,
+) -> torch.Tensor:
+    """The projections of keys, turned, and of values, each as a stack of heads."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    both = values.reshape(heads, plain + config["v_head_dim"], -1)
+    held = []
+    for part, stack in {"k_b": both[:, :plain].swapaxes(1, 2), "v_b": both[:, plain:]}.items():
+        name = names.get_name(hf_name.replace("kv_b", part), try_suffixes=(".weight",))
+        assert name is not None, hf_name
+        held.append(_add(writer, name, np.ascontiguousarray(stack), kind, generator))
+    whole = np.concatenate((held[0].swapaxes(1, 2), held[1]), 1)
+    return torch.from_numpy(np.ascontiguousarray(whole.reshape(values.shape)))
 
 
 def _add_gpt_oss(

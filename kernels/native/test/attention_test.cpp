@@ -17,6 +17,9 @@ struct Case {
   int64_t kv_heads, group, head_dim, block_size, position, tokens, window;
   float soft_cap;
   bool sinks = false;
+  int64_t latent = 0;  // values at the end of a key that are its value
+
+  int64_t value_dim() const { return latent ? latent : head_dim; }
 };
 
 // Largest error that the storage makes of numbers up to 1, and float32 arithmetic.
@@ -32,29 +35,36 @@ double bound(KvType type) {
 
 struct Sequence {
   Case shape;
-  int64_t length, width;  // keys; floats of a token's queries
+  int64_t length, width, out_width;  // keys; floats of a token's queries, and of its results
   std::vector<float> keys, values, q, sinks;
   std::vector<int64_t> blocks;
 
   Sequence(Random& random, const Case& c)
       : shape(c), length(c.position + c.tokens), width(c.kv_heads * c.group * c.head_dim),
-        keys(length * c.kv_heads * c.head_dim), values(keys.size()), q(c.tokens * width),
+        out_width(c.kv_heads * c.group * c.value_dim()), keys(length * c.kv_heads * c.head_dim), values(keys.size()), q(c.tokens * width),
         sinks(c.sinks ? c.kv_heads * c.group : 0) {
     for (std::vector<float>* each : {&keys, &values, &q, &sinks}) {
       fill(random, each->data(), static_cast<int64_t>(each->size()));
+    }
+    if (c.latent) {  // what a value is; the rest of its place is not read
+      for (int64_t at = 0; at < static_cast<int64_t>(keys.size()); at += c.head_dim) {
+        std::copy_n(keys.data() + at + c.head_dim - c.latent, c.latent, values.data() + at);
+      }
     }
     for (int64_t b = 0; b < kBlocks; ++b) blocks.push_back((b * 5 + 3) % kBlocks);
   }
 };
 
 KvLayer layer(const Case& c) {
-  const int64_t size = c.type == KvType::kF32 ? 4 : c.type == KvType::kI8 ? 1 : 2;
   KvLayer kv;
   kv.type = c.type;
   kv.block_size = c.block_size;
   kv.kv_heads = c.kv_heads;
   kv.head_dim = c.head_dim;
-  kv.block_bytes = 2 * c.kv_heads * c.block_size * (c.head_dim * size + (size == 1 ? 4 : 0));
+  kv.latent = c.latent;
+  const int64_t size = c.type == KvType::kF32 ? 4 : c.type == KvType::kI8 ? 1 : 2;
+  kv.block_bytes = (c.latent ? 1 : 2) * c.kv_heads * c.block_size *
+                   (c.head_dim * size + (size == 1 ? 4 : 0));
   return kv;
 }
 
@@ -69,7 +79,7 @@ Guarded<uint8_t> stored(const Kernels& kernels, const Sequence& s, KvLayer& kv) 
     Guarded<float> k(row), v(row);
     std::memcpy(k.data(), s.keys.data() + p * row, row * sizeof(float));
     std::memcpy(v.data(), s.values.data() + p * row, row * sizeof(float));
-    kernels.store_kv(kv, slot, k.data(), v.data());
+    kernels.store_kv(kv, slot, k.data(), s.shape.latent ? nullptr : v.data());
   }
   return pool;
 }
@@ -99,8 +109,8 @@ void attend(const Kernels& kernels, const Sequence& s, const KvLayer& kv, int64_
   if (s.shape.sinks) task.sinks = s.sinks.data() + head * s.shape.group;
   task.q = q.data() + at;
   task.q_stride = s.width;
-  task.out = out + from * s.width + at;
-  task.out_stride = s.width;
+  task.out = out + from * s.out_width + head * s.shape.group * s.shape.value_dim();
+  task.out_stride = s.out_width;
   Guarded<float> scratch = scratch_for(kernels.attend_scratch(task));
   if (!by_tiles) return kernels.attend(task, scratch.data());
   const int64_t first = first_tile(task), end = end_tile(task), floats = tile_floats(task);
@@ -120,7 +130,7 @@ void check_softmax(const Sequence& s, const float* out) {
     const int64_t begin = c.window ? std::max<int64_t>(0, end - c.window) : 0;
     for (int64_t h = 0; h < c.kv_heads * c.group; ++h) {
       const int64_t query = t * s.width + h * c.head_dim, key = h / c.group * c.head_dim;
-      std::vector<double> mean(c.head_dim);
+      std::vector<double> mean(c.value_dim());
       double total = c.sinks ? std::exp(double{s.sinks[h]}) : 0;
       for (int64_t p = begin; p < end; ++p) {
         double score = 0;
@@ -131,13 +141,14 @@ void check_softmax(const Sequence& s, const float* out) {
         if (c.soft_cap) score = c.soft_cap * std::tanh(score / c.soft_cap);
         const double weight = std::exp(score);
         total += weight;
-        for (int64_t d = 0; d < c.head_dim; ++d) mean[d] += weight * s.values[p * row + key + d];
+        for (int64_t d = 0; d < c.value_dim(); ++d) mean[d] += weight * s.values[p * row + key + d];
       }
-      for (int64_t d = 0; d < c.head_dim; ++d) {
+      const float* result = out + t * s.out_width + h * c.value_dim();
+      for (int64_t d = 0; d < c.value_dim(); ++d) {
         const double want = mean[d] / total;
-        CHECK(std::fabs(out[query + d] - want) <= bound(c.type),
+        CHECK(std::fabs(result[d] - want) <= bound(c.type),
               "kv type %d, token %d, head %d: %g, not %g", static_cast<int>(c.type),
-              static_cast<int>(t), static_cast<int>(h), out[query + d], want);
+              static_cast<int>(t), static_cast<int>(h), result[d], want);
       }
     }
   }
@@ -147,7 +158,7 @@ void check_case(Random& random, const Case& c) {
   const Sequence s(random, c);
   KvLayer kv = layer(c);
   const Guarded<uint8_t> expected_pool = stored(generic_kernels(), s, kv);
-  Guarded<float> expected(c.tokens * s.width);
+  Guarded<float> expected(c.tokens * s.out_width);
   for (int64_t h = 0; h < c.kv_heads; ++h) {
     attend(generic_kernels(), s, kv, h, 0, c.tokens, false, expected.data());
   }
@@ -175,7 +186,8 @@ void check_case(Random& random, const Case& c) {
     batch.kv = kv;
     batch.heads = c.kv_heads * c.group;
     batch.q = s.q.data();
-    batch.q_stride = batch.out_stride = s.width;
+    batch.q_stride = s.width;
+    batch.out_stride = s.out_width;
     batch.out = out.data();
     batch.rows = 1;
     batch.block_table = s.blocks.data();
@@ -209,6 +221,8 @@ void test_attention() {
         {type, 2, 1, 7, 16, 20, 4, 3, 5},      // a small window, a soft cap, a small head
         {type, 1, 1, 128, 16, 190, 20, 0, 2},
         {type, 2, 3, 24, 16, 60, 12, 50, 0, true},
+        {type, 1, 3, 36, 16, 70, 9, 0, 0, false, 28},  // latent
+        {type, 2, 4, 80, 32, 130, 1, 0, 2, true, 64},
     };
     for (const Case& c : cases) {
       if (runs(number++)) check_case(random, c);

@@ -20,7 +20,7 @@ SMALL = st.integers(0, 2**16 - 1)
 GROUP = st.builds(
     LayerGroup,
     layers=st.lists(SMALL, max_size=40).map(tuple),
-    kind=st.sampled_from(["full", "window"]),
+    kind=st.sampled_from(["full", "window", "latent"]),
     window=SMALL,
     num_kv_heads=SMALL,
     head_dim=SMALL,

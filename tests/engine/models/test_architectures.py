@@ -34,6 +34,16 @@ LONGROPE: dict[str, Any] = {
         "long_factor": [1.0 + n for n in range(12)],
     }
 }
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{arch: (arch, {}) for arch in (*ARCHITECTURES, *MULTIMODAL)},
     "mistral3-tied": ("mistral3", {"tie_word_embeddings": True, "sliding_window": None}),
@@ -67,6 +77,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe-no-groups": ("glm4_moe", {"n_group": 1, "use_qk_norm": False}),
     "glm4_moe-not-normed": ("glm4_moe", {"norm_topk_prob": False, "topk_group": 2}),
+    "deepseek_v2-q-rank": (
+        "deepseek_v2",
+        {"q_lora_rank": 20, "topk_method": "greedy", "num_attention_heads": 4},
+    ),
+    "deepseek_v2-yarn": ("deepseek_v2", {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7}}),
+    "deepseek_v3-dense": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "first_k_dense_replace": 3, "rope_interleave": False},
+    ),
+    "glm4_moe_lite-layers": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": True},
+    ),
     "mixtral-window": ("mixtral", {"sliding_window": 11, "hidden_act": "gelu"}),
     "gemma3-window-1": ("gemma3", {"sliding_window": 1}),
     **{

@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
 }
 LENGTH = 150  # more than two tiles of 64 keys, more than a window
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
     "llama": "Q4_1",
     "qwen3": "Q4_0",
@@ -47,6 +49,8 @@ FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
         "gemma3-float32",
         "qwen3-int8",
         "qwen2_moe-bf16",
+        "deepseek_v3-bf16",
+        "deepseek_v2-int8",
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
@@ -60,6 +64,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     own = {"query_pre_attn_scalar": 32} if arch in ("gemma2", "gemma3") and not dtype else {}
     if arch.endswith("_moe") and not dtype:
         own = {"moe_intermediate_size": 32}
+    if arch in LATENT and not dtype:
+        own = {"moe_intermediate_size": 32, **LATENT_SIZES}
     if arch == "qwen2_moe" and not dtype:
         own |= {"shared_expert_intermediate_size": 64}
     path = write_tiny(folder / "hf", arch, **sizes, **own)

@@ -1,5 +1,6 @@
 """What the config.json of releases says is read as meant, under whichever architecture they go."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.experts import MixtureOfExperts
+from pdserve.engine.models.latent import LatentAttention
+from pdserve.engine.models.parts import ExpertRouting
 from pdserve.engine.models.rope import RopeConfig
 
 YI = {
@@ -107,6 +110,109 @@ GPT_OSS = {
     "vocab_size": 201088,
 }
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {
+        **DEEPSEEK_V3["rope_scaling"],  # type: ignore[dict-item]
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+GLM_47_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
 
 def shapes(config: ModelConfig) -> tuple[int, ...]:
     return config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
@@ -154,3 +260,42 @@ def test_gpt_oss() -> None:
     # What a file leaves out is as transformers has it.
     absent = {"rope_scaling", "rope_theta", "layer_types", "swiglu_limit", "sliding_window"}
     assert parse_config({k: v for k, v in GPT_OSS.items() if k not in absent}) == config
+
+
+def test_deepseek_v3_and_r1() -> None:
+    config = parse_config(DEEPSEEK_V3)
+    assert shapes(config) == (61, 128, 1, 576)
+    assert config.latent == LatentAttention(1536, 512, 128, 64, 128, interleaved=True)
+    (rope,) = {layer.rope for layer in config.layers}
+    assert rope == RopeConfig(1e4, 64, "yarn", 40.0, 4096, attention_factor=1.0)
+    assert config.attn_scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
+    mixtures = [layer.feed_forward for layer in config.layers]
+    assert mixtures[:3] == [None] * 3
+    (mixture,) = set(mixtures[3:])
+    assert isinstance(mixture, MixtureOfExperts)
+    assert (mixture.num_experts, mixture.size, mixture.shared_size) == (256, 2048, 2048)
+    assert mixture.routing == ExpertRouting(8, "sigmoid", True, 2.5, 8, 4, 2)
+    assert mixture.has_correction
+
+
+def test_deepseek_v2_lite() -> None:
+    config = parse_config(DEEPSEEK_V2_LITE)
+    assert shapes(config) == (27, 16, 1, 576)
+    assert config.latent == LatentAttention(0, 512, 128, 64, 128, interleaved=True)
+    assert config.attn_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    mixture = config.layers[1].feed_forward
+    assert isinstance(mixture, MixtureOfExperts)
+    assert (mixture.num_experts, mixture.size, mixture.shared_size) == (64, 1408, 2816)
+    assert mixture.routing == ExpertRouting(6)
+    assert not mixture.has_correction
+
+
+def test_glm_4_7_flash() -> None:
+    config = parse_config(GLM_47_FLASH)
+    assert shapes(config) == (47, 20, 1, 576)
+    assert config.latent == LatentAttention(768, 512, 192, 64, 256, interleaved=True)
+    assert (config.norm_eps, config.attn_scale) == (1e-5, 256**-0.5)
+    mixture = config.layers[1].feed_forward
+    assert isinstance(mixture, MixtureOfExperts)
+    assert mixture.routing == ExpertRouting(4, "sigmoid", True, 1.8)
+    assert config.layers[0].feed_forward is None
