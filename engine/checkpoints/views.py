@@ -84,8 +84,8 @@ class View:
             raw = raw.matrix(self.matrix.number)
         if self.heads:
             raw = raw.of_heads(*self.heads[:3])
-            if self.transposed:
-                raw = as_plain(raw, raw.format if raw.format in PLAIN else "F32")
+            if self.transposed and raw.format not in PLAIN:
+                raw = as_plain(raw, "F32")
         if self.transposed:
             if raw.format not in PLAIN or len(raw.shape) < 2:
                 raise CheckpointError(

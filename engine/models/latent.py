@@ -27,7 +27,7 @@ from pdserve.engine.models.parts import (
 if TYPE_CHECKING:
     from pdserve.engine.models.config import ModelConfig
 
-NORM_EPS = 1e-6  # of the norms of both low ranks, whatever the others have
+NORM_EPS = 1e-6  # of both norms here, as transformers has it, whatever the others have
 
 
 @dataclass(frozen=True, slots=True)

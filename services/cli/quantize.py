@@ -24,7 +24,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ValueError as error:
         raise OptionError(str(error)) from None
     target = Path(positionals["out"])
-    view = progress_on(sys.stderr)
+    view = progress_on(sys.stderr, "quantizing")
     try:
         source = resolve(positionals["model"], view.update).path
         if source.is_dir():

@@ -1,4 +1,4 @@
-"""`pdserve up` shows how far it has started: bars on a terminal, plain lines elsewhere."""
+"""How far something is: bars on a terminal, plain lines elsewhere."""
 
 from typing import Any, Protocol, TextIO
 
@@ -13,24 +13,25 @@ class ProgressView(Protocol):
 
 
 class Lines:
-    """Prints a line for each quarter that a worker has loaded."""
+    """Prints a line for each quarter that is done."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, doing: str) -> None:
         self._out = out
+        self._doing = doing
         self._shown: dict[str, float] = {}
 
     def update(self, name: str, fraction: float) -> None:
         step = int(min(1.0, fraction) / STEP) * STEP
         if step > self._shown.get(name, -1.0):
             self._shown[name] = step
-            print(f"{name}: loading {step:.0%}", file=self._out, flush=True)
+            print(f"{name}: {self._doing} {step:.0%}", file=self._out, flush=True)
 
     def close(self) -> None:
         """Does nothing: no resource is held."""
 
 
 class Bars:
-    """Draws a bar for each worker; the bars go when all are loaded."""
+    """Draws a bar for each name; the bars go when all is done."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -57,11 +58,12 @@ class Bars:
         self._bars.stop()
 
 
-def progress_on(out: TextIO) -> ProgressView:
-    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines."""
+def progress_on(out: TextIO, doing: str) -> ProgressView:
+    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines, which say what
+    is being done."""
     if out.isatty():
         try:
             return Bars(out)
         except ImportError:
-            return Lines(out)
-    return Lines(out)
+            return Lines(out, doing)
+    return Lines(out, doing)

@@ -81,7 +81,7 @@ class System:
         self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
-        self._progress = progress_on(sys.stderr)
+        self._progress = progress_on(sys.stderr, "loading")
         self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
         self._started_at = time.monotonic()

@@ -15,6 +15,7 @@ from write_gguf import write_gguf
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec
 from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints.gguf.mapping import tensor_role
 from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
@@ -22,7 +23,7 @@ from pdserve.engine.isq import isq_formats
 from pdserve.engine.load import load_model, open_checkpoint
 from pdserve.engine.models.layer import tensor_shapes
 from pdserve.engine.weights.format import BLOCKS
-from pdserve.engine.weights.mix import TYPES
+from pdserve.engine.weights.mix import TYPES, MatrixRole
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
@@ -33,6 +34,16 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 MIXTURE = {**WIDE, "num_experts": 4, "moe_intermediate_size": 288}
+
+LATENT = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 256,
+    "moe_intermediate_size": 288,
+}
 
 
 def load(model: Path, **options: Any) -> Any:
@@ -58,13 +69,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     """A directory and the GGUF of the same weights, by architecture."""
     folder = tmp_path_factory.mktemp("models")
     made = {}
-    for arch, sizes in (("llama", WIDE), ("qwen3_moe", MIXTURE), ("phi3", WIDE)):
+    for arch, sizes in (
+        ("llama", WIDE),
+        ("qwen3_moe", MIXTURE),
+        ("phi3", WIDE),
+        ("deepseek_v3", LATENT),
+    ):
         path = write_tiny(folder / arch, arch, seed=2, **sizes)
         made[arch] = (path, write_gguf(path, folder / f"{arch}.gguf"))
     return made
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("type", TYPES)
 def test_the_weights_are_those_of_the_written_file(
     models: dict[str, tuple[Path, Path]], arch: str, type: str, tmp_path: Path
@@ -180,6 +196,27 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensor blk.2.ffn_up.weight: a value is not finite"):
         quantize_gguf(plain, tmp_path / "out.gguf", "q4_0", lambda fraction: None)
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [
+        ("token_embd.weight", (MatrixRole.HEAD, 0)),
+        ("blk.12.attn_v.weight", (MatrixRole.VALUE, 12)),
+        ("blk.3.ffn_down_exps.weight", (MatrixRole.DOWN, 3)),
+        ("blk.3.ffn_down.7.weight", (MatrixRole.DOWN, 3)),  # Mixtral's first files
+        ("blk.3.attn_q.weight", (MatrixRole.OTHER, 3)),
+        ("blk.3.ffn_gate_inp.weight", None),
+        ("blk.3.attn_norm.weight", None),
+        ("blk.3.attn_q.bias", None),
+        ("rope_freqs.weight", None),
+        ("blk.weight", None),
+        ("blk.x.attn_q.weight", None),
+        ("v.patch_embd.weight", None),
+    ],
+)
+def test_what_a_tensor_of_gguf_does(name: str, placed: tuple[MatrixRole, int] | None) -> None:
+    assert tensor_role(name, tied=True) == placed
 
 
 def test_a_split_model_becomes_one_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ only: each module of engine/architectures has its own, engine/checkpoints/gguf/c
 it.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,16 @@ TENSORS = {
 ROLES = {
     "attn_k": MatrixRole.KEY,
     "attn_v": MatrixRole.VALUE,
+    "attn_k_b": MatrixRole.VALUE,
+    "attn_v_b": MatrixRole.VALUE,
+    "attn_kv_b": MatrixRole.VALUE,
     "attn_qkv": MatrixRole.QKV,
     "attn_output": MatrixRole.OUTPUT,
     "ffn_down": MatrixRole.DOWN,
     "ffn_down_exps": MatrixRole.DOWN,
     "ffn_down_shexp": MatrixRole.DOWN,
 }
+OF_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.\d+)?\.weight")
 NOT_QUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")
 # Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -99,12 +104,10 @@ class GgufMapping:
 def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
     """What a matrix does, and in which layer; None for what is never quantized. `tied`: the model
     has no head of its own."""
-    parts = gguf_name.split(".")
-    if parts[-1] != "weight" or gguf_name.startswith("rope_"):
-        return None
-    if parts[0] != "blk":
-        is_head = parts[0] == ("token_embd" if tied else "output")
+    if gguf_name in ("token_embd.weight", "output.weight"):
+        is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
-    if parts[2] in NOT_QUANTIZED or parts[2].endswith("norm"):
+    of_layer = OF_LAYER.fullmatch(gguf_name)
+    if of_layer is None or of_layer[2] in NOT_QUANTIZED or of_layer[2].endswith("norm"):
         return None
-    return ROLES.get(parts[2], MatrixRole.OTHER), int(parts[1])
+    return ROLES.get(of_layer[2], MatrixRole.OTHER), int(of_layer[1])

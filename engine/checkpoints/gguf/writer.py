@@ -40,6 +40,8 @@ def quantize_gguf(
     """
     readers = read_shards(source)
     metadata, stored = readers[0].metadata, merge(readers)
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise CheckpointError(f"{source}: metadata key general.architecture is missing")
     formats = _formats(type, metadata, stored)
     if not formats:
         found = ", ".join(sorted({info.format for _, info in stored.values()}))
@@ -59,17 +61,17 @@ def _formats(type: str, metadata: dict[str, Any], stored: dict[str, Place]) -> d
     """The new format of each tensor that gets one."""
 
     def number(key: str) -> int:
+        """0 if the file does not say, or not in one number for all layers."""
         found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
-        return int(found) if isinstance(found, int) else max((int(n) for n in found), default=0)
+        return found if isinstance(found, int) and found > 0 else 0
 
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
-    about = ModelSize(
-        number("block_count"), heads // (kv_heads or heads or 1), number("expert_count") > 0
-    )
+    shared_heads = heads // kv_heads if kv_heads else 1
+    about = ModelSize(number("block_count"), shared_heads, number("expert_count") > 0)
     found: dict[str, str] = {}
     for name, (_, info) in stored.items():
         placed = tensor_role(name, tied="output.weight" not in stored)
-        if placed is None or len(info.shape) < 2 or info.format not in PLAIN:
+        if placed is None or len(info.shape) < 2 or info.format not in PLAIN or 0 in info.shape:
             continue
         format = fitting(mixed(type, *placed, about), info.shape[-1])
         if format:

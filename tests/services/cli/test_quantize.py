@@ -21,7 +21,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert said.out.startswith(f"{out}: ")
     assert "22 Q4_0, 13 F32, 1 Q8_0" in said.out
-    assert "out.gguf: loading 100%" in said.err
+    assert "out.gguf: quantizing 100%" in said.err
     assert main(["quantize", str(plain), str(out)]) == 1
     assert f"exists already: '{out}'" in capsys.readouterr().err
 
