@@ -7,6 +7,7 @@ rendered prompt that its template wrote do. Immutable once built, so threads may
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -16,6 +17,7 @@ from pdserve.gateway.text.special import SpecialTokens
 from pdserve.gateway.text.vocabulary import TextCard, Vocabulary
 
 _FIRST = b'"prepend_scheme":"first"'
+Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokenizers.PreTokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,11 @@ class Tokenizer(Vocabulary):
         super().__init__(card, pieces, self.special.ids)
         self._prefix, self._suffix = self._frame()
         self._first.encode_special_tokens = True  # special tokens' text is text
-        self._rest = _continuing(self._first)
+        self._within = _without_prefix(self._first)  # for what goes on with a text
+        # A Metaspace of scheme "first" puts its space before the first text, a normalizer before
+        # every text between special tokens.
+        prefixed = _normalizers(self._first) != _normalizers(self._within)
+        self._rest = self._first if prefixed else self._within
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor puts before and after a text."""
@@ -110,7 +116,7 @@ class Tokenizer(Vocabulary):
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self.special.texts.get(text[start:end]) == token:
                 left = self._plain(text[: start + 1], pipeline)
-                return left + self._plain(text[start + 1 :], self._rest)
+                return left + self._plain(text[start + 1 :], self._within)
         return ids  # the special one is the id of what the model cannot write
 
     def token_name(self, token: int | None) -> str | None:
@@ -118,20 +124,31 @@ class Tokenizer(Vocabulary):
         return None if token is None else self._first.id_to_token(token)
 
 
-def _continuing(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer for text after a special token: the same unless a space is put before the
-    first text only (Metaspace, prepend_scheme "first"); shares the vocabulary."""
-    if first.pre_tokenizer is None:
-        return first
-    state = first.pre_tokenizer.__getstate__()
-    if _FIRST not in state:
+def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps of its normalizer, as tokenizer.json has them."""
+    if tokenizer.normalizer is None:
+        return []
+    state: dict[str, Any] = json.loads(tokenizer.normalizer.__getstate__())
+    steps: list[dict[str, Any]] = state["normalizers"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer without the space that it puts before a text: itself if it puts none;
+    shares the vocabulary."""
+    steps = _normalizers(first)
+    kept = [step for step in steps if step["type"] != "Prepend"]
+    state = first.pre_tokenizer.__getstate__() if first.pre_tokenizer else b""
+    if kept == steps and _FIRST not in state:
         return first
     rest = tokenizers.Tokenizer(first.model)
-    if first.normalizer is not None:
-        rest.normalizer = first.normalizer
-    pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    pre_tokenizer.__setstate__(state.replace(_FIRST, b'"prepend_scheme":"never"'))
-    rest.pre_tokenizer = pre_tokenizer
+    if kept:
+        rest.normalizer = _restored(
+            tokenizers.normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept}
+        )
+    if first.pre_tokenizer is not None:
+        without = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
+        rest.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), without)
     added = first.get_added_tokens_decoder()
     for token_id in sorted(added):
         token = added[token_id]
@@ -142,3 +159,9 @@ def _continuing(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
             )
     rest.encode_special_tokens = True
     return rest
+
+
+def _restored(step: Step, state: dict[str, Any]) -> Step:
+    """A step of a tokenizer made into another by its state."""
+    step.__setstate__(json.dumps(state).encode())
+    return step

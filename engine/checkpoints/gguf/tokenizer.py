@@ -124,18 +124,14 @@ def _sentence_piece(
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    parts: dict[str, Any] = {"model": model, "decoder": {"type": "Sequence", "decoders": decoders}}
+    spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        # Before every text, also one that begins with a space or follows a special token.
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        parts["pre_tokenizer"] = {
-            "type": "Metaspace",
-            "replacement": _SPACE,
-            "prepend_scheme": "first",
-            "split": False,
-        }
-    else:
-        parts["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    return spelled, parts
+        prefix = {"type": "Prepend", "prepend": _SPACE}
+        spaces = {"type": "Sequence", "normalizers": [prefix, spaces]}
+    decoder = {"type": "Sequence", "decoders": decoders}
+    return spelled, {"model": model, "decoder": decoder, "normalizer": spaces}
 
 
 def _merges_by_score(

@@ -114,10 +114,19 @@ def test_bos_of_the_card_where_the_file_adds_none(smollm_json: bytes) -> None:
     assert tokenizer.encode("a", add_special_tokens=True, parse_special=False)[0] == 1
 
 
-def test_a_space_is_put_before_the_first_text_only() -> None:
+def test_a_space_is_put_before_every_text() -> None:
+    """As llama.cpp does for GGUF: not where a text only goes on behind what is no special token."""
     tokenizer = spm_tokenizer()
-    parts = tokenizer.encode("hello[INST]hello", add_special_tokens=False, parse_special=True)
-    assert [tokenizer.token_name(token) for token in parts] == ["▁hello", "[INST]", "hello"]
+
+    def names(text: str, parse_special: bool) -> list[str | None]:
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special)
+        return [tokenizer.token_name(token) for token in ids]
+
+    assert names("hello[INST]hello", True) == ["▁hello", "[INST]", "▁hello"]
+    assert names(" hello", True) == ["▁", "▁hello"]
+    apart = names("hello[INST]hello", False)
+    assert "[INST]" not in apart
+    assert "".join(map(str, apart)) == "▁hello[INST]hello"
     bare = spm_tokenizer(**{"tokenizer.ggml.add_space_prefix": False})
     ids = bare.encode("hello", add_special_tokens=False, parse_special=False)
     assert [bare.token_name(token) for token in ids] == ["hello"]
