@@ -2,7 +2,8 @@
 //
 // Each group's scale is searched: steps near the one that the group's range asks for are tried, and
 // for the levels of each the scale (and minimum) of least weighted squared error is solved for.
-// Then the scales of all groups are rounded, and the levels chosen anew for the rounded ones.
+// Then the scales of all groups are rounded, to what is best of the values nearby, and the levels
+// chosen anew for the rounded ones.
 
 constexpr int kValues = 256;
 
@@ -26,25 +27,30 @@ void weigh(const float* x, float* weight) {
   for (int i = 0; i < Size; ++i) weight[i] = mean + std::fabs(x[i]);
 }
 
+constexpr int kRefinements = 4;  // of the best step: levels for its line, a line for these levels
+
 // Values are d * level, the levels from -half to half - 1.
 template <int Size>
 float fit_scale(const float* x, const float* weight, int half) {
   const float top = largest(x, Size);
   if (inverse(top) == 0) return 0;
   float best = 0, best_d = 0;
-  for (int step = -9; step <= 9; ++step) {
-    const float id = -(static_cast<float>(half) + 0.1f * static_cast<float>(step)) / top;
+  const auto tried = [&](float id) {  // whether it is better
     float xq = 0, qq = 0;
     for (int i = 0; i < Size; ++i) {
       const float q = rounded_level(x[i] * id, -half, half - 1);
       xq += weight[i] * x[i] * q;
       qq += weight[i] * q * q;
     }
-    if (qq > 0 && xq * xq > best * qq) {  // what the squared error falls by
-      best = xq * xq / qq;
-      best_d = xq / qq;
-    }
+    if (!(qq > 0 && xq * xq > best * qq)) return false;
+    best = xq * xq / qq;  // what the squared error falls by
+    best_d = xq / qq;
+    return true;
+  };
+  for (int step = -9; step <= 9; ++step) {
+    tried(-(static_cast<float>(half) + 0.1f * static_cast<float>(step)) / top);
   }
+  for (int n = 0; n < kRefinements && tried(inverse(best_d)); ++n) {}
   return best_d;
 }
 
@@ -63,26 +69,17 @@ Line fit_line(const float* x, const float* weight, int top, float first, float l
     sum_w += weight[i];
     sum_x += weight[i] * x[i];
   }
-  const auto error = [&](const float* q, float d, float minimum) {
-    float sum = 0;
-    for (int i = 0; i < Size; ++i) {
-      const float off = d * q[i] - minimum - x[i];
-      sum += weight[i] * off * off;
-    }
-    return sum;
-  };
   Line best{range / static_cast<float>(top), -least};
-  float best_error = INFINITY, q[Size];
-  for (float more = first; more <= last; more += by) {
-    const float id = (static_cast<float>(top) + more) / range;
-    float sum_q = 0, sum_qq = 0, sum_xq = 0;
+  float best_error = INFINITY;
+  const auto tried = [&](float id, float minimum) {  // whether it is better
+    float q[Size], sum_q = 0, sum_qq = 0, sum_xq = 0;
     for (int i = 0; i < Size; ++i) {
-      q[i] = rounded_level((x[i] - least) * id, 0, top);
+      q[i] = rounded_level((x[i] + minimum) * id, 0, top);
       sum_q += weight[i] * q[i];
       sum_qq += weight[i] * q[i] * q[i];
       sum_xq += weight[i] * x[i] * q[i];
     }
-    Line line{1 / id, -least};
+    Line line{1 / id, minimum};
     const float spread = sum_w * sum_qq - sum_q * sum_q;
     if (spread > 0) {
       line.d = (sum_w * sum_xq - sum_x * sum_q) / spread;
@@ -91,33 +88,68 @@ Line fit_line(const float* x, const float* weight, int top, float first, float l
     if (line.minimum < 0 || line.d < 0) {  // a line through 0
       line = {sum_qq > 0 ? std::max(0.0f, sum_xq / sum_qq) : 0, 0};
     }
-    const float off = error(q, line.d, line.minimum);
-    if (off < best_error) {
-      best_error = off;
-      best = line;
+    float error = 0;
+    for (int i = 0; i < Size; ++i) {
+      const float off = line.d * q[i] - line.minimum - x[i];
+      error += weight[i] * off * off;
     }
+    if (!(error < best_error)) return false;
+    best_error = error;
+    best = line;
+    return true;
+  };
+  for (float more = first; more <= last; more += by) {
+    tried((static_cast<float>(top) + more) / range, -least);
+  }
+  for (int n = 0; n < kRefinements && inverse(best.d) != 0; ++n) {
+    if (!tried(inverse(best.d), best.minimum)) break;
   }
   return best;
 }
 
-// Rounded scales and minima of all groups: a group's are scale[g] * d and minimum[g] * m.
+// Rounded scales and minima of all groups: a group's are scale[g] * d and minimum[g] * m, of the
+// nearest ones and those beside them the best.
 template <int Groups>
 struct Lines {
+  static constexpr int kSize = kValues / Groups;
   int scale[Groups], minimum[Groups];
   float d, m;  // as float16 has them
 
-  Lines(const Line (&lines)[Groups], int top, uint8_t* d_at, uint8_t* m_at) {
+  // weight: of all values; the scales and minima are from 0 to most, the levels to top.
+  Lines(const float* x, const float* weight, const Line (&lines)[Groups], int most, int top,
+        uint8_t* d_at, uint8_t* m_at) {
     float most_d = 0, most_m = 0;
     for (const Line& line : lines) {
       most_d = std::max(most_d, line.d);
       most_m = std::max(most_m, line.minimum);
     }
-    d = put_half(most_d / static_cast<float>(top), d_at);
-    m = put_half(most_m / static_cast<float>(top), m_at);
+    d = put_half(most_d / static_cast<float>(most), d_at);
+    m = put_half(most_m / static_cast<float>(most), m_at);
     for (int g = 0; g < Groups; ++g) {
-      scale[g] = level(lines[g].d * inverse(d), 0, top);
-      minimum[g] = level(lines[g].minimum * inverse(m), 0, top);
+      const int near_d = level(lines[g].d * inverse(d), 0, most);
+      const int near_m = level(lines[g].minimum * inverse(m), 0, most);
+      float least = INFINITY;
+      for (int s = std::max(0, near_d - 1); s <= std::min(most, near_d + 1); ++s) {
+        for (int n = std::max(0, near_m - 1); n <= std::min(most, near_m + 1); ++n) {
+          const float off = error(x + g * kSize, weight + g * kSize, d * static_cast<float>(s),
+                                  m * static_cast<float>(n), top);
+          if (!(off < least)) continue;
+          least = off;
+          scale[g] = s;
+          minimum[g] = n;
+        }
+      }
     }
+  }
+
+  static float error(const float* x, const float* weight, float step, float low, int top) {
+    const float id = inverse(step);
+    float sum = 0;
+    for (int i = 0; i < kSize; ++i) {
+      const float off = step * rounded_level((x[i] + low) * id, 0, top) - low - x[i];
+      sum += weight[i] * off * off;
+    }
+    return sum;
   }
 
   int level_of(float x, int g, int top) const {
@@ -142,12 +174,12 @@ inline void write_fields(const int* levels, int width, int at_once, int bytes, u
 
 void write_q2_k(const float* x, uint8_t* block) {
   Line lines[16];
-  float weight[16];
+  float weight[kValues];
+  for (int i = 0; i < kValues; ++i) weight[i] = std::fabs(x[i]);
   for (int g = 0; g < 16; ++g) {
-    for (int i = 0; i < 16; ++i) weight[i] = std::fabs(x[16 * g + i]);
-    lines[g] = fit_line<16>(x + 16 * g, weight, 3, -0.5f, 1.0f, 0.1f);
+    lines[g] = fit_line<16>(x + 16 * g, weight + 16 * g, 3, -0.5f, 1.0f, 0.1f);
   }
-  const Lines<16> rounded(lines, 15, block + 80, block + 82);
+  const Lines<16> rounded(x, weight, lines, 15, 3, block + 80, block + 82);
   for (int g = 0; g < 16; ++g) {
     block[g] = static_cast<uint8_t>(rounded.scale[g] | rounded.minimum[g] << 4);
   }
@@ -161,14 +193,13 @@ template <int Bits>
 void write_q45_k(const float* x, uint8_t* block) {
   constexpr int kTop = (1 << Bits) - 1;
   Line lines[8];
-  float weight[32];
+  float weight[kValues];
   for (int g = 0; g < 8; ++g) {
-    const float* at = x + 32 * g;
-    weigh<32>(at, weight);
-    lines[g] = Bits == 4 ? fit_line<32>(at, weight, kTop, -1.0f, 1.0f, 0.1f)
-                         : fit_line<32>(at, weight, kTop, -0.5f, 1.0f, 0.1f);
+    weigh<32>(x + 32 * g, weight + 32 * g);
+    lines[g] = fit_line<32>(x + 32 * g, weight + 32 * g, kTop, Bits == 4 ? -1.0f : -0.5f, 1.0f,
+                            0.1f);
   }
-  const Lines<8> rounded(lines, 63, block, block + 2);
+  const Lines<8> rounded(x, weight, lines, 63, kTop, block, block + 2);
   uint8_t* packed = block + 4;
   for (int g = 0; g < 4; ++g) {
     const int scale = rounded.scale[g + 4], minimum = rounded.minimum[g + 4];
@@ -187,19 +218,39 @@ void write_q45_k(const float* x, uint8_t* block) {
   write_fields(levels, 1, 32, 32, block + 16);
 }
 
-// Rounded scales of 16 groups of 16 values without minima: a group's is scale[g] * d.
+// Rounded scales of 16 groups of 16 values without minima: a group's is scale[g] * d, of the nearest
+// and those beside it the best.
 struct Scales16 {
   int scale[16];
   float d;  // as float16 has it
 
   Scales16(const float* x, int half, int most, uint8_t* d_at) {
-    float found[16], weight[16];
+    float found[16], weight[kValues];
     for (int g = 0; g < 16; ++g) {
-      weigh<16>(x + 16 * g, weight);
-      found[g] = fit_scale<16>(x + 16 * g, weight, half);
+      weigh<16>(x + 16 * g, weight + 16 * g);
+      found[g] = fit_scale<16>(x + 16 * g, weight + 16 * g, half);
     }
     d = put_half(largest(found, 16) / static_cast<float>(-most), d_at);
-    for (int g = 0; g < 16; ++g) scale[g] = level(found[g] * inverse(d), -most, most - 1);
+    for (int g = 0; g < 16; ++g) {
+      const int near = level(found[g] * inverse(d), -most, most - 1);
+      float least = INFINITY;
+      for (int s = std::max(-most, near - 1); s <= std::min(most - 1, near + 1); ++s) {
+        const float off = error(x + 16 * g, weight + 16 * g, d * static_cast<float>(s), half);
+        if (!(off < least)) continue;
+        least = off;
+        scale[g] = s;
+      }
+    }
+  }
+
+  static float error(const float* x, const float* weight, float step, int half) {
+    const float id = inverse(step);
+    float sum = 0;
+    for (int i = 0; i < 16; ++i) {
+      const float off = step * rounded_level(x[i] * id, -half, half - 1) - x[i];
+      sum += weight[i] * off * off;
+    }
+    return sum;
   }
 
   int level_of(float x, int g, int half) const {  // from 0
