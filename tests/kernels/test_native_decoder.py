@@ -72,7 +72,7 @@ def made(parts: list[Part]) -> list[Part]:
 
 
 def rope() -> Part:
-    return "rope", {"table": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM}
+    return "rope", {"table": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM, "begin": 0}
 
 
 def attention(group: int = 0, window: int = 0, sinks: bool = False) -> Part:
@@ -84,6 +84,16 @@ def attention(group: int = 0, window: int = 0, sinks: bool = False) -> Part:
         "window": window,
         "group": group,
         "sinks": values(17, HEADS) if sinks else None,
+        "latent": 0,
+    }
+
+
+def head_linear(seed: int, kept: int, kind: str) -> Part:
+    """Of the heads of q: a row is as long as before."""
+    size = HEAD_DIM - kept
+    return "head_linear", {
+        "matrices": [(seed + n, size, size, kind) for n in range(HEADS)],
+        "kept": kept,
     }
 
 
@@ -113,7 +123,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
     """Attention and up to two feed-forwards in any order, with norms and biases here and there."""
     seed, kind = draw(st.integers(0, 1000)), draw(st.sampled_from(["Q8_0", "F32"]))
     some = st.booleans()
-    windowed = draw(some)
+    windowed, for_heads = draw(some), draw(some) and draw(some)
 
     def around(inside: list[Part]) -> list[Part]:
         kinds = st.sampled_from([norm, layer_norm])
@@ -137,7 +147,10 @@ def layers(draw: st.DrawFn) -> list[Part]:
             linear(seed + 3, QKV, HIDDEN, kind, draw(some)),
             *(head_norms() if draw(some) else []),
             *([rope()] if draw(some) else []),
+            # What is kept is the beginning of a head; behind the heads k and v stay.
+            *([head_linear(seed, 0 if kind == "Q8_0" else 5, kind)] if for_heads else []),
             attention(int(windowed), 40 if windowed else 0, draw(some)),
+            *([head_linear(seed, 0, kind)] if for_heads else []),
             linear(seed + 4, HIDDEN, HEADS * HEAD_DIM, kind, draw(some)),
         ]
     )
@@ -267,6 +280,11 @@ def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) 
         gate, up = (np.ascontiguousarray(half) for half in np.split(x, 2, axis=1))
         out = np.empty_like(gate)
         native.gated(ONE, gate, up, f["activation"], out)
+    elif kind == "head_linear":
+        out, kept = x.copy(), f["kept"]
+        for n, one in enumerate(f["matrices"]):
+            own = slice(n * HEAD_DIM + kept, (n + 1) * HEAD_DIM)
+            out[:, own] = product(np.ascontiguousarray(x[:, own]), [one])
     else:
         heads = x.reshape(tokens, -1, HEAD_DIM).copy()
         if kind == "head_norm":
@@ -320,7 +338,9 @@ def test_a_list_is_its_operations(
         want = one_by_one(lists, other, batch)[outputs]
         assert run(stack, batch, outputs, groups).tobytes() == want.tobytes()
         assert all(a.tobytes() == b.tobytes() for a, b in zip(own, other, strict=True))
-        assert stack.shares == (threads if step and threads > 1 and rows >= 16 * threads else 0)
+        parts_of = {kind for parts in lists for kind, _ in parts}
+        alone = step and threads > 1 and rows >= 16 * threads and "head_linear" not in parts_of
+        assert stack.shares == (threads if alone else 0)
         old = batch.kv_lens
 
 
@@ -376,7 +396,8 @@ def fields(n: int, **other: Any) -> list[Part]:
         (changed(1, linear(2, QKV, 96)), r"part 1 \(linear\): inputs of 96, not 64"),
         (fields(1, matrices=[]), r"part 1 \(linear\): it takes 1 to 8 matrices"),
         (fields(1, bias=values(1, 9)), r"part 1 \(linear\): bias of 9, not 256"),
-        (changed(1), r"part 1 \(rope\): it reads 6 heads of 32, but a row has 64 values"),
+        (changed(1), r"part 1 \(rope\): it reads up to value 192, but a row has 64"),
+        (fields(2, begin=65), r"part 2 \(rope\): it reads up to value 257, but a row has 256"),
         (plain_layer()[3:], r"part 0 \(attention\): heads of q, k and v of 256, not 64"),
         (changed(0, rope()), r"part 0 \(rope\): it must not take the residual stream itself"),
         (fields(2, table=1), r"part 2 \(rope\): table must be 0 to 0"),
@@ -385,6 +406,22 @@ def fields(n: int, **other: Any) -> list[Part]:
         (fields(3, kv_heads=0), r"part 3 \(attention\): kv_heads must be 1 to 65536"),
         (fields(3, sinks=values(1, 3)), r"part 3 \(attention\): sinks of 3, not 4"),
         (fields(3, window=8), r"layer 1 \(attention\): other heads or another window"),
+        (fields(3, latent=33), r"part 3 \(attention\): latent must be 0 to 32"),
+        (fields(3, latent=32), r"part 3 \(attention\): heads of q, k and v of 192, not 256"),
+        (
+            changed(1, ("head_linear", {"matrices": [], "kept": 0})),
+            r"part 1 \(head_linear\): it has no matrices",
+        ),
+        (
+            changed(
+                1, ("head_linear", {"matrices": [(1, 8, 8, "F32"), (1, 8, 9, "F32")], "kept": 0})
+            ),
+            r"part 1 \(head_linear\): the matrices must have one size",
+        ),
+        (
+            changed(1, head_linear(1, 0, "F32")),
+            r"part 1 \(head_linear\): its heads have 128 values, a row 64",
+        ),
         (changed(3, linear(2, 128, QKV)), "layer 1: it has no attention"),
         ([*plain_layer(), *plain_layer()], r"part 14 \(attention\): a layer has one attention"),
         (changed(5, ADD, ADD), r"part 6 \(add\): it must not take the residual stream itself"),
