@@ -3,18 +3,17 @@ behind some dense layers (arXiv:2405.04434, arXiv:2412.19437).
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.config import one_number, rope_scaling
-from pdserve.engine.checkpoints.gguf.experts import SCORES, expert_config
+from pdserve.engine.checkpoints.gguf.experts import GROUPED, SCORES, expert_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.checkpoints.views import View
 from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.hf_config.experts import (
+    grouped_routing,
     num_experts,
-    sigmoid_routing,
     with_experts,
 )
 from pdserve.engine.models.hf_config.fields import HfConfig, integer
@@ -56,7 +55,7 @@ def parse(hf: HfConfig) -> ModelConfig:
     mixture = MixtureOfExperts(
         num_experts(hf),
         size,
-        sigmoid_routing(hf) if scores == "sigmoid" else softmax_routing(hf, scores),
+        grouped_routing(hf) if scores == "sigmoid" else softmax_routing(hf, scores),
         has_correction=scores == "sigmoid",
         shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
     )
@@ -83,18 +82,9 @@ def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     grouped = {**hf, "norm_topk_prob": hf.get("norm_topk_prob", False)}
     if method == "greedy":
         grouped |= {"n_group": 1, "topk_group": 1}
-    checked = sigmoid_routing(grouped)
-    return replace(checked, scores="softmax", group_best=1)
+    return grouped_routing(grouped, "softmax", group_best=1)
 
 
-GGUF_KEYS = (
-    "expert_shared_count",
-    "expert_group_count",
-    "expert_group_used_count",
-    "expert_weights_scale",
-    "expert_weights_norm",
-    "leading_dense_block_count",
-)
 GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880  # of the one model that says nothing of its sigmoid
 
 
@@ -110,7 +100,7 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     gating = metadata.get("deepseek2.expert_gating_func") or (2 if is_glm else 1)
     scores = SCORES.get(gating, "softmax")
     defaults = {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 0}
-    config = defaults | expert_config(metadata, *GGUF_KEYS, scores=scores)
+    config = defaults | expert_config(metadata, *GROUPED, scores=scores)
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
     config["scoring_func"] = scores
     config["architectures"] = [GLM if is_glm else V3 if scores == "sigmoid" else V2]

@@ -4,11 +4,11 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.experts import GROUPED, expert_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import num_experts, sigmoid_routing, with_experts
+from pdserve.engine.models.hf_config.experts import grouped_routing, num_experts, with_experts
 from pdserve.engine.models.hf_config.fields import HfConfig, integer
 from pdserve.engine.models.hf_config.standard import standard
 from pdserve.engine.models.spec import ModelSpec, is_mtp
@@ -25,7 +25,7 @@ def parse(hf: HfConfig) -> ModelConfig:
     mixture = MixtureOfExperts(
         num_experts(hf),
         size,
-        sigmoid_routing(hf),
+        grouped_routing(hf),
         has_correction=True,
         shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
     )
@@ -33,20 +33,10 @@ def parse(hf: HfConfig) -> ModelConfig:
     return with_experts(config, mixture, range(first, config.num_layers))
 
 
-GGUF_KEYS = (
-    "expert_shared_count",
-    "expert_group_count",
-    "expert_group_used_count",
-    "expert_weights_scale",
-    "expert_weights_norm",
-    "leading_dense_block_count",
-)
-
-
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
     """What a file does not say is as llama.cpp has it."""
     defaults = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
-    config = defaults | expert_config(metadata, *GGUF_KEYS, scores="sigmoid")
+    config = defaults | expert_config(metadata, *GROUPED, scores="sigmoid")
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
     further = metadata.get("glm4moe.nextn_predict_layers", 0)
     config["num_hidden_layers"] = metadata["glm4moe.block_count"] - further

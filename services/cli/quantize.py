@@ -24,7 +24,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ValueError as error:
         raise OptionError(str(error)) from None
     target = Path(positionals["out"])
-    view = progress_on(sys.stderr, "quantizing")
+    view = progress_on(sys.stderr)
     try:
         source = resolve(positionals["model"], view.update).path
         if source.is_dir():
@@ -32,7 +32,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
                 f"{source} is a directory: quantize reads GGUF, which llama.cpp's "
                 f"convert_hf_to_gguf.py makes of it; --isq {type} quantizes it while it is loaded"
             )
-        counted = quantize_gguf(source, target, type, lambda part: view.update(target.name, part))
+        doing = f"{target.name}: quantizing"
+        counted = quantize_gguf(source, target, type, lambda part: view.update(doing, part))
     except (CheckpointError, OSError) as error:
         view.close()
         print(f"pdserve quantize: {error}", file=sys.stderr)

@@ -15,16 +15,15 @@ class ProgressView(Protocol):
 class Lines:
     """Prints a line for each quarter that is done."""
 
-    def __init__(self, out: TextIO, doing: str) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._doing = doing
         self._shown: dict[str, float] = {}
 
     def update(self, name: str, fraction: float) -> None:
         step = int(min(1.0, fraction) / STEP) * STEP
         if step > self._shown.get(name, -1.0):
             self._shown[name] = step
-            print(f"{name}: {self._doing} {step:.0%}", file=self._out, flush=True)
+            print(f"{name} {step:.0%}", file=self._out, flush=True)
 
     def close(self) -> None:
         """Does nothing: no resource is held."""
@@ -58,12 +57,11 @@ class Bars:
         self._bars.stop()
 
 
-def progress_on(out: TextIO, doing: str) -> ProgressView:
-    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines, which say what
-    is being done."""
+def progress_on(out: TextIO) -> ProgressView:
+    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines."""
     if out.isatty():
         try:
             return Bars(out)
         except ImportError:
-            return Lines(out, doing)
-    return Lines(out, doing)
+            return Lines(out)
+    return Lines(out)

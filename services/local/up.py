@@ -81,7 +81,7 @@ class System:
         self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
-        self._progress = progress_on(sys.stderr, "loading")
+        self._progress = progress_on(sys.stderr)
         self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
         self._started_at = time.monotonic()
@@ -215,11 +215,11 @@ class System:
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
         """Tells the person what a child reports."""
         if event == "loading":
-            self._progress.update(child.name, float(figures.get("fraction", 0.0)))
+            self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
         elif event == "ready":
             self.serving |= child.name == GATEWAY
             if "fraction" in child.figures:
-                self._progress.update(child.name, 1.0)
+                self._progress.update(f"{child.name}: loading", 1.0)
             tokens = figures.get("kv_tokens")
             kv = f", KV pool of {tokens} tokens" if tokens else ""
             say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")

@@ -6,6 +6,15 @@ from pdserve.engine.checkpoints.gguf.mapping import Metadata
 from pdserve.engine.checkpoints.source import CheckpointError
 
 COMMON = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+# Of experts in groups behind dense layers, as DeepSeek V3 has them.
+GROUPED = (
+    "expert_shared_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "leading_dense_block_count",
+)
 KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

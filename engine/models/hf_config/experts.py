@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts
@@ -27,19 +27,21 @@ def routing(hf: HfConfig, **own: Any) -> ExpertRouting:
     return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **own)
 
 
-def sigmoid_routing(hf: HfConfig) -> ExpertRouting:
+def grouped_routing(
+    hf: HfConfig, scores: Literal["softmax", "sigmoid"] = "sigmoid", group_best: int = 2
+) -> ExpertRouting:
     """As DeepSeek V3 has it: groups by the sum of their two best (arXiv:2412.19437, 2.1.2)."""
     count = num_experts(hf)
     groups = integer(hf, "n_group", 1)
     kept = integer(hf, "topk_group", 1, maximum=groups)
     found = routing(
         hf,
-        scores="sigmoid",
+        scores=scores,
         normalized=bool(hf.get("norm_topk_prob", True)),
         scale=positive(hf, "routed_scaling_factor", 1.0, most=_MAX_SCALE),
         groups=groups,
         kept_groups=kept,
-        group_best=2 if groups > 1 else 1,
+        group_best=group_best if groups > 1 else 1,
     )
     if count % groups or count // groups < found.group_best:
         raise UnsupportedModel(f"{count} experts in {groups} groups")

@@ -112,7 +112,7 @@ Line fit_line(const float* x, const float* weight, int top, float first, float l
 template <int Groups>
 struct Lines {
   static constexpr int kSize = kValues / Groups;
-  int scale[Groups], minimum[Groups];
+  int scale[Groups] = {}, minimum[Groups] = {};
   float d, m;  // as float16 has them
 
   // weight: of all values; the scales and minima are from 0 to most, the levels to top.
@@ -221,7 +221,7 @@ void write_q45_k(const float* x, uint8_t* block) {
 // Rounded scales of 16 groups of 16 values without minima: a group's is scale[g] * d, of the nearest
 // and those beside it the best.
 struct Scales16 {
-  int scale[16];
+  int scale[16] = {};
   float d;  // as float16 has it
 
   Scales16(const float* x, int half, int most, uint8_t* d_at) {
