@@ -147,6 +147,8 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
             tokenizers.normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept}
         )
     if first.pre_tokenizer is not None:
+        rest.pre_tokenizer = first.pre_tokenizer
+    if _FIRST in state:
         without = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
         rest.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), without)
     added = first.get_added_tokens_decoder()

@@ -132,6 +132,30 @@ def test_a_space_is_put_before_every_text() -> None:
     assert [bare.token_name(token) for token in ids] == ["hello"]
 
 
+def test_a_normalizer_that_puts_a_space_beside_other_steps() -> None:
+    """Only the space is left out where a text goes on; all other steps hold."""
+    pieces = {"▁": 0, "a": 1, "b": 2, "x": 3, "[": 4, "]": 5, "[x]": 6, "▁a": 7}
+    merges = [("▁", "a"), ("[", "x")]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE({**pieces, "[x": 8}, [*merges, ("[x", "]")])
+    )
+    library.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Lowercase()]
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("b", "isolated")
+    library.decoder = tokenizers.decoders.Fuse()
+    library.add_special_tokens([tokenizers.AddedToken("[x]", special=True)])
+    tokenizer = Tokenizer(library.to_str().encode(), TextCard(9))
+
+    def names(parse_special: bool) -> list[str | None]:
+        ids = tokenizer.encode("A[x]AB", add_special_tokens=False, parse_special=parse_special)
+        return [tokenizer.token_name(token) for token in ids]
+
+    assert names(True) == ["▁a", "[x]", "▁a", "b"]
+    assert "[x]" not in names(False)
+    assert "".join(map(str, names(False))) == "▁a[x]ab"
+
+
 def test_stripping_special_tokens_take_the_spaces_beside_them() -> None:
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, " ": 1, "b": 2}, []))
     library.decoder = tokenizers.decoders.Fuse()
