@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.execution.runner import Model
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, blocks_for
+from pdserve.engine.kv.spec import KvSpec, blocks_for, pool_sizes
 from pdserve.engine.load import load_model
 from pdserve.engine.models.identity import kv_identity, numerics_id
 from pdserve.engine.scheduling.limits import EngineLimits
@@ -39,12 +40,16 @@ def build_engine(
     loaded = load_model(config, progress)
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
     spec = KvSpec(config.block_size, decoder.kv_groups)
-    num_blocks = _pool_blocks(config, backend, spec, card.context_len)
-    context_len = min(card.context_len, num_blocks * spec.block_size)
-    kv = backend.kv_cache(spec, num_blocks)
     progress("warming up", 0.0)
-    measured = measure(decoder, kv, context_len)
+    most = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
+    trial = backend.kv_cache(spec, (blocks_for(most, spec.block_size),) * len(spec.groups))
+    measured = measure(decoder, trial, most)
+    del trial
     chunk_size = config.chunk_size or measured.chunk_size
+    num_blocks = _num_blocks(config, backend, spec, card.context_len, chunk_size)
+    context_len = min(card.context_len, num_blocks * spec.block_size)
+    sizes = pool_sizes(spec, num_blocks, config.max_running, chunk_size)
+    kv = backend.kv_cache(spec, sizes)
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -74,7 +79,7 @@ def build_engine(
         num_blocks * spec.block_size,
         num_blocks,
         spec.block_size,
-        num_blocks * spec.bytes_per_block() / 1e6,
+        spec.pool_bytes(sizes) / 1e6,
         context_len,
         chunk_size,
     )
@@ -82,15 +87,22 @@ def build_engine(
     return engine, replace(card, context_len=context_len)
 
 
-def _pool_blocks(config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int) -> int:
-    """Blocks per layer group. By default no more than a full batch of full contexts needs."""
+def _num_blocks(
+    config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int, chunk_size: int
+) -> int:
+    """Blocks of a pool with full attention; those of windows follow. By default as many as fit,
+    but no more than a full batch of full contexts needs."""
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
-    room = backend.pool_bytes() // spec.bytes_per_block()
+
+    def num_bytes(num_blocks: int) -> int:
+        return spec.pool_bytes(pool_sizes(spec, num_blocks, config.max_running, chunk_size))
+
     most = config.max_running * blocks_for(context_len, spec.block_size)
-    if room < 1:
+    fit = bisect_right(range(1, most + 1), backend.pool_bytes(), key=num_bytes)
+    if fit < 1:
         raise ValueError("not enough free memory for a KV pool; --kv-tokens sets its size")
-    return min(room, most)
+    return fit
 
 
 class Measured(NamedTuple):
@@ -101,9 +113,9 @@ class Measured(NamedTuple):
     row_s: float  # of a token alone
 
 
-def measure(model: Model, kv: KvCache, context_len: int) -> Measured:
-    """Warms the model up; chunks that take longer than 100 ms are not tried."""
-    most = min(context_len, kv.num_blocks * kv.spec.block_size)
+def measure(model: Model, kv: KvCache, most: int) -> Measured:
+    """Warms the model up with chunks of at most `most` tokens, which `kv` has blocks for; chunks
+    that take longer than 100 ms are not tried."""
     first = min(CHUNKS[0], most)
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
     taken = {first: _chunk_seconds(model, kv, first)}

@@ -77,7 +77,7 @@ class Engine:
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
-        tables = BlockTables(kv.spec, kv.num_blocks, prefix_cache)
+        tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)
         self._progress = StepProgress(self.jobs, limits)

@@ -90,9 +90,10 @@ def main() -> None:
         **options,
     )
     engine, _ = build_engine(config)
+    spec = engine.kv.spec
     ready = {
         "ready_s": time.perf_counter() - started,
-        "kv_bytes_per_token": engine.kv.spec.bytes_per_block() / engine.kv.spec.block_size,
+        "kv_bytes_per_token": spec.pool_bytes((1,) * len(spec.groups)) / spec.block_size,
         "numerics_id": engine.numerics_id,
         "chunk_size": engine.limits.chunk_size,
     }

@@ -38,8 +38,8 @@ def hashes(side: Side) -> dict[str, Any]:
     block_bytes = side.spec.groups[0].block_bytes(32)
     for number in range(20):
         layers = range(rng.randrange(0, 8), rng.randrange(8, 17))
-        most = min(side.kv.num_blocks, capacity // (len(layers) * block_bytes))
-        blocks = rng.sample(range(1, side.kv.num_blocks + 1), rng.randrange(1, most + 1))
+        most = min(side.kv.num_blocks[0], capacity // (len(layers) * block_bytes))
+        blocks = rng.sample(range(1, side.kv.num_blocks[0] + 1), rng.randrange(1, most + 1))
         pages, key = side.kv.pages(0, layers, blocks), side.key.copy_key(number)
         side.device.copy_out(pages, slot, key).wait()
         tag = side.device.get(memory.address + capacity, TAG_BYTES)

@@ -37,7 +37,7 @@ class Side:
         self.torch = torch
         self.spec = spec_of()
         self.where = "cpu" if fake else "cuda"
-        self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, blocks)
+        self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, [blocks])
         self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
         self.device = self._open(fake)
         self.key = TagKey(bytes(32))
@@ -219,7 +219,7 @@ def child(options: argparse.Namespace) -> int:
         side.fill(int(seed))
         side.wait()
         link = dial(side, name, "" if address == "-" else address, bytes.fromhex(boot))
-        sequence, parts = 0, pieces(side, link, side.kv.num_blocks)
+        sequence, parts = 0, pieces(side, link, side.kv.num_blocks[0])
         for number in range(1 << 30 if rounds == "flood" else int(rounds)):
             if number and rounds != "flood":
                 assert sys.stdin.readline() == "again\n"

@@ -50,7 +50,7 @@ SPEC = KvSpec(  # of the shipped model, SmolLM2-135M, as the native kernels keep
     32, (LayerGroup(tuple(range(30)), "full", 0, 3, 64, "bfloat16", 0, 3, keys_by_dim=True),)
 )
 NUM_BLOCKS = -(-NUM_TOKENS // SPEC.block_size)
-NUM_BYTES = NUM_BLOCKS * SPEC.bytes_per_block()
+NUM_BYTES = SPEC.pool_bytes([NUM_BLOCKS])
 BLOCKS = list(range(1, NUM_BLOCKS + 1))
 IDENTITY = KvIdentity(b"benchmark")
 PIECE = 1 << 20  # of a bare socket's send and recv
@@ -79,7 +79,7 @@ class Idle:
     has_work = False
 
     def __init__(self) -> None:
-        self.kv = KvCache(SPEC, NUM_BLOCKS)
+        self.kv = KvCache(SPEC, [NUM_BLOCKS])
         blocks = SimpleNamespace(total=NUM_BLOCKS, free=NUM_BLOCKS, cached=0)
         self._stats = SimpleNamespace(blocks=blocks, parked_blocks=0, running=0)
 

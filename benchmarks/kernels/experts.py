@@ -66,7 +66,7 @@ class Decoding:
         self._rows = rows
         self._generator = np.random.default_rng(1)
         spec = KvSpec(BLOCK_SIZE, self.decoder.kv_groups)
-        self._kv = KvCache(spec, rows * CONTEXT // BLOCK_SIZE)
+        self._kv = KvCache(spec, [rows * CONTEXT // BLOCK_SIZE])
 
     def step(self) -> float:
         """Seconds of a step of tokens that are others each time."""

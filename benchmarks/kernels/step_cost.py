@@ -70,7 +70,7 @@ class Backend:
 def engine(backend: Any) -> Engine:
     spec = KvSpec(BLOCK_SIZE, (LayerGroup((0,), "full", 0, 1, 4, "float32", 0, 1),))
     limits = EngineLimits(VOCAB, 8192, BLOCK_SIZE, 4096, 32, 256, eos_ids=frozenset({2}))
-    return Engine(FreeModel(), KvCache(spec, 4096), limits, backend)
+    return Engine(FreeModel(), KvCache(spec, [4096]), limits, backend)
 
 
 def measure(rows: int, temperature: float, stretches: int) -> dict[str, float]:

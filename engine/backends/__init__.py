@@ -6,7 +6,7 @@ module elsewhere calls `register`. A module is imported only when its backend is
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import ClassVar, Protocol
 
@@ -73,8 +73,8 @@ class Backend(ABC):
         """The decoder of a model; `weights` is asked once for each of its tensors."""
 
     @abstractmethod
-    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
-        """A pool for that decoder."""
+    def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
+        """Pools for that decoder, with so many blocks for each group of `spec`."""
 
     @abstractmethod
     def memory_bytes(self) -> int:

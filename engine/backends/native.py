@@ -1,7 +1,7 @@
 """The native CPU kernels: C++, weights packed once, no torch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import Backend
@@ -58,7 +58,7 @@ class NativeBackend(Backend):
                 )
         return made
 
-    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
+    def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         return KvCache(spec, num_blocks)
 
     def memory_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Torch: the oracle for faster backends on a CPU, and what runs on CUDA devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ class ReferenceBackend(Backend):
             model, weights, reference, self._dtype, self.kv_dtype, self._device, numerics
         )
 
-    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
+    def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache
         return kind(spec, num_blocks)
 

@@ -17,7 +17,6 @@ from pdserve.engine.kv.spec import KvSpec
 
 class WritableKv(Protocol):
     spec: KvSpec
-    num_blocks: int
 
     def write(
         self, group: int, layers: range, blocks: Sequence[int], payload: memoryview

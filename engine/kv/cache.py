@@ -23,21 +23,19 @@ TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "i
 
 
 class KvCache:
-    """`num_blocks` blocks per group beside the null block, in the memory of the host, which is
+    """`num_blocks[g]` blocks of group g beside its null block, in the memory of the host, which is
     committed when it is touched. bfloat16 is kept as the uint16 of its bits."""
 
     device: int | None = None  # number of the CUDA device that holds the pool
 
-    def __init__(self, spec: KvSpec, num_blocks: int) -> None:
+    def __init__(self, spec: KvSpec, num_blocks: Sequence[int]) -> None:
         self.spec = spec
-        self.num_blocks = num_blocks
+        self.num_blocks = tuple(num_blocks)
         self.data: list[Any] = []
         self._layers: dict[int, tuple[Any, int]] = {}
         self._block_bytes = [group.block_bytes(spec.block_size) for group in spec.groups]
-        for number, group in enumerate(spec.groups):
-            data = self._zeros(
-                (len(group.layers), num_blocks + 1, *self._block_shape(group)), group
-            )
+        for number, (group, count) in enumerate(zip(spec.groups, self.num_blocks, strict=True)):
+            data = self._zeros((len(group.layers), count + 1, *self._block_shape(group)), group)
             self.data.append(data)
             for i, layer in enumerate(group.layers):
                 self._layers[layer] = (data[i], number)
@@ -129,7 +127,7 @@ class KvCache:
         if layers and not (min(layers) >= 0 and max(layers) < num_layers):
             raise ValueError(f"layers {layers} of a group of {num_layers}")
         runs = _runs(tuple(blocks))
-        if not all(run.start > 0 and run.stop <= self.num_blocks + 1 for _, run in runs):
+        if not all(run.start > 0 and run.stop <= self.num_blocks[group] + 1 for _, run in runs):
             raise ValueError("a block outside the pool")
         if nbytes != self.num_bytes(group, layers, blocks):
             raise ValueError(

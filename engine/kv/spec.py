@@ -5,6 +5,7 @@ first; a group may keep its keys [head_dim, block_size]. A latent group has keys
 part is the value: [1, kv_heads, block_size, head_dim].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,14 +49,34 @@ class KvSpec:
     block_size: int  # tokens per block
     groups: tuple[LayerGroup, ...]
 
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers of all groups."""
-        return sum(len(g.layers) * g.block_bytes(self.block_size) for g in self.groups)
+    def pool_bytes(self, num_blocks: Sequence[int]) -> int:
+        """Bytes of pools with `num_blocks[g]` blocks of group g."""
+        return sum(
+            count * len(group.layers) * group.block_bytes(self.block_size)
+            for count, group in zip(num_blocks, self.groups, strict=True)
+        )
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
+
+
+def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
+    """Blocks that hold a chunk and what its first token sees through a window, wherever in a block
+    the chunk begins."""
+    return blocks_for(window - 1 + chunk_size, block_size) + 1
+
+
+def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int) -> tuple[int, ...]:
+    """Blocks of each group's pool where a group with full attention has `num_blocks`: a window
+    group has no more than `max_running` prompts need while they are computed."""
+    return tuple(
+        min(num_blocks, max_running * window_blocks(group.window, chunk_size, spec.block_size))
+        if group.kind == "window"
+        else num_blocks
+        for group in spec.groups
+    )
 
 
 def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:

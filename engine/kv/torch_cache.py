@@ -21,7 +21,7 @@ class TorchKvCache(KvCache):
 class DeviceKvCache(KvCache):
     """A pool on a CUDA device; copies run on the stream of the thread that computes."""
 
-    def __init__(self, spec: KvSpec, num_blocks: int) -> None:
+    def __init__(self, spec: KvSpec, num_blocks: Sequence[int]) -> None:
         self.device = torch.cuda.current_device()
         super().__init__(spec, num_blocks)
 

@@ -1,5 +1,10 @@
 """Gives sequences their blocks in every layer group at once, all groups or none. Pure.
 
+A new sequence gets blocks for its whole prompt in groups with full attention. In a window group it
+gets as many as a chunk and the window before it need, and gives back what the window has passed for
+as many further on; so the pool of such a group may be smaller (spec.pool_sizes), and a prompt that
+has its blocks is not stopped half way by others that have theirs.
+
 The JobTable alone calls what gives or takes blocks; its docstring says who frees which. A block is
 written by one sequence only: one that is shared or in the prefix cache is copied before the first
 write (`BlockCopy`). Copies are carried out in order before anything else is written. The reference
@@ -10,22 +15,28 @@ from collections.abc import Sequence as Seq
 
 from pdserve.engine.kv.block_hash import chain_hashes, next_hash
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
-from pdserve.engine.kv.spec import KvSpec, blocks_for
+from pdserve.engine.kv.spec import KvSpec, blocks_for, window_blocks
 from pdserve.engine.scheduling.request_state import Sequence
 
 
 class BlockTables:
-    """The block pools of an engine, one per layer group, each of `num_blocks` blocks."""
+    """The block pools of an engine, one per layer group, of `num_blocks[g]` blocks.
 
-    def __init__(self, spec: KvSpec, num_blocks: int, caching: bool = True) -> None:
+    `chunk_size`: the most tokens of a sequence that are computed in one step.
+    """
+
+    def __init__(
+        self, spec: KvSpec, num_blocks: Seq[int], chunk_size: int, caching: bool = True
+    ) -> None:
         self.block_size = spec.block_size
         self.caching = caching
         self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
+        self._chunk_size = chunk_size
         # This group stands for all in figures and prefix events: the first with full attention.
         self.main_group = self.windows.index(0) if 0 in self.windows else 0
         self._has_windows = any(self.windows)
-        self.pools = [BlockPool(num_blocks) for _ in spec.groups]
-        self._all = (0,) * len(spec.groups)  # blocks from the first on, in every group
+        self.pools = [BlockPool(count) for count in num_blocks]
+        self._zeros = (0,) * len(spec.groups)  # a number for each group
 
     @property
     def main_pool(self) -> BlockPool:
@@ -71,43 +82,55 @@ class BlockTables:
         """The first block that a token at `position` or later attends to."""
         return max(0, position - window + 1) // self.block_size if window else 0
 
+    def most_at_once(self, num_blocks: int, window: int) -> int:
+        """How many of its `num_blocks` blocks a sequence has at once in a group of this window."""
+        if not window:
+            return num_blocks
+        return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))
+
     def open(
         self,
         sequence: Sequence,
         hashes: Seq[bytes],
         num_cached: int,
-        spare: int = 0,
+        spare: Seq[int] = (),
         reserved: bool = False,
     ) -> list[BlockCopy] | None:
-        """Blocks for all ids of a new sequence; those of its first `num_cached` tokens come from
-        the cache.
+        """The first blocks of a new sequence; those of its first `num_cached` tokens come from the
+        cache.
 
-        Returns None, and nothing has changed, if a pool would be left with less than `spare`
-        blocks. A cached block that also holds later tokens is copied.
+        A reserved sequence gets blocks for all its ids at once, but in window groups only those
+        that its last token sees: nobody computes the others here. Returns None, and nothing has
+        changed, if the pool of group g would be left with less than `spare[g]` blocks. A cached
+        block that also holds later tokens is copied.
         """
         size = self.block_size
         total = blocks_for(len(sequence.ids), size)
         hit = blocks_for(num_cached, size)
         copied = num_cached % size != 0
-        found: list[list[int]] = []
-        for pool, window in zip(self.pools, self.windows, strict=True):
-            first = self.first_seen(num_cached, window)
+        next_token = len(sequence.ids) - 1 if reserved else num_cached
+        groups: list[tuple[int, list[int], int]] = []  # null blocks, cached ones, how many new
+        for pool, window, left in zip(self.pools, self.windows, spare or self._zeros, strict=True):
+            first = self.first_seen(next_token, window)
             blocks = [pool.find(h) for h in hashes[first:hit]]
             shared = [b for b in blocks if b is not None]
-            assert len(shared) == hit - first, "not what match() found"
+            assert len(shared) == max(0, hit - first), "not what match() found"
+            fresh = total - max(first, hit) + copied
+            if not reserved:
+                fresh = self.most_at_once(fresh, window)
             kept = sum(map(pool.is_cached, shared))
-            if total - hit + copied + kept + spare > pool.num_available:
+            if fresh + kept + left > pool.num_available:
                 return None
-            found.append(shared)
+            groups.append((first, shared, fresh))
         copies: list[BlockCopy] = []
-        for group, (pool, shared) in enumerate(zip(self.pools, found, strict=True)):
+        for group, (first, shared, fresh) in enumerate(groups):
+            pool = self.pools[group]
             pool.share(shared, reserved)
-            fresh = pool.allocate(total - hit + copied, reserved)
+            new = pool.allocate(fresh, reserved)
             if copied:
-                copies.append(BlockCopy(group, shared[-1], fresh[0]))
+                copies.append(BlockCopy(group, shared[-1], new[0]))
                 pool.release([shared.pop()], reserved)
-            first = hit - copied - len(shared)
-            sequence.block_tables.append([NULL_BLOCK] * first + shared + fresh)
+            sequence.block_tables.append([NULL_BLOCK] * first + shared + new)
             sequence.rewritten_from.append(0)
             sequence.num_trimmed.append(first)
         sequence.num_computed = num_cached
@@ -166,7 +189,7 @@ class BlockTables:
         that the window has passed are given back."""
         sequence.num_computed = num_computed
         if (sequence.num_published + 1) * self.block_size <= num_computed:
-            self.publish(sequence, num_computed, self._all)
+            self.publish(sequence, num_computed, self._zeros)
         if self._has_windows:
             self._trim(sequence)
 
@@ -189,20 +212,21 @@ class BlockTables:
         """Reserved blocks become the sequence's own, with KV of `num_computed` tokens."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.commit(b for b in table if b != NULL_BLOCK)
-        # Trim first: nobody has filled the blocks that the window had passed before the hand-off.
-        sequence.num_computed = num_computed
-        self._trim(sequence)
         self.advance(sequence, num_computed)
 
     def _trim(self, sequence: Sequence) -> None:
-        """Gives back the blocks that the window has passed."""
+        """Gives back the blocks that the window has passed, and takes as many for tokens that have
+        none yet. If others share what is given back there may be fewer: then extend takes them."""
+        total = blocks_for(len(sequence.ids), self.block_size)
         for group, window in enumerate(self.windows):
             first = self.first_seen(sequence.num_computed, window)
             trimmed = sequence.num_trimmed[group]
             if first > trimmed:
-                table = sequence.block_tables[group]
-                self.pools[group].release(table[trimmed:first])
+                pool, table = self.pools[group], sequence.block_tables[group]
+                pool.release(table[trimmed:first])
                 table[trimmed:first] = [NULL_BLOCK] * (first - trimmed)
+                missing = min(first - trimmed, max(0, total - len(table)), pool.num_available)
+                table.extend(pool.allocate(missing))
                 sequence.num_trimmed[group] = first
                 sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
 

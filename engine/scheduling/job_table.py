@@ -15,7 +15,7 @@ A request (a *job* here) is in one of these states:
   | prefix hit (shared)   admit, reserve        with the sequence: end_sequence, preempt, end;     |
   |                                             only this request's reference goes                 |
   | rest of the prompt    admit, reserve        with the sequence, likewise                        |
-  | growth                extend (each step)    with the sequence, likewise                        |
+  | growth                extend, advance       with the sequence, likewise                        |
   | shared by choices     fork                  with each choice's sequence: end_sequence, end     |
   | copied on write       extend, admit,        the copy with the sequence; the reference to the   |
   |                       reserve               source at once, since the step's BlockCopy runs    |
@@ -44,6 +44,7 @@ thousands of random operations, and that no other module changes a block table.
 
 from bisect import insort
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
 from pdserve.engine.kv.spec import blocks_for
@@ -211,7 +212,7 @@ class JobTable:
 
     def reserve(self, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
         """A new job gets blocks for its whole prefix; None if they are short."""
-        copies = self._open_prefix(job, spare=0, reserved=True)
+        copies = self._open_prefix(job, spare=(), reserved=True)
         if copies is None:
             return None
         tables, (sequence,) = self.tables, job.sequences
@@ -263,8 +264,10 @@ class JobTable:
 
     # --- steps of the above
 
-    def _open_prefix(self, job: RequestState, spare: int, reserved: bool) -> list[BlockCopy] | None:
-        """Makes the job's prefix one sequence with all its blocks; None if they are short."""
+    def _open_prefix(
+        self, job: RequestState, spare: Seq[int], reserved: bool
+    ) -> list[BlockCopy] | None:
+        """Makes the job's prefix one sequence with its first blocks; None if they are short."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:
@@ -287,14 +290,20 @@ class JobTable:
         job.sequences = [sequence]
         return copies
 
-    def _spare(self, job: RequestState) -> int:
-        """Blocks to leave for the growth of what runs and for the job's own longer choices."""
+    def _spare(self, job: RequestState) -> Seq[int]:
+        """Blocks to leave in each group for the growth of what runs and for the job's own longer
+        choices."""
+        tables = self.tables
         growing = sum(len(j.sequences) for j in self.running if not j.request.prefill_only)
-        if job.request.prefill_only or len(job.unfinished) == 1:
-            return growing
-        size, prompt_len = self.tables.block_size, len(job.request.prompt_ids)
-        beyond = [len(job.generated[c]) + prompt_len for c in job.unfinished]
-        return growing + sum(blocks_for(n, size) - prompt_len // size for n in beyond[1:])
+        beyond: list[int] = []
+        if not job.request.prefill_only:
+            size, prompt_len = tables.block_size, job.prompt_len
+            lengths = [prompt_len + len(job.generated[c]) for c in job.unfinished[1:]]
+            beyond = [blocks_for(length, size) - prompt_len // size for length in lengths]
+        return [
+            growing + sum(tables.most_at_once(more, window) for more in beyond)
+            for window in tables.windows
+        ]
 
     def _close_sequences(self, job: RequestState, reserved: bool = False) -> None:
         self._return_slots(job)

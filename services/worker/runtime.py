@@ -143,7 +143,7 @@ class WorkerRuntime(ABC):
         )
         self.figures = {
             "model": card.name,
-            "kv_tokens": engine.kv.num_blocks * engine.kv.spec.block_size,
+            "kv_tokens": engine.limits.num_blocks * engine.limits.block_size,
             "chunk_size": engine.limits.chunk_size,
             "transports": list(transports),
         }

@@ -15,6 +15,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import ChoiceState, Finished, PrefillComputed, PromptScored
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.kv.spec import pool_sizes
 
 NEW = 20
 Maker = Callable[..., Engine]
@@ -30,7 +31,7 @@ def engine_of(folder: Path) -> Maker:
     def make(**options: Any) -> Engine:
         defaults = {"kv_tokens": 4096, "block_size": 8, "chunk_size": 32, "weights": "float32"}
         engine, card = build_engine(EngineConfig(model=str(folder), **(defaults | options)))
-        assert card.context_len == min(512, engine.kv.num_blocks * engine.kv.spec.block_size)
+        assert card.context_len == min(512, engine.limits.num_blocks * engine.limits.block_size)
         return engine
 
     return make
@@ -158,8 +159,11 @@ def test_prompt_scores_equal_transformers(folder: Path, engine_of: Maker) -> Non
 
 def test_a_measured_chunk_and_a_default_pool(engine_of: Maker) -> None:
     engine = engine_of(chunk_size=0, kv_tokens=0, max_running=4)
+    spec = engine.kv.spec
     assert engine.limits.chunk_size in (64, 128, 256, 512)
-    assert engine.kv.num_blocks == 4 * 512 // 8  # never more than a full batch of full contexts
+    # Never more than a full batch of full contexts, and of windows.
+    assert engine.limits.num_blocks == 4 * 512 // 8
+    assert engine.kv.num_blocks == pool_sizes(spec, 4 * 512 // 8, 4, engine.limits.chunk_size)
     other = engine_of(kv_tokens=64)
     assert other.limits.context_len == 64
     assert other.kv_identity == engine.kv_identity

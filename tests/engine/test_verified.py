@@ -20,7 +20,7 @@ from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.kernels import reference
@@ -43,7 +43,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
         max_running=8,
         chunk_size=16,
     )
-    kv = KvCache(spec, num_blocks)
+    kv = KvCache(spec, pool_sizes(spec, num_blocks, limits.max_running, limits.chunk_size))
     return Engine(FakeDecoder(spec), kv, limits, reference, kv_identity=KvIdentity(b"test"))
 
 

@@ -15,6 +15,7 @@ from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.spec import pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
@@ -156,7 +157,7 @@ class Cluster:
         )
         return Engine(
             Model(self.spec),
-            KvCache(self.spec, blocks),
+            KvCache(self.spec, pool_sizes(self.spec, blocks, limits.max_running, CHUNK)),
             limits,
             Sampling(),
             kv_identity=KvIdentity(b"simulated"),

@@ -101,7 +101,7 @@ def test_every_bit_of_kv_decides_the_token(window: int) -> None:
     """Of each visible word of keys and values, in each layer."""
     layout = spec(4, window)
     prompt = [(i * 7) % 60 + 1 for i in range(22)]
-    kv = KvCache(layout, 8)
+    kv = KvCache(layout, [8] * len(layout.groups))
     model = Model(layout)
     table = np.array([[3, 1, 5, 2, 7, 4]])
 

@@ -1,7 +1,7 @@
 """A backend without a model, added from outside the product: the next token is the last one plus
 one. Importing this file is enough."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class CountingBackend(Backend):
             weights(name)
         return CountingDecoder(model, self.kv_dtype)
 
-    def kv_cache(self, spec: KvSpec, num_blocks: int) -> KvCache:
+    def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         return KvCache(spec, num_blocks)
 
     def memory_bytes(self) -> int:

@@ -11,7 +11,7 @@ from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels import reference
 
@@ -48,10 +48,11 @@ def _engine(
         "max_running": 8,
         "chunk_size": 16,
     }
+    made = EngineLimits(**(options | limits))
     return Engine(
         model or FakeDecoder(spec),
-        KvCache(spec, num_blocks),
-        EngineLimits(**(options | limits)),
+        KvCache(spec, pool_sizes(spec, num_blocks, made.max_running, made.chunk_size)),
+        made,
         reference,
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,

@@ -5,8 +5,9 @@ from typing import Any
 
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.kv.block_hash import cache_seed
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.scheduling.accounting import discrepancy
+from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.request_state import RequestState
@@ -21,6 +22,13 @@ def spec_of(block_size: int, window: int) -> KvSpec:
     if window:
         groups.append(LayerGroup((1,), "window", window, 1, 1, "float32", 0, 1))
     return KvSpec(block_size, tuple(groups))
+
+
+def make_jobs(limits: EngineLimits, window: int) -> JobTable:
+    """A job table whose window group has a pool of its own size, as an engine's has."""
+    spec = spec_of(limits.block_size, window)
+    sizes = pool_sizes(spec, limits.num_blocks, limits.max_running, limits.chunk_size)
+    return JobTable(BlockTables(spec, sizes, limits.chunk_size), limits.max_running)
 
 
 def prompt_of(rng: random.Random, length: int) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def payload_of(head: FrameHeader) -> memoryview:
 
 
 def test_a_frame_goes_where_it_belongs_once() -> None:
-    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    kv, blocks = KvCache(SPEC, [16]), open_blocks()
     head = header(range(2, 4), range(1, 3))
     payload = payload_of(head)
     piece = blocks.write(kv, head, payload)
@@ -86,7 +86,7 @@ def test_a_frame_goes_where_it_belongs_once() -> None:
     ],
 )
 def test_what_does_not_fit_changes_nothing(layers: range, blocks: range, reason: str) -> None:
-    kv, inside = KvCache(SPEC, 16), open_blocks()
+    kv, inside = KvCache(SPEC, [16]), open_blocks()
     first = header(range(2, 4), range(1, 3))
     inside.write(kv, first, payload_of(first))
     before = content(kv)
@@ -97,7 +97,7 @@ def test_what_does_not_fit_changes_nothing(layers: range, blocks: range, reason:
 
 
 def test_leading_blocks_are_those_that_every_layer_has() -> None:
-    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    kv, blocks = KvCache(SPEC, [16]), open_blocks()
     seen = []
     for layers, run in [
         (range(3), range(2)),
@@ -112,7 +112,7 @@ def test_leading_blocks_are_those_that_every_layer_has() -> None:
 
 
 def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None:
-    kv, blocks = KvCache(SPEC, 16), open_blocks()
+    kv, blocks = KvCache(SPEC, [16]), open_blocks()
     gate = Gate(kv)
     first, second = header(range(3), range(4)), header(range(3, 6), range(4), 2)
     payload = payload_of(first)
@@ -161,7 +161,7 @@ class World:
     """A Receiver with one attempt that has its blocks; frames arrive when `frame` is called."""
 
     def __init__(self) -> None:
-        self.engine, self.kv = Engine(), KvCache(SPEC, 16)
+        self.engine, self.kv = Engine(), KvCache(SPEC, [16])
         self.wakes = 0
         self.lost: list[str] = []
         self.receiver = Receiver(

@@ -13,7 +13,7 @@ def cache(dtype: str = "float32") -> KvCache:
         LayerGroup((0, 2, 3), "full", 0, 2, 6, dtype, 0, 2),
         LayerGroup((1,), "window", 8, 2, 6, dtype, 0, 2),
     )
-    kv = KvCache(KvSpec(4, groups), 9)
+    kv = KvCache(KvSpec(4, groups), [9, 9])
     for data in kv.data:
         data[:] = (9 * np.random.default_rng(3).normal(size=data.shape)).astype(data.dtype)
     return kv
@@ -33,7 +33,7 @@ def test_read_gives_the_canonical_order(dtype: str) -> None:
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_write_is_the_inverse_of_read(read_only: bool) -> None:
-    source, target = cache("bfloat16"), KvCache(cache("bfloat16").spec, 9)
+    source, target = cache("bfloat16"), KvCache(cache("bfloat16").spec, [9, 9])
     payload = b"".join(source.read(0, range(3), [1, 5]))
     view = memoryview(payload) if read_only else memoryview(bytearray(payload))
     target.write(0, range(3), [8, 3], view)
@@ -93,7 +93,7 @@ def test_int8_blocks_carry_their_scales() -> None:
     assert kv.spec.groups[0].block_bytes(4) == 2 * 2 * 4 * (6 + 4)
     payload = b"".join(kv.read(0, range(3), [2]))
     assert len(payload) == 3 * kv.spec.groups[0].block_bytes(4)
-    other = KvCache(kv.spec, 9)
+    other = KvCache(kv.spec, [9, 9])
     other.write(0, range(3), [5], memoryview(payload))
     assert np.array_equal(other.data[0][:, 5], kv.data[0][:, 2])
     assert kv.data[0][:, 2].any()

@@ -97,14 +97,14 @@ def test_a_block_holds_one_vector_of_a_token(dtype: str) -> None:
     """On the wire and in the pool half of what keys and values take."""
     latent = LayerGroup((0, 1, 2), "latent", 0, 1, 12, dtype, 0, 1)
     assert 2 * latent.block_bytes(16) == replace(latent, kind="full").block_bytes(16)
-    kv = KvCache(KvSpec(16, (latent,)), 5)
+    kv = KvCache(KvSpec(16, (latent,)), [5])
     if dtype != "int8":
         assert kv.layer(1)[0].shape == (6, 1, 1, 16, 12)
     raw = kv.data[0].reshape(3, 6, -1).view(np.uint8)
     raw[:] = np.random.default_rng(1).integers(0, 256, raw.shape)
     payload = b"".join(kv.read(0, range(3), [4, 2]))
     assert len(payload) == 3 * 2 * latent.block_bytes(16)
-    other = KvCache(kv.spec, 5)
+    other = KvCache(kv.spec, [5])
     other.write(0, range(3), [1, 3], memoryview(payload))
     np.testing.assert_array_equal(
         other.data[0].reshape(3, 6, -1).view(np.uint8)[:, [1, 3]], raw[:, [4, 2]]

@@ -11,7 +11,7 @@ import pytest
 from job_kit import SEED_HASH, VOCAB, make_job, prompt_of, spec_of
 
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
-from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.kv.spec import blocks_for, pool_sizes
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.request_state import Sequence
@@ -27,7 +27,10 @@ class Bench:
         self.rng, self.reached = rng, reached
         self.size = rng.choice((2, 3, 4))
         self.window = rng.choice((0, 0, 3, 6))
-        self.tables = BlockTables(spec_of(self.size, self.window), rng.randrange(5, 16))
+        self.chunk = rng.choice((2, 4))
+        spec, num_blocks = spec_of(self.size, self.window), rng.randrange(5, 16)
+        sizes = pool_sizes(spec, num_blocks, 2, self.chunk)
+        self.tables = BlockTables(spec, sizes, self.chunk)
         self.open: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.content: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in self.tables.pools]
@@ -52,13 +55,14 @@ class Bench:
                 self.content[group][block, at % self.size] = tuple(sequence.ids[: at + 1])
 
     def begin(self) -> None:
-        ids = list(prompt_of(self.rng, self.rng.randrange(2, 14)))
+        ids = list(prompt_of(self.rng, self.rng.randrange(2, 24)))
         job = make_job(LIMITS, "job", 0, tuple(ids), max_tokens=1)
         sequence = Sequence(job, ids, (0,), SEED_HASH)
         hashes = self.tables.hashes(ids, SEED_HASH)
         hit = self.tables.match(hashes, len(ids) - 1)
         before = [pool.counts() for pool in self.tables.pools]
-        spare, reserved = self.rng.randrange(3), self.rng.random() < 0.3
+        spare = [self.rng.randrange(3) for _ in self.tables.pools]
+        reserved = self.rng.random() < 0.3
         copies = self.tables.open(sequence, hashes, hit, spare, reserved)
         if copies is None:
             assert [pool.counts() for pool in self.tables.pools] == before
@@ -67,7 +71,7 @@ class Bench:
             return
         self.reached["hits"] += hit > 0
         self.copy(copies)
-        assert all(pool.num_available >= spare for pool in self.tables.pools)
+        assert all(p.num_available >= s for p, s in zip(self.tables.pools, spare, strict=True))
         assert sequence.num_computed == hit
         (self.reserved if reserved else self.open).append(sequence)
 
@@ -75,10 +79,12 @@ class Bench:
         """A row: the sequence's next tokens, or a new one."""
         if sequence.num_left == 0:
             sequence.ids.append(self.rng.randrange(VOCAB))
-        end = self.rng.randrange(sequence.num_computed + 1, len(sequence.ids) + 1)
+        most = min(len(sequence.ids), sequence.num_computed + self.chunk)
+        end = self.rng.randrange(sequence.num_computed + 1, most + 1)
         before = [list(table) for table in sequence.block_tables]
         counts = [pool.counts() for pool in self.tables.pools]
         copies = self.tables.extend(sequence, end)
+        self.reached["lazy"] += any(len(table) * self.size < end for table in before)
         if copies is None:
             assert sequence.block_tables == before
             assert [pool.counts() for pool in self.tables.pools] == counts
@@ -156,6 +162,9 @@ class Bench:
                 assert trimmed == self.tables.first_seen(sequence.num_computed, window)
                 assert NULL_BLOCK not in table[trimmed:]
                 assert not any(table[:trimmed])
+                if len(table) < blocks_for(len(sequence.ids) - 1, self.size):
+                    assert window, "a full group lacks a block of the prompt"
+                    self.reached["part of a prompt"] += 1
                 for at in range(first, sequence.num_computed if contents else 0):
                     seen = content[table[at // self.size], at % self.size]
                     assert seen == tuple(sequence.ids[: at + 1]), "another prefix's KV"
@@ -175,6 +184,7 @@ def test_random_operations_keep_every_block_and_its_content() -> None:
         for pool in bench.tables.pools:
             assert pool.num_available == pool.num_blocks
     kinds = ("hits", "copies", "trims", "forks", "refused", "short", "published", "committed")
+    kinds += ("lazy", "part of a prompt")
     assert all(reached[kind] > 100 for kind in (*kinds, "forgotten")), reached
 
 
@@ -182,7 +192,7 @@ def test_random_operations_keep_every_block_and_its_content() -> None:
     ("position", "block"), [(1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)]
 )
 def test_the_first_block_that_a_window_sees(position: int, block: int) -> None:
-    tables = BlockTables(spec_of(32, 48), 1)
+    tables = BlockTables(spec_of(32, 48), (1, 1), 32)
     assert tables.first_seen(position, 48) == block
     oldest = max(0, position - 48 + 1)  # that the token at `position` attends to
     assert oldest // 32 == block

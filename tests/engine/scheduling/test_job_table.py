@@ -5,11 +5,9 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
+from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.request import FinishReason
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 from pdserve.engine.scheduling.reservation import Reservation
@@ -27,7 +25,7 @@ class Bench:
         size, window = rng.choice((2, 4)), rng.choice((0, 0, 5))
         num_blocks = rng.randrange(9, 12)
         self.limits = EngineLimits(VOCAB, 64, size, num_blocks, SLOTS, 4)
-        self.jobs = JobTable(BlockTables(spec_of(size, window), num_blocks), SLOTS)
+        self.jobs = make_jobs(self.limits, window)
         self.arrivals = 0
         self.ended: list[Reservation] = []
         self.verified: dict[str, int] = {}  # tokens of each reservation

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 from engine_kit import ask, fake_engine
-from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
+from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
@@ -24,8 +24,6 @@ from pdserve.engine.api.request import (
     PrefillComputed,
     Scheduled,
 )
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState
@@ -46,7 +44,7 @@ class Bench:
         self.limits = EngineLimits(
             VOCAB, 64, size, num_blocks, self.slots, chunk, shared_step_tokens=rng.choice((0, 2))
         )
-        self.jobs = JobTable(BlockTables(spec_of(size, window), num_blocks), self.slots)
+        self.jobs = make_jobs(self.limits, window)
         self.scheduler = Scheduler(self.jobs, self.limits)
         self.now, self.arrivals = 0.0, 0
         self.scheduled: list[str] = []

@@ -6,7 +6,7 @@ A reference counts what each choice was given. Events, finish reasons and blocks
 import random
 from collections import Counter, defaultdict
 
-from job_kit import VOCAB, check_table, make_job, prompt_of, spec_of
+from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.request import (
     Event,
@@ -18,8 +18,6 @@ from pdserve.engine.api.request import (
     RequestFailed,
     TokenLogprob,
 )
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
@@ -39,7 +37,7 @@ class Bench:
         size, window = rng.choice((2, 4)), rng.choice((0, 5))
         eos = frozenset({EOS})
         self.limits = EngineLimits(VOCAB, 64, size, 60, SLOTS, CHUNK, eos_ids=eos)
-        self.jobs = JobTable(BlockTables(spec_of(size, window), 60), SLOTS)
+        self.jobs = make_jobs(self.limits, window)
         self.progress = StepProgress(self.jobs, self.limits)
         self.asked: dict[str, RequestState] = {}
         self.picked: defaultdict[tuple[str, int], list[int]] = defaultdict(list)

@@ -50,7 +50,7 @@ def test_why_a_device_does_not_open(
 
 
 def test_where_blocks_of_a_pool_lie() -> None:
-    kv = KvCache(fake_spec(), 9)
+    kv = KvCache(fake_spec(), [9])
     pages = kv.pages(0, range(1), [3, 5])
     data = kv.data[0]
     assert pages.num_bytes == kv.num_bytes(0, range(1), [3, 5])

@@ -57,7 +57,7 @@ class DecodeBlocks:
     def __init__(self, config: Config, rules: Rules) -> None:
         self.prompts = config.prompts
         self.attempts = config.attempts
-        self.jobs = JobTable(rules.tables(SPEC, config.blocks), num_slots=8)
+        self.jobs = JobTable(rules.tables(SPEC, (config.blocks,), 1), num_slots=8)
         self.open: dict[int, Reservation] = {}
 
     @property

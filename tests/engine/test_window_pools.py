@@ -1,0 +1,138 @@
+"""Window groups have small pools of their own: long prompts run in them, exactly, and none waits
+for ever for blocks that another waits for too."""
+
+import itertools
+
+import pytest
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fake_decoder import FakeDecoder, fake_spec, reference
+
+from pdserve.engine.api.request import ChoiceState, PrefillComputed
+from pdserve.engine.engine import Engine
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, blocks_for, pool_sizes, window_blocks
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.kernels import reference as reference_kernels
+
+WINDOW, CHUNK, BLOCK = 8, 16, 4
+NEED = window_blocks(WINDOW, CHUNK, BLOCK)
+
+
+def windowed(max_running: int = 2, **options: int) -> Engine:
+    engine = fake_engine(
+        num_blocks=400, window=WINDOW, chunk_size=CHUNK, max_running=max_running, **options
+    )
+    assert engine.kv.num_blocks == (400, max_running * NEED)
+    return engine
+
+
+def ids_from(start: int, length: int) -> list[int]:
+    return [(start + 3 * i) % 60 for i in range(length)]
+
+
+def long_prompt(start: int) -> list[int]:
+    ids = ids_from(start, 200)
+    assert blocks_for(len(ids), BLOCK) > 2 * NEED
+    return ids
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 48])
+@pytest.mark.parametrize("chunk", [1, 4, 10, 16])
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_the_blocks_of_a_window_hold_a_chunk_and_what_it_sees(
+    window: int, chunk: int, block: int
+) -> None:
+    most = 0
+    for start in range(2 * window + 2 * block):
+        first = max(0, start - window + 1) // block
+        most = max(most, (start + chunk - 1) // block - first + 1)
+    assert most <= window_blocks(window, chunk, block) <= most + 1
+
+
+def test_long_prompts_in_a_small_pool_give_the_same_tokens() -> None:
+    engine = windowed(max_running=3)
+    prompts = {f"r{i}": long_prompt(7 * i) for i in range(6)}
+    events = run(engine, *(ask(key, prompt, max_tokens=24) for key, prompt in prompts.items()))
+    assert engine.model.widest > 1
+    assert engine.stats().preemptions == 0
+    spec = fake_spec(BLOCK, WINDOW)
+    assert tokens(events) == {(k, 0): reference(p, spec, 24) for k, p in prompts.items()}
+    assert_at_rest(engine)
+
+
+def test_a_prompt_holds_no_more_of_a_window_than_it_needs() -> None:
+    engine = windowed()
+    engine.submit(ask("a", long_prompt(1)))
+    held = []
+    while engine.step() is not None:
+        held.append(engine.jobs.tables.pools[1].counts().used)
+    assert max(held) == NEED
+    assert_at_rest(engine)
+
+
+def test_prefills_that_share_their_beginning_all_end() -> None:
+    """Nobody preempts them, so each must be able to go on with what it has; what one gives back
+    stays with others that share it."""
+    engine = windowed(max_running=4, context_len=400, step_tokens=4 * CHUNK)
+    common = ids_from(1, 96)
+    run(engine, ask("first", common, max_tokens=1))
+    for number in range(8):
+        prompt = [*common, *long_prompt(number)]
+        engine.submit(ask(f"r{number}", prompt, prefill_only=True))
+    ended: dict[str, int] = {}
+    most_shared = 0
+    for number in range(500):
+        plan = engine.schedule()
+        if plan is None and not engine.jobs.held:
+            break
+        used, _ = engine.jobs.tables.pools[1].references()
+        most_shared = max(most_shared, *used.values(), 0)
+        step = engine.collect(engine.launch(plan)) if plan else None
+        computed = of(step.events, PrefillComputed) if step else []
+        ended |= {event.key: number for event in computed if event.done}
+        for key in [key for key in engine.jobs.held if number >= ended[key] + 3]:
+            engine.release_held(key)
+    assert sorted(ended) == [f"r{n}" for n in range(8)]
+    assert most_shared > 1
+    assert_at_rest(engine)
+
+
+def test_a_hand_off_reserves_what_its_last_token_sees() -> None:
+    engine = windowed()
+    prompt = long_prompt(5)
+    reservation = engine.reserve(ask("a", prompt))
+    assert reservation is not None
+    pools = engine.jobs.tables.pools
+    first = (len(prompt) - 1 - WINDOW + 1) // BLOCK
+    assert reservation.first_block == [0, first]
+    assert pools[0].counts().reserved == blocks_for(len(prompt), BLOCK)
+    assert pools[1].counts().reserved == blocks_for(len(prompt), BLOCK) - first
+    assert all(reservation.blocks[1][first:])
+    engine.release(reservation)
+    assert_at_rest(engine)
+
+
+def test_a_model_of_windows_alone() -> None:
+    spec = KvSpec(BLOCK, (LayerGroup((0,), "window", WINDOW, 1, 4, "float32", 0, 1),))
+    for num_blocks, max_running in itertools.product((NEED, 64), (1, 3)):
+        limits = EngineLimits(64, 256, BLOCK, num_blocks, max_running, CHUNK)
+        kv = KvCache(spec, pool_sizes(spec, num_blocks, max_running, CHUNK))
+        engine = Engine(FakeDecoder(spec), kv, limits, reference_kernels)
+        length = min(200, num_blocks * BLOCK - 8)
+        prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(length)] for i in range(4)}
+        events = run(engine, *(ask(key, prompt) for key, prompt in prompts.items()))
+        assert tokens(events) == {(k, 0): reference(p, spec, 8) for k, p in prompts.items()}
+        assert_at_rest(engine)
+
+
+def test_a_resumed_request_with_long_choices_fits() -> None:
+    """What it leaves for its other choices is counted as a window keeps it."""
+    engine = windowed(max_running=3)
+    prompt = ids_from(2, 9)
+    states = tuple(ChoiceState(tuple(ids_from(n, 100))) for n in range(3))
+    events = run(engine, ask("a", prompt, n=3, choices=states, max_tokens=104))
+    spec = fake_spec(BLOCK, WINDOW)
+    assert tokens(events) == {
+        ("a", n): reference([*prompt, *states[n].generated_ids], spec, 4) for n in range(3)
+    }
+    assert_at_rest(engine)
