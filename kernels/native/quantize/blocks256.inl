@@ -1,7 +1,8 @@
 // Blocks of 256 values in groups whose scales (and minima) are themselves quantized: the K formats.
 //
 // Each group's scale is searched: steps near the one that the group's range asks for are tried, and
-// for the levels of each the scale (and minimum) of least weighted squared error is solved for.
+// for the levels of each the scale (and minimum) of least squared error is solved for. Where there
+// are minima, the error of a larger value counts more; without them that has made models worse.
 // Then the scales of all groups are rounded, to what is best of the values nearby, and the levels
 // chosen anew for the rounded ones.
 
@@ -18,7 +19,7 @@ inline int level(float x, int least, int most) {
   return static_cast<int>(rounded_level(x, least, most));
 }
 
-// What a value's error counts: more for a larger one.
+// What a value's error counts.
 template <int Size>
 void weigh(const float* x, float* weight) {
   float squares = 0;
@@ -31,7 +32,7 @@ constexpr int kRefinements = 4;  // of the best step: levels for its line, a lin
 
 // Values are d * level, the levels from -half to half - 1.
 template <int Size>
-float fit_scale(const float* x, const float* weight, int half) {
+float fit_scale(const float* x, int half) {
   const float top = largest(x, Size);
   if (inverse(top) == 0) return 0;
   float best = 0, best_d = 0;
@@ -39,8 +40,8 @@ float fit_scale(const float* x, const float* weight, int half) {
     float xq = 0, qq = 0;
     for (int i = 0; i < Size; ++i) {
       const float q = rounded_level(x[i] * id, -half, half - 1);
-      xq += weight[i] * x[i] * q;
-      qq += weight[i] * q * q;
+      xq += x[i] * q;
+      qq += q * q;
     }
     if (!(qq > 0 && xq * xq > best * qq)) return false;
     best = xq * xq / qq;  // what the squared error falls by
@@ -58,9 +59,9 @@ struct Line {
   float d, minimum;  // values are d * level - minimum; neither is negative
 };
 
-// The levels are from 0 to top; steps are tried from (top + first) to (top + last) over the range.
+// The levels are from 0 to top; `steps` steps are tried from (top - below) over the range on.
 template <int Size>
-Line fit_line(const float* x, const float* weight, int top, float first, float last, float by) {
+Line fit_line(const float* x, const float* weight, int top, float below, int steps) {
   const auto [low, high] = std::minmax_element(x, x + Size);
   const float least = std::min(*low, 0.0f), range = *high - least;
   if (inverse(range) == 0) return {0, -least};
@@ -72,21 +73,26 @@ Line fit_line(const float* x, const float* weight, int top, float first, float l
   Line best{range / static_cast<float>(top), -least};
   float best_error = INFINITY;
   const auto tried = [&](float id, float minimum) {  // whether it is better
+    // Levels are counted from the first one, so that the sums of equal ones are exactly 0.
     float q[Size], sum_q = 0, sum_qq = 0, sum_xq = 0;
+    for (int i = 0; i < Size; ++i) q[i] = rounded_level((x[i] + minimum) * id, 0, top);
+    const float first = q[0];
     for (int i = 0; i < Size; ++i) {
-      q[i] = rounded_level((x[i] + minimum) * id, 0, top);
-      sum_q += weight[i] * q[i];
-      sum_qq += weight[i] * q[i] * q[i];
-      sum_xq += weight[i] * x[i] * q[i];
+      const float from_first = q[i] - first;
+      sum_q += weight[i] * from_first;
+      sum_qq += weight[i] * from_first * from_first;
+      sum_xq += weight[i] * x[i] * from_first;
     }
     Line line{1 / id, minimum};
     const float spread = sum_w * sum_qq - sum_q * sum_q;
     if (spread > 0) {
       line.d = (sum_w * sum_xq - sum_x * sum_q) / spread;
-      line.minimum = (sum_q * sum_xq - sum_qq * sum_x) / spread;
+      line.minimum = (sum_q * sum_xq - sum_qq * sum_x) / spread + line.d * first;
     }
     if (line.minimum < 0 || line.d < 0) {  // a line through 0
-      line = {sum_qq > 0 ? std::max(0.0f, sum_xq / sum_qq) : 0, 0};
+      const float xq = sum_xq + first * sum_x;
+      const float qq = sum_qq + first * (2 * sum_q + first * sum_w);
+      line = {qq > 0 ? std::max(0.0f, xq / qq) : 0, 0};
     }
     float error = 0;
     for (int i = 0; i < Size; ++i) {
@@ -98,8 +104,9 @@ Line fit_line(const float* x, const float* weight, int top, float first, float l
     best = line;
     return true;
   };
-  for (float more = first; more <= last; more += by) {
-    tried((static_cast<float>(top) + more) / range, -least);
+  tried(static_cast<float>(top) / range, -least);
+  for (int step = 0; step < steps; ++step) {
+    tried((static_cast<float>(top) - below + 0.1f * static_cast<float>(step)) / range, -least);
   }
   for (int n = 0; n < kRefinements && inverse(best.d) != 0; ++n) {
     if (!tried(inverse(best.d), best.minimum)) break;
@@ -177,7 +184,7 @@ void write_q2_k(const float* x, uint8_t* block) {
   float weight[kValues];
   for (int i = 0; i < kValues; ++i) weight[i] = std::fabs(x[i]);
   for (int g = 0; g < 16; ++g) {
-    lines[g] = fit_line<16>(x + 16 * g, weight + 16 * g, 3, -0.5f, 1.0f, 0.1f);
+    lines[g] = fit_line<16>(x + 16 * g, weight + 16 * g, 3, 0.5f, 16);
   }
   const Lines<16> rounded(x, weight, lines, 15, 3, block + 80, block + 82);
   for (int g = 0; g < 16; ++g) {
@@ -196,8 +203,8 @@ void write_q45_k(const float* x, uint8_t* block) {
   float weight[kValues];
   for (int g = 0; g < 8; ++g) {
     weigh<32>(x + 32 * g, weight + 32 * g);
-    lines[g] = fit_line<32>(x + 32 * g, weight + 32 * g, kTop, Bits == 4 ? -1.0f : -0.5f, 1.0f,
-                            0.1f);
+    lines[g] = fit_line<32>(x + 32 * g, weight + 32 * g, kTop, Bits == 4 ? 1.0f : 0.5f,
+                            Bits == 4 ? 21 : 16);
   }
   const Lines<8> rounded(x, weight, lines, 63, kTop, block, block + 2);
   uint8_t* packed = block + 4;
@@ -225,17 +232,14 @@ struct Scales16 {
   float d;  // as float16 has it
 
   Scales16(const float* x, int half, int most, uint8_t* d_at) {
-    float found[16], weight[kValues];
-    for (int g = 0; g < 16; ++g) {
-      weigh<16>(x + 16 * g, weight + 16 * g);
-      found[g] = fit_scale<16>(x + 16 * g, weight + 16 * g, half);
-    }
+    float found[16];
+    for (int g = 0; g < 16; ++g) found[g] = fit_scale<16>(x + 16 * g, half);
     d = put_half(largest(found, 16) / static_cast<float>(-most), d_at);
     for (int g = 0; g < 16; ++g) {
       const int near = level(found[g] * inverse(d), -most, most - 1);
       float least = INFINITY;
       for (int s = std::max(-most, near - 1); s <= std::min(most - 1, near + 1); ++s) {
-        const float off = error(x + 16 * g, weight + 16 * g, d * static_cast<float>(s), half);
+        const float off = error(x + 16 * g, d * static_cast<float>(s), half);
         if (!(off < least)) continue;
         least = off;
         scale[g] = s;
@@ -243,12 +247,12 @@ struct Scales16 {
     }
   }
 
-  static float error(const float* x, const float* weight, float step, int half) {
+  static float error(const float* x, float step, int half) {
     const float id = inverse(step);
     float sum = 0;
     for (int i = 0; i < 16; ++i) {
       const float off = step * rounded_level(x[i] * id, -half, half - 1) - x[i];
-      sum += weight[i] * off * off;
+      sum += off * off;
     }
     return sum;
   }

@@ -20,6 +20,14 @@ BY_GGUF = sorted(name for name in QUANTIZED if not name.endswith("K"))
 ERRORS = {"Q2_K": 0.297, "Q3_K": 0.152, "Q4_K": 0.0753, "Q5_K": 0.0378, "Q6_K": 0.0201}
 
 
+# Of a value and its noise: what rows of nearly equal values may be off, of the value.
+NEARLY_EQUAL = {
+    (0.001, "Q2_K"): 0.01, (0.001, "Q3_K"): 0.01, (0.001, "Q4_K"): 0.02, (0.001, "Q5_K"): 0.01,
+    (0.001, "Q6_K"): 0.01, (0.01, "Q2_K"): 0.09, (0.01, "Q3_K"): 0.07, (0.01, "Q4_K"): 0.06,
+    (0.01, "Q5_K"): 0.04, (0.01, "Q6_K"): 0.03,
+}  # fmt: skip
+
+
 def quantized(values: Floats, name: str) -> RawTensor:
     out = quantized_empty(values.shape, name)
     quantize_into(RawTensor({VALUES: values}, "F32", values.shape), out)
@@ -128,3 +136,12 @@ def test_values_that_no_scale_holds_are_refused(name: str, wrong: float) -> None
 def test_a_row_is_a_whole_number_of_blocks(name: str) -> None:
     with pytest.raises(ValueError, match=f"no multiple of {name}'s"):
         quantized_empty((2, 250), name)
+
+
+@pytest.mark.parametrize(("noise", "name"), NEARLY_EQUAL)
+@pytest.mark.parametrize("value", [5.0, -5.0, 0.3, 100.0])
+def test_nearly_equal_values_stay_near(value: float, noise: float, name: str) -> None:
+    """Of all but equal levels no line can be solved for."""
+    values = value * (1 + random_values(500, 256, scale=noise))
+    off = np.abs(unpack(quantized(values, name)) - values).max() / abs(value)
+    assert off < NEARLY_EQUAL[noise, name]
