@@ -65,6 +65,7 @@ class Delta:
     tokens: tuple[ScoredToken, ...]
     num_tokens: int  # generated and counted so far
     finish: str | None
+    ids: tuple[int, ...] = ()  # of the tokens that this delta counts
 
 
 def text_of(content: Sequence[ContentPart]) -> str:
@@ -152,7 +153,9 @@ class Choice:
             self.total_logprob += score.logprob
             if self._scored:
                 scores.append(scored(self._vocabulary, token, score, offset))
-        self.num_tokens += len(update.offsets)
+        counted = len(update.offsets)
+        self.num_tokens += counted
         self.closed = update.finish is not None
         content = (TextPart(update.text),) if update.text else ()
-        return Delta(self.index, content, tuple(scores), self.num_tokens, update.finish)
+        ids = tuple(tokens.ids[:counted])
+        return Delta(self.index, content, tuple(scores), self.num_tokens, update.finish, ids)

@@ -82,6 +82,7 @@ class CompletionResult:
     tokens: list[ScoredToken]
     num_tokens: int
     finish: str
+    ids: list[int]  # of the generated tokens
 
 
 class Completions:
@@ -113,10 +114,11 @@ class Completions:
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 answer = answers.setdefault(
-                    delta.choice, CompletionResult(delta.choice, [], [], 0, "")
+                    delta.choice, CompletionResult(delta.choice, [], [], 0, "", [])
                 )
                 answer.content += delta.content
                 answer.tokens += delta.tokens
+                answer.ids += delta.ids
                 answer.num_tokens = delta.num_tokens
                 answer.finish = delta.finish or answer.finish
         kept: list[CompletionResult] = []
@@ -155,6 +157,7 @@ class _PromptRun:
             for c in range(width)
         ]
         self._to_echo = set(range(width)) if completion.echo else set()
+        self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
         self._prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
@@ -250,7 +253,10 @@ class _PromptRun:
             self._to_echo.remove(tokens.choice)
             delta = self._echo(delta)
         if not (delta.content or delta.tokens or delta.finish):
+            self._withheld[choice.index] = self._withheld.get(choice.index, ()) + delta.ids
             return None
+        if self._withheld:
+            delta = replace(delta, ids=self._withheld.pop(choice.index, ()) + delta.ids)
         return delta
 
     def _echo(self, delta: Delta) -> Delta:
@@ -269,4 +275,5 @@ class _PromptRun:
             scores + delta.tokens,
             delta.num_tokens,
             delta.finish,
+            delta.ids,
         )

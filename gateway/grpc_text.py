@@ -13,6 +13,7 @@ from pdserve.gateway.choice import text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
+from pdserve.gateway.text.messages import Conversation
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
@@ -69,7 +70,8 @@ class TextServicer(TextBase):
         def asked() -> ChatCompletionRequest:
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
-            return ChatCompletionRequest(request.model, messages, _sampling(request.options), salt)
+            sampling = _sampling(request.options)
+            return ChatCompletionRequest(request.model, Conversation(messages), sampling, salt)
 
         await self._answer(asked, request.ByteSize(), context)
 

@@ -78,6 +78,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         time.monotonic,
         settings.request_timeout_s,
         settings.queue_timeout_s,
+        settings.template_kwargs,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -142,7 +143,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         for task in watching:
             task.cancel()
         http.should_exit = True
-        http.config.timeout_graceful_shutdown = max(1, int(grace_s))
+        http.config.timeout_graceful_shutdown = int(grace_s)
         await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
         await client.close()
         await service.catalog.close()

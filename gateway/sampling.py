@@ -16,7 +16,7 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
     SamplingParams,
 )
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,15 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in r.stop):
         raise refuse("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     for name, ids in (("stop_token_ids", r.stop_token_ids), ("logit_bias", r.logit_bias)):
-        for token in ids:
-            if not 0 <= token < card.vocab_size:
-                raise refuse(name, f"token id {token} is not from 0 to {card.vocab_size - 1}")
-    for token, bias in r.logit_bias.items():
-        if not BOUNDS["logit_bias"].api.has(bias):
-            limits = BOUNDS["logit_bias"].api
-            raise refuse("logit_bias", f"the bias of token {token} must be {limits}")
+        wrong = [token for token in ids if not 0 <= token < card.vocab_size]
+        if wrong:
+            named = cut(", ".join(map(str, wrong)), MAX_QUOTED)
+            raise refuse(name, f"not a token id from 0 to {card.vocab_size - 1}: {named}")
+    limits = BOUNDS["logit_bias"].api
+    beyond = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
+    if beyond:
+        named = cut(", ".join(map(str, beyond)), MAX_QUOTED)
+        raise refuse("logit_bias", f"a bias must be {limits}, unlike those of {named}")
 
 
 def _check_range(param: str, value: float | None, allowed: Range) -> None:

@@ -5,11 +5,11 @@ counts in the limits and its line is in the log.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
@@ -20,9 +20,10 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.messages import Conversation
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -37,12 +38,18 @@ MAX_TOTAL_CHOICES = 512
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletionRequest:
-    """A chat completion as a client asks for it; messages have the shape that templates expect."""
+    """A chat completion as a client asks for it."""
 
     model: str
-    messages: Sequence[Mapping[str, Any]]
+    conversation: Conversation
     sampling: RequestedSampling
     cache_salt: bytes = b""
+    kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on from the prompt's text."""
+        return self.conversation.continue_final_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,12 @@ class TextCompletionRequest:
     echo_only: bool = False
     add_special_tokens: bool = True
     cache_salt: bytes = b""
+    kept_tokens: int | None = None  # of each prompt, from its end; -1: what fits; None: all
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on from the prompt's text."""
+        return True
 
 
 class Service:
@@ -71,7 +84,9 @@ class Service:
         clock: Callable[[], float],
         timeout_s: float,
         queue_timeout_s: float,
+        template_kwargs: Collection[str] = (),
     ) -> None:
+        """`template_kwargs`: names that clients may give a chat template."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
@@ -81,6 +96,7 @@ class Service:
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
+        self._template_kwargs = frozenset(template_kwargs)
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -118,7 +134,7 @@ class Service:
                     meter=meter,
                     timeout_s=self._timeout_s,
                     queue_timeout_s=self._queue_timeout_s,
-                    continues=text is not None,
+                    continues=asked.continues,
                     echo=text is not None and text.echo,
                     echo_only=text is not None and text.echo_only,
                     cache_salt=caller.tenant.cache_salt(asked.cache_salt),
@@ -131,22 +147,20 @@ class Service:
             meter.close(error)
             self.rates.tokens_spent(owner, meter.num_generated)
 
-    async def chat_ids(
-        self,
-        model: ServedModel,
-        messages: Sequence[Mapping[str, Any]],
-        owner: bytes,
-        *,
-        answer: bool = True,
-    ) -> list[int]:
-        """The token ids of a conversation; `answer` opens the assistant's turn."""
+    async def chat_ids(self, model: ServedModel, asked: Conversation, owner: bytes) -> list[int]:
+        """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
-        chars = sum(len(str(message.get("content") or "")) for message in messages)
+        for name in asked.variables:
+            if name not in self._template_kwargs:
+                known = ", ".join(sorted(self._template_kwargs)) or "none"
+                text = f"chat_template_kwargs may have {known}, not {quoted(name)}"
+                raise refuse(f"chat_template_kwargs.{name}", text)
+        chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
         most = _most_chars(chars, model, "messages")
         await self.rates.check_text(owner)
-        with _client_errors():
-            return await model.text.processes.chat_ids(owner, messages, answer=answer, max_len=most)
+        with client_errors():
+            return await model.text.processes.chat_ids(owner, asked, max_len=most)
 
     async def text_ids(
         self,
@@ -160,7 +174,7 @@ class Service:
         """The token ids of a text, special tokens in it parsed."""
         most = _most_chars(len(text), model, param)
         await self.rates.check_text(owner)
-        with _client_errors():
+        with client_errors():
             return await model.text.processes.text_ids(
                 owner, text, add_special_tokens=add_special_tokens, max_len=most
             )
@@ -189,10 +203,10 @@ class Service:
         parts = await self._in_turn(ids, owner, detokenizer.push)
         return "".join((*parts, detokenizer.flush()))
 
-    async def token_texts(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
-        """The text of each id by itself; owners take turns."""
-        text_of = model.text.vocabulary.token_text
-        parts = await self._in_turn(ids, owner, lambda some: [text_of(token) for token in some])
+    async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
+        """Each token as the tokenizer's vocabulary writes it; owners take turns."""
+        piece_of = model.text.vocabulary.token_piece
+        parts = await self._in_turn(ids, owner, lambda some: [piece_of(token) for token in some])
         return list(chain.from_iterable(parts))
 
     async def _in_turn(
@@ -209,7 +223,8 @@ class Service:
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
-        ids = await self.chat_ids(model, asked.messages, owner)
+        whole = await self.chat_ids(model, asked.conversation, owner)
+        ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
 
@@ -226,8 +241,9 @@ class Service:
                 ids: Sequence[int] = await self.text_ids(
                     model, prompt, "prompt", owner, add_special_tokens=asked.add_special_tokens
                 )
+                ids = _kept(ids, asked.kept_tokens, asked.sampling, model)
             else:
-                ids = prompt
+                ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
                 _check_len(len(ids), model, "prompt")
                 text = await self._echo_text(asked, model, ids, owner)
             sampling = asked.sampling
@@ -244,6 +260,22 @@ class Service:
             return await self.decode(model, ids, "prompt", owner, skip_special=False)
         _check_ids(ids, model, "prompt")
         return ""
+
+
+def _kept(
+    ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
+) -> Sequence[int]:
+    """The last `kept` ids of a prompt; with -1 as many as leave room for the answer asked for.
+    Raises ServiceError for another number that is not from 1 to the model's context."""
+    if kept is None:
+        return ids
+    most = model.card.context_len - (sampling.max_tokens or 1)
+    if kept == -1:
+        kept = max(1, most)
+    if not 1 <= kept <= model.card.context_len:
+        limits = f"-1, or from 1 to {model.card.context_len}"
+        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
+    return ids[-kept:]
 
 
 def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
@@ -280,7 +312,7 @@ def _most_chars(count: int, model: ServedModel, param: str) -> int:
 
 
 @contextmanager
-def _client_errors() -> Iterator[None]:
+def client_errors() -> Iterator[None]:
     """What is wrong with a client's text, as the APIs say it."""
     try:
         yield

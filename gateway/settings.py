@@ -56,6 +56,10 @@ class GatewaySettings(PublicSettings):
     text_load_memory_mb: int = option(
         1024, "MiB that a model's tokenizer and template may take", min=64
     )
+    template_kwargs: tuple[str, ...] = option(
+        ("enable_thinking", "thinking", "reasoning_effort"),
+        "names that a client may set for chat templates (chat_template_kwargs)",
+    )
     lame_duck_s: float = option(
         0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0
     )

@@ -59,8 +59,8 @@ BOUNDS: dict[str, Bounds] = {
     "logprobs": _SCORES,
     "prompt_logprobs": _SCORES,
     "n": Bounds(api=Range(1, 128), engine=Range(1)),  # and at most the rows of a batch
-    # Clients may write negative seeds; they count modulo 2**64.
-    "seed": Bounds(api=Range(-(2**63), 2**64 - 1), engine=Range(0, 2**64 - 1)),
+    # Of clients a signed number of 64 bits, as OpenAI has it; negative ones count modulo 2**64.
+    "seed": Bounds(api=Range(-(2**63), 2**63 - 1), engine=Range(0, 2**64 - 1)),
 }
 MAX_CHOICES = int(BOUNDS["n"].api.high)  # of a request on the wire
 

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
 from pdserve.gateway.http.guard import REQUEST_ID, Guard, caller_of
@@ -58,7 +58,7 @@ def create_app(
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
-    guard = Guard(app, keys, open_paths, dialects, local, allowed_origins)
+    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins))
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -68,6 +68,21 @@ def create_app(
         allow_headers=["*"],
         expose_headers=EXPOSED,
     )
+
+
+def _lenient(app: ASGIApp) -> ASGIApp:
+    """HEAD is answered as GET, of which the server sends no body, and a path may end with a
+    slash."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = dict(scope)  # the server's own says what the client sent
+            if scope["method"] == "HEAD":
+                scope["method"] = "GET"
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await app(scope, receive, send)
+
+    return call
 
 
 def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
@@ -116,7 +131,11 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         status, headers = error.status_code, dict(error.headers or {})
         what = f"{request.method} {request.url.path}"[:200]
         if status == 404:
-            return respond(request, HttpError(404, f"unknown URL: {what}", "unknown_url"))
+            known = dialect_of(dialects, request.url.path).not_offered
+            message = f"unknown URL: {what}"
+            if request.url.path.startswith(known):
+                message = f"{what} is not offered by this server"
+            return respond(request, HttpError(404, message, "unknown_url"))
         if status == 405:
             message = f"method not allowed: {what}"
             found = HttpError(405, message, "method_not_allowed", headers=headers)

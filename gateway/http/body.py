@@ -41,13 +41,17 @@ class BodyReader:
     async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
         """What `check` makes of the JSON object of a body; it may take long, too.
 
-        Raises HTTPException 415 (another content type: a page of any origin may send those), 413
-        (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and OVERLOADED if there is no
-        room for it.
+        Raises HTTPException 415 (compressed, or another content type: a page of any origin may
+        send those), 413 (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and
+        OVERLOADED if there is no room for it.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise HTTPException(415, "send JSON, with 'Content-Type: application/json'")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            text = f"send the body as it is, without 'Content-Encoding: {coding[:40]}'"
+            raise HTTPException(415, text)
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._max_bytes:
             raise self._too_large()

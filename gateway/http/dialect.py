@@ -66,6 +66,9 @@ class Dialect(Protocol):
     paths: tuple[str, ...]
     """Beginnings of the paths on which errors have this dialect's shape."""
 
+    not_offered: tuple[str, ...]
+    """Beginnings of paths that the API has elsewhere and this server does not offer."""
+
     def add_routes(self, app: FastAPI) -> None:
         """Mount the API's routes."""
         ...

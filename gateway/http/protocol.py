@@ -105,7 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 if early:  # closed below: uvicorn would do so before the client reads the answer
                     self._last, cycle.keep_alive = True, True
 
-            await app(scope, receive, send_last)
+            old = scope["http_version"] == "1.0"
+            await app(scope, receive, _unframed(cycle, send_last) if old else send_last)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 
@@ -144,3 +145,25 @@ class BoundedProtocol(HttpToolsProtocol):
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()
+
+
+def _unframed(cycle: RequestResponseCycle, send: Send) -> Send:
+    """Sends an answer of unknown length to a client of HTTP/1.0: as it is, until the connection
+    closes. uvicorn would write it in chunks, which such a client takes for the answer."""
+    unknown_length = False
+
+    async def send_unframed(message: Message) -> None:
+        nonlocal unknown_length
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            unknown_length = "content-length" not in headers
+            if unknown_length:
+                headers["connection"] = "close"
+                cycle.chunked_encoding, cycle.keep_alive = False, False
+        elif unknown_length:  # what uvicorn counts down to the end
+            cycle.expected_content_length = len(message.get("body", b"")) + bool(
+                message.get("more_body")
+            )
+        await send(message)
+
+    return send_unframed

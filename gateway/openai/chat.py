@@ -10,7 +10,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import ChatBody
-from pdserve.gateway.openai.usage import usage_object
+from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import ChatCompletionRequest, Service
 
 
@@ -23,9 +23,10 @@ class ChatReply:
         self._body = body
         self._request = ChatCompletionRequest(
             body.model,
-            [message.as_template() for message in body.messages],
+            body.conversation(),
             body.sampling(),
             (body.cache_salt or "").encode(),
+            body.truncate_prompt_tokens,
         )
         self._id = f"chatcmpl-{caller.request_id}"
         self._caller = replace(caller, request_id=self._id)
@@ -34,7 +35,7 @@ class ChatReply:
     async def whole(self) -> dict[str, Any]:
         async with self._service.prepare(self._request, self._caller) as completion:
             answers, usage = await self._service.completions.collect(completion)
-            choices = [
+            choices: list[dict[str, Any]] = [
                 {
                     "index": answer.index,
                     "message": {
@@ -48,14 +49,17 @@ class ChatReply:
                 for answer in answers
             ]
             head = self._head("chat.completion", completion.model.card.name)
+            if self._body.return_token_ids:
+                head["prompt_token_ids"] = list(completion.prompts[0].ids)
+                for choice, answer in zip(choices, answers, strict=True):
+                    choice["token_ids"] = answer.ids
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its finish; then the usage."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
-            if self._body.include_usage:
-                head["usage"] = None
+            counted = StreamUsage(self._body, completion)
             begun: set[int] = set()
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
@@ -64,13 +68,18 @@ class ChatReply:
                             yield {**head, "choices": [], "usage": usage_object(item)}
                         continue
                     if item.choice not in begun:
-                        begun.add(item.choice)
                         opening = {"role": "assistant", "content": "", "refusal": None}
-                        yield {**head, "choices": [self._choice(item.choice, opening)]}
-                    if item.content or item.tokens:
-                        yield {**head, "choices": [self._content(item)]}
+                        first = {**head, "choices": [self._choice(item.choice, opening)]}
+                        if self._body.return_token_ids and not begun:
+                            first["prompt_token_ids"] = list(completion.prompts[0].ids)
+                        yield first | counted.before(item)
+                        begun.add(item.choice)
+                    after = counted.after(item)
+                    if item.content or item.tokens or (item.ids and self._body.return_token_ids):
+                        yield {**head, "choices": [self._content(item)]} | after
                     if item.finish is not None:
-                        yield {**head, "choices": [self._choice(item.choice, {}, item.finish)]}
+                        ending = self._choice(item.choice, {}, item.finish)
+                        yield {**head, "choices": [ending]} | after
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
@@ -83,6 +92,8 @@ class ChatReply:
     def _content(self, delta: Delta) -> dict[str, Any]:
         choice = self._choice(delta.choice, {"content": text_of(delta.content)})
         choice["logprobs"] = self._logprobs(delta.tokens)
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(delta.ids)
         return choice
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:

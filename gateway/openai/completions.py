@@ -10,7 +10,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import ContentPart, ScoredToken, text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import CompletionBody
-from pdserve.gateway.openai.usage import usage_object
+from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service, TextCompletionRequest
 
 
@@ -29,6 +29,7 @@ class CompletionReply:
             echo_only=body.echo_only,
             add_special_tokens=body.add_special_tokens is not False,
             cache_salt=(body.cache_salt or "").encode(),
+            kept_tokens=body.truncate_prompt_tokens,
         )
         self._id = f"cmpl-{caller.request_id}"
         self._caller = replace(caller, request_id=self._id)
@@ -37,23 +38,32 @@ class CompletionReply:
     async def whole(self) -> dict[str, Any]:
         async with self._service.prepare(self._request, self._caller) as completion:
             answers, usage = await self._service.completions.collect(completion)
-            choices = [
-                self._choice(answer.index, answer.content, answer.tokens, answer.finish)
-                for answer in answers
-            ]
+            choices = []
+            for answer in answers:
+                choice = self._choice(answer.index, answer.content, answer.tokens, answer.finish)
+                if self._body.return_token_ids:
+                    prompt = completion.prompts[answer.index // completion.sampling.n]
+                    choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
+                choices.append(choice)
             head = self._head(completion.model.card.name)
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head(completion.model.card.name)
-            if self._body.include_usage:
-                head["usage"] = None
+            counted = StreamUsage(self._body, completion)
+            begun: set[int] = set()
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
                         choice = self._choice(item.choice, item.content, item.tokens, item.finish)
-                        yield {**head, "choices": [choice]}
+                        if self._body.return_token_ids:
+                            choice["token_ids"] = list(item.ids)
+                            if item.choice not in begun:
+                                begun.add(item.choice)
+                                prompt = completion.prompts[item.choice // completion.sampling.n]
+                                choice["prompt_token_ids"] = list(prompt.ids)
+                        yield {**head, "choices": [choice]} | counted.after(item)
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
 

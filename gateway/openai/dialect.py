@@ -22,8 +22,8 @@ from pdserve.gateway.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    TokenizeBody,
     parse,
+    parse_tokenize,
 )
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.service import Service
@@ -35,6 +35,15 @@ class OpenAiDialect:
     """/v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize, /detokenize."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    not_offered: tuple[str, ...] = tuple(
+        f"/v1/{route}"
+        for route in (
+            "assistants", "audio", "batches", "chat/completions/", "chatkit", "containers",
+            "conversations", "edits", "embeddings", "evals", "files", "fine_tuning", "images",
+            "moderations", "organization", "realtime", "responses", "skills", "threads", "uploads",
+            "vector_stores", "videos",
+        )
+    )  # fmt: skip
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service
@@ -62,7 +71,7 @@ class OpenAiDialect:
 
         @app.post("/tokenize")
         async def tokenize_route(request: Request) -> Response:
-            body = await self._read(request, TokenizeBody)
+            body = await self._bodies.read(request, parse_tokenize)
             return Reply(tokenize(service, body, caller_of(request)), self, self._limits)
 
         @app.post("/detokenize")

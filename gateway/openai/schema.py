@@ -1,12 +1,12 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py.
 
-Unknown fields are ignored and named in the debug log, as vLLM does. Known fields that would change
-the answer, and that this server does not support, are refused by name.
+Unknown fields are ignored and named in the debug log, as vLLM does. What becomes of known ones that
+are not served is in fields.py.
 """
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,43 +19,22 @@ from pydantic import (
 )
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.openai.fields import IGNORED, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.service import client_errors
+from pdserve.gateway.text.messages import Conversation
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
 
 MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128  # of one message
+MAX_TEMPLATE_KWARGS = 32
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
 MAX_FIELDS = 1024  # of a body, unknown ones too
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
-# Values that ask for nothing; any other value of these fields is refused.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "use_beam_search": (None, False),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "prompt_embeds": (None,),
-    "lora_request": (None,),
-}
-# Known fields that are ignored, because they change no answer of this server.
-_HARMLESS = frozenset(
-    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort",
-     "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
-)  # fmt: skip
 # Fields that RequestedSampling has under the same name.
 _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
@@ -136,17 +115,25 @@ class Sampling(Body):
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = Field(None, max_length=256)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
     def _shared(self) -> dict[str, Any]:
         """Fields of RequestedSampling; a field that is null is not given."""
-        if self.stream_options and self.stream_options.continuous_usage_stats:
-            name = "stream_options.continuous_usage_stats"
-            raise refuse(name, f"{name} is not supported by this server")
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "stream_options needs stream: true")
         given = {name: getattr(self, name) for name in _SAME_NAMES}
         return {
             **{name: value for name, value in given.items() if value is not None},
@@ -163,17 +150,49 @@ class Message(Body):
     role: str
     content: Any = None
     name: str | None = None
+    reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
+    tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_call_id: str | None = None
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.content, **named}
+        more = {name: getattr(self, name) for name in _OPTIONAL}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": self.content, **given}
 
 
-class ChatBody(Sampling):
-    """Body of /v1/chat/completions."""
+class ConversationBody(Body):
+    """Messages, and how the chat template is filled with them."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(
+        None, max_length=MAX_TEMPLATE_KWARGS
+    )
+    reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+
+    def conversation(self) -> Conversation:
+        """Raises ServiceError for fields that contradict each other."""
+        opens = self.add_generation_prompt
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
+        continues = bool(self.continue_final_message)
+        with client_errors():
+            return Conversation(
+                [message.as_template() for message in self.messages],
+                add_generation_prompt=not continues if opens is None else opens,
+                continue_final_message=continues,
+                variables=variables,
+            )
+
+
+class ChatBody(ConversationBody, Sampling):
+    """Body of /v1/chat/completions."""
+
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -227,14 +246,28 @@ class CompletionBody(Sampling):
 
 
 class TokenizeBody(Body):
-    """Body of /tokenize: a prompt, or messages."""
+    """Body of /tokenize for a prompt."""
 
     model: str = ""
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
+    prompt: str
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
+
+
+class TokenizeChatBody(ConversationBody):
+    """Body of /tokenize for messages."""
+
+    model: str = ""
+    return_token_strs: bool = False
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
+    """Raises ServiceError as `parse` does."""
+    if (body.get("prompt") is None) == (body.get("messages") is None):
+        raise refuse("prompt", "give either prompt or messages")
+    if body.get("messages") is None:
+        return parse(TokenizeBody, body)
+    return parse(TokenizeChatBody, body)
 
 
 class DetokenizeBody(Body):
@@ -252,16 +285,13 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
     if len(body) > MAX_FIELDS:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-    for name, nothing in _UNSUPPORTED.items():
-        if name in body and not any(
-            type(body[name]) is type(value) and body[name] == value for value in nothing
-        ):
-            raise refuse(name, f"{name} is not supported by this server")
+    if refused := refused_field(body, kind.model_fields):
+        raise refuse(*refused)
     try:
         parsed = kind.model_validate(body)
     except ValidationError as error:
         raise _first_error(error) from None
-    unknown = sorted(set(body) - kind.model_fields.keys() - _HARMLESS - _UNSUPPORTED.keys())
+    unknown = sorted(set(body) - kind.model_fields.keys() - IGNORED - REFUSED.keys())
     if unknown:
         names = ", ".join(repr(name[:40]) for name in unknown[:MAX_LOGGED_NAMES])
         log.debug("ignored %d unknown fields: %s", len(unknown), names)
@@ -282,9 +312,9 @@ def _first_error(error: ValidationError) -> ServiceError:
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    biases = {}
-    for token, bias in given.items():
-        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise refuse("logit_bias", f"logit_bias: {token[:40]!r} is not a token id")
-        biases[int(token)] = bias
-    return biases
+    wrong = [t for t in given if not (t.isascii() and t.isdecimal() and len(t) <= 10)]
+    if wrong:
+        named = ", ".join(f"{token[:40]!r}" for token in wrong)
+        what = "is not a token id" if len(wrong) == 1 else "are not token ids"
+        raise refuse("logit_bias", cut(f"logit_bias: {named} {what}", MAX_QUOTED))
+    return {int(token): bias for token, bias in given.items()}

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from pdserve.gateway.completion import Usage
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.openai.schema import Sampling
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -14,3 +16,28 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         # With KV of other weights or numerics (--allow-mixed-...) a rerun may give other tokens.
         "pdserve": {"inexact": usage.inexact},
     }
+
+
+class StreamUsage:
+    """The `usage` that chunks of a stream carry: none, null until the last one, or what has been
+    counted so far. Of cached tokens nothing is known before the end."""
+
+    def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
+        self._wanted = body.include_usage
+        self._continuous = body.continuous_usage
+        self._prompt_tokens = sum(len(prompt.ids) for prompt in completion.prompts)
+        self._generated: dict[int, int] = {}
+
+    def before(self, delta: Delta) -> dict[str, Any]:
+        """Of a chunk that comes before the delta's tokens."""
+        if not self._continuous:
+            return {"usage": None} if self._wanted else {}
+        generated = sum(self._generated.values())
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": generated}
+        return {"usage": {**counts, "total_tokens": self._prompt_tokens + generated}}
+
+    def after(self, delta: Delta) -> dict[str, Any]:
+        """Of a chunk with the delta's tokens."""
+        if self._continuous:
+            self._generated[delta.choice] = delta.num_tokens
+        return self.before(delta)

@@ -73,11 +73,15 @@ class Pieces:
                     f"tokenizer.json has a decoder {kind!r} that is not known"
                 )
 
+    def piece_of(self, token: int) -> str:
+        """One token as tokenizer.json writes it; empty for an id that it does not know."""
+        return self._token(token) or ""
+
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token; none for an id that the tokenizer does not know."""
         found = self._cache.get(token)
         if found is None:
-            found = self._cache[token] = self._spell(self._token(token) or "")
+            found = self._cache[token] = self._spell(self.piece_of(token))
         return found
 
     def _spell(self, piece: str) -> bytes:

@@ -21,6 +21,16 @@ MAX_SPECIAL_CHARS = 1024  # of one special token; those of today have at most so
 _MARKS = range(0x20000, 0x2A6D7)
 
 
+# Keys by which templates look up parts of messages, tool calls and JSON schemas. A mark in one that
+# is part of a special token such as <filename> or <|start_header_id|> would hide its value.
+_FIELDS = frozenset(
+    ("role", "content", "name", "type", "text", "id", "tool_calls", "tool_call_id", "function",
+     "arguments", "reasoning_content", "parameters", "properties", "description", "required",
+     "items", "enum", "default", "title", "anyOf", "oneOf", "allOf", "additionalProperties",
+     "return", "strict", "nullable", "format")
+)  # fmt: skip
+
+
 class SpecialTokens:
     """The special tokens of a tokenizer; those of a single character are never parsed."""
 
@@ -94,11 +104,14 @@ class SpecialTokens:
         return mark.join(text[start:end] for start, end in pairwise(borders)) if cuts else text
 
     def guard_all(self, value: Any, mark: str) -> Any:
-        """`guard` of every text in JSON data, keys too."""
+        """`guard` of every text in JSON data, keys too unless templates look them up."""
         if isinstance(value, str):
             return self.guard(value, mark)
         if isinstance(value, Mapping):
-            return {self.guard(k, mark): self.guard_all(v, mark) for k, v in value.items()}
+            return {
+                k if k in _FIELDS else self.guard(k, mark): self.guard_all(v, mark)
+                for k, v in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.guard_all(item, mark) for item in value]
         return value

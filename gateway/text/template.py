@@ -8,7 +8,7 @@ renders one of a stranger does it in a process with limits (gateway/text_process
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import normalized
+from pdserve.gateway.text.messages import Conversation, normalized
 from pdserve.gateway.text.special import unused_mark
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 
@@ -53,32 +53,24 @@ class ChatTemplate:
         }
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Rendered:
-        """The prompt for some messages.
-
-        `variables` are further names for the template (e.g. enable_thinking). Raises TextError:
-        for bad messages, and with what the template itself raises.
-        """
+    def render(self, asked: Conversation) -> Rendered:
+        """The prompt for a conversation. Raises TextError: for bad messages, and with what the
+        template itself raises."""
         if self._template is None:
             raise TextError("this model has no chat template; use completions", "messages")
-        plain: dict[str, Any] = {
-            **(variables or {}),
-            "messages": normalized(messages, knows_developer="developer" in self._source),
-            "tools": list(tools) if tools else None,
-        }
+        messages = normalized(asked.messages, knows_developer="developer" in self._source)
+        plain: dict[str, Any] = {**asked.variables, "messages": messages}
+        plain["tools"] = list(asked.tools) if asked.tools else None
         mark = unused_mark(self._source, *_texts(plain))
         values = {
-            **self._special.guard_all(plain, mark),
+            **{name: self._special.guard_all(value, mark) for name, value in plain.items()},
             **self._tokens,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": asked.add_generation_prompt,
         }
+        end = ""
+        if asked.continue_final_message:
+            end = unused_mark(self._source, mark, *_texts(plain))
+            values["messages"][-1]["content"] += end
         try:
             marked = self._template.render(values)
         except jinja2.TemplateError as error:
@@ -89,6 +81,11 @@ class ChatTemplate:
             raise TextError("the messages are nested too deeply", "messages") from None
         except Exception as error:  # whatever Python raises for values the template did not expect
             raise TextError(f"the chat template fails on them: {error}", "messages") from None
+        if end:
+            marked, found, _ = marked.rpartition(end)
+            if not found:
+                text = "the chat template leaves the last message out"
+                raise TextError(text, "continue_final_message")
         return Rendered(marked, mark)
 
 

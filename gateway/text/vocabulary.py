@@ -64,6 +64,10 @@ class Vocabulary:
         """The bytes of one token, which need not be whole characters."""
         return self._pieces.bytes_of(token)
 
+    def token_piece(self, token: int) -> str:
+        """One token as the vocabulary writes it, such as "\u0120hello"; empty if it has none."""
+        return self._pieces.piece_of(token)
+
     def token_text(self, token: int) -> str:
         """The text of one token by itself; U+FFFD stands for parts of characters."""
         return self._pieces.bytes_of(token).decode("utf-8", "replace")

@@ -9,13 +9,14 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, fields
+from typing import NamedTuple
 
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.gateway.text.messages import Conversation
 from pdserve.gateway.text.vocabulary import (
     StoredTokens,
     TextCard,
@@ -62,11 +63,10 @@ class TextProcesses:
         self._asking: set[asyncio.Task[list[int]]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
-    async def chat_ids(
-        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, max_len: int
-    ) -> list[int]:
-        """The token ids of a conversation; `answer` opens the assistant's turn. See `_ids`."""
-        head = {"op": "chat", "messages": messages, "answer": answer, "max_len": max_len}
+    async def chat_ids(self, owner: bytes, asked: Conversation, *, max_len: int) -> list[int]:
+        """The token ids of a conversation. See `_ids`."""
+        conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
+        head = {"op": "chat", "conversation": conversation, "max_len": max_len}
         return await self._ids(owner, TextMessage(head))
 
     async def text_ids(

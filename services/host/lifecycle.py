@@ -45,10 +45,11 @@ async def run_until_signal(
 ) -> int:
     """Wait for SIGTERM or SIGINT, then end in order; returns the exit code.
 
-    `drain` returns when nothing runs any more and may take `drain_s`; `stop(grace_s)` closes the
-    servers. If one of `failed` (futures or tasks of the service that end only by a failure) ends
-    first, there is nothing to drain and the code is 1. Its exception is logged here; without one
-    its owner has logged the reason. Call it on the main thread.
+    `drain` returns when nothing runs any more and may take `drain_s`; `stop` closes the servers
+    within the seconds that it is given, at most `grace_s` and `drain_s`. If one of `failed`
+    (futures or tasks of the service that end only by a failure) ends first, there is nothing to
+    drain and the code is 1. Its exception is logged here; without one its owner has logged the
+    reason. Call it on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -74,7 +75,7 @@ async def run_until_signal(
             except TimeoutError:
                 log.warning("work still running after %g s is cut off", drain_s)
         code = 0 if signalled.done() else _log_failures(watched)
-        await stop(grace_s)
+        await stop(min(grace_s, drain_s))
         return code
     finally:
         for number in SIGNALS:

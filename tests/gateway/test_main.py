@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, placed, saying
+from fake_router import FakeRouter, placed, saying, tokens
 from router_process import RouterServicer, serve_router
 
 from pdserve.gateway.main import make_text_limits, run
@@ -186,6 +187,29 @@ async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
         assert late.json()["choices"][0]["message"]["content"] == "hello world"
     assert gateway.process.returncode is None
     assert await gateway.ended() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_drain_it_ends_at_once(servicer, stream):
+    """A second of our own for it: the machine may be busy."""
+
+    async def play(router, start):
+        yield placed(start)
+        yield tokens(start, router.encode("hello"), 0)
+        await asyncio.Event().wait()
+
+    servicer[0].router.play = play
+    gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), drain_s=0.0)
+    _, figures = await gateway.event()
+    assert (await gateway.event())[0] == "ready"
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
+        body = {"messages": HI, "stream": stream}
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await eventually(lambda: servicer[0].router.starts)
+        began = time.monotonic()
+        assert await gateway.stop() == 0
+        assert time.monotonic() - began < 2.0
+        await asyncio.gather(asked, return_exceptions=True)
 
 
 async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):

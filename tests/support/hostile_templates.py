@@ -101,7 +101,7 @@ class ForkedWorker:
 
     @staticmethod
     def _ask(sock: socket.socket, pid: int) -> tuple[str, str]:
-        asked = {"op": "chat", "messages": MESSAGES, "answer": True, "max_len": 10_000}
+        asked = {"op": "chat", "conversation": {"messages": MESSAGES}, "max_len": 10_000}
         reply = b""
         try:
             sock.sendall(pack(TextMessage(asked)))

@@ -1,10 +1,11 @@
 """A text pool without processes, for tests of what uses one."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
+from pdserve.gateway.text.messages import Conversation
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.gateway.text_processes.process import TextModel
@@ -18,13 +19,11 @@ class InProcessText:
     def __init__(self, model: TextModel) -> None:
         self._model = model
 
-    async def chat_ids(
-        self, owner: bytes, messages: Sequence[Mapping[str, Any]], *, answer: bool, max_len: int
-    ) -> list[int]:
+    async def chat_ids(self, owner: bytes, asked: Conversation, *, max_len: int) -> list[int]:
         def work() -> list[int]:
             template = self._model.template
             assert template is not None
-            rendered = template.render(messages, add_generation_prompt=answer)
+            rendered = template.render(asked)
             return self._model.tokenizer.encode_rendered(rendered)
 
         return await asyncio.to_thread(work)

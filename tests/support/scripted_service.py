@@ -9,6 +9,7 @@ from in_process_text import InProcessPool
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.service import Service
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 
@@ -28,4 +29,5 @@ def scripted_service(
         asyncio.get_running_loop().time,
         timeout_s=600.0,
         queue_timeout_s=60.0,
+        template_kwargs=GatewaySettings().template_kwargs,
     )

@@ -289,3 +289,18 @@ async def test_a_chunked_body_has_no_endless_lines(connect, filler):
 
     with pytest.raises(ConnectionError):
         await fill()
+
+
+@pytest.mark.parametrize("keep", ["", "connection: keep-alive\r\n"])
+async def test_a_stream_of_http_1_0_has_no_frames(connect, keep):
+    reader, writer = await connect(FakeRouter(saying("hello world")))
+    data = json.dumps({"messages": HI, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\n{keep}"
+    head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)  # to the connection's end
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in top.lower()
+    assert b"connection: close" in top.lower()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")

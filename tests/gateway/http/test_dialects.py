@@ -31,6 +31,7 @@ class Lines:
     """A dialect whose streams are lines and whose errors have a shape of their own."""
 
     paths = ("/lines",)
+    not_offered = ()
 
     def add_routes(self, app: Any) -> None:
         @app.post("/lines")

@@ -20,7 +20,7 @@ async def test_tokenize_and_back(make_http):
     assert body["tokens"] == router.encode("hello world")
     assert body["count"] == len(body["tokens"])
     assert body["max_model_len"] == 512
-    assert "".join(body["token_strs"]) == "hello world"
+    assert "".join(body["token_strs"]) == "hello\u0120world"  # as the vocabulary writes them
     reply = await client.post("/detokenize", json={"model": "tiny", "tokens": body["tokens"]})
     assert reply.json() == {"prompt": "hello world"}
 
@@ -139,3 +139,24 @@ async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypa
     assert texts == [model.text.vocabulary.decode(ids)] * 4
     assert ended == [b"a", b"a", b"b", b"a"], "the last of a waits for b"
     assert passes >= 4 * len(ids) // 4
+
+
+async def test_head_and_trailing_slashes(make_http):
+    client = make_http(saying("x"))
+    for url in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/metrics"):
+        reply = await client.get(url)
+        assert reply.status_code == 200
+        assert (await client.get(f"{url}/")).status_code == 200
+        head = await client.head(url)
+        assert head.status_code == 200
+        assert head.headers["content-type"] == reply.headers["content-type"]
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert (await client.post("/v1/chat/completions/", json=body)).status_code == 200
+
+
+async def test_a_compressed_body_is_refused(make_http):
+    client = make_http(saying("x"))
+    for coding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        reply = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
+        assert reply.status_code == status, reply.text

@@ -1,22 +1,14 @@
 """/v1/chat/completions against a scripted router."""
 
-import json
-from typing import Any
-
 import pytest
 from fake_router import FakeRouter, finished, placed, saying, served, tokens
+from sse import events
 
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-def events(body: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 async def test_whole_answer(make_http):

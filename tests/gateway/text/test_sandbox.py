@@ -4,6 +4,7 @@ tests/gateway/test_text_processes.py."""
 import pytest
 
 from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.messages import Conversation
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 
@@ -16,7 +17,11 @@ ESCAPES = {
 
 
 def render(tokenizer: Tokenizer, source: str) -> str:
-    return ChatTemplate(source, tokenizer).render([{"role": "user", "content": "hello"}]).text
+    return (
+        ChatTemplate(source, tokenizer)
+        .render(Conversation([{"role": "user", "content": "hello"}]))
+        .text
+    )
 
 
 @pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)

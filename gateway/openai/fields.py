@@ -1,0 +1,192 @@
+"""Fields that this API knows and does not serve: refused by name, or ignored on purpose.
+
+A field that would change the answer is never ignored in silence. Whoever serves one of these makes
+it a field of a body in schema.py, and takes it out of here.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, unless a field has others."""
+
+# Refused unless the value is one of these. Where the name is another server's, it is said whose.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            # OpenAI
+            "suffix",
+            "tools",
+            "functions",
+            "audio",
+            "web_search_options",
+            "store",
+            # vLLM
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+            "structured_outputs",
+            "structural_tag",
+            "use_beam_search",
+            "chat_template",
+            "chat_template_kwargs",
+            "prompt_embeds",
+            "lora_request",
+            "documents",
+            "continue_final_message",
+            "prompt_token_ids",
+            "truncate_prompt_tokens",
+            "prompt_logprobs",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "logprob_token_ids",
+            "allowed_token_ids",
+            "bad_words",
+            "logits_processors",
+            "mm_processor_kwargs",
+            "media_io_kwargs",
+            "kv_transfer_params",
+            "vllm_xargs",
+            "repetition_detection",
+            "thinking_token_budget",
+            # SGLang
+            "regex",
+            "ebnf",
+            "json_schema",
+            "stop_regex",
+            "no_stop_trim",
+            "custom_logit_processor",
+            "custom_params",
+            "lora_path",
+            "session_params",
+            "return_hidden_states",
+            "return_routed_experts",
+            "input_ids",
+            "input_embeds",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "return_logprob",
+            # llama.cpp
+            "grammar",
+            "grammar_lazy",
+            "lora",
+            "id_slot",
+            "input_prefix",
+            "input_extra",
+            "samplers",
+            "dry_sequence_breakers",
+            "response_fields",
+            "return_progress",
+            "post_sampling_probs",
+            "return_tokens",
+            "multimodal_data",
+            # text-generation-inference
+            "adapter_id",
+            "decoder_input_details",
+            "watermark",
+            "details",
+            "parameters",
+            "inputs",
+            # Ollama
+            "options",
+            "format",
+            "images",
+            "raw",
+            "think",
+        ),
+        NOTHING,
+    ),
+    # Of completions, in a chat; of a chat, in completions.
+    **dict.fromkeys(
+        ("echo", "prompt", "messages", "top_logprobs", "max_completion_tokens"), NOTHING
+    ),
+    "best_of": (None, 1),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "add_generation_prompt": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "include_reasoning": (None, True),
+    "separate_reasoning": (None, True),
+    "length_penalty": (None, 1.0),
+    "repeat_penalty": (None, 1.0),
+    "typical_p": (None, 1.0),
+    "tfs_z": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_a": (None, 0.0),
+    "min_keep": (None, 0),
+    "mirostat": (None, 0),
+    "mirostat_mode": (None, 0),
+    "dynatemp_range": (None, 0.0),
+    "smoothing_factor": (None, 0.0),
+    "xtc_probability": (None, 0.0),
+    "dry_multiplier": (None, 0.0),
+    "top_n_sigma": (None, -1.0, 0.0),
+    "n_probs": (None, 0),
+    "n_keep": (None, 0),
+    "n_indent": (None, 0),
+    "t_max_predict_ms": (None, 0),
+    "do_sample": (None, True),
+    "return_full_text": (None, False),
+    "top_n_tokens": (None, 0),
+    "top_logprobs_num": (None, 0),
+}
+
+# Other servers' names of fields that this one serves.
+OTHER_NAMES: dict[str, str] = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "truncate": "truncate_prompt_tokens",
+    "n_probs": "logprobs",
+}
+
+# They change no answer of this server.
+IGNORED: frozenset[str] = frozenset(
+    (
+        # OpenAI
+        "user", "metadata", "service_tier", "parallel_tool_calls", "prediction",
+        "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+        "reasoning",
+        # vLLM, SGLang
+        "request_id", "rid", "priority", "session_id", "stream_reasoning",
+        # llama.cpp
+        "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
+        "repeat_last_n", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+        # Ollama
+        "keep_alive",
+    )
+)  # fmt: skip
+
+
+def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
+    """The name of the first field of `given` that asks for what is not `served`, and why it is
+    refused; None if there is none."""
+    for name, value in given.items():
+        if name in served:
+            continue
+        if name in REFUSED and not _asks_nothing(value, REFUSED[name]):
+            return name, f"{name} is not supported by this server{_instead(name, served)}"
+        if name in OTHER_NAMES and name not in REFUSED and value is not None:
+            return name, f"{name} is not known here{_instead(name, served)}"
+    return None
+
+
+def _asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
+
+
+def _instead(name: str, served: Collection[str]) -> str:
+    other = OTHER_NAMES.get(name)
+    return f"; use {other}" if other in served else ""

@@ -1,0 +1,174 @@
+"""Fields that are known and not served are refused by name or ignored on purpose; others do what
+they say."""
+
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, saying, served
+from http_errors import CHAT, HI, PLAIN, check
+from sse import events
+
+from pdserve.gateway.openai.fields import IGNORED, OTHER_NAMES, REFUSED
+from pdserve.gateway.openai.schema import ChatBody, CompletionBody
+
+pytestmark = pytest.mark.anyio
+BODIES = {CHAT: ({"messages": HI}, ChatBody), PLAIN: ({"prompt": "a"}, CompletionBody)}
+WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_what_is_not_served_is_refused_by_name(make_http, url):
+    body, kind = BODIES[url]
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for name in (REFUSED.keys() | OTHER_NAMES.keys()) - kind.model_fields.keys() - body.keys():
+        for value in WANTED:
+            if value in REFUSED.get(name, ()):
+                continue
+            error = check(await client.post(url, json={**body, name: value}), 400, name)
+            assert name in error["message"]
+        instead = OTHER_NAMES.get(name)
+        if instead in kind.model_fields:
+            assert f"use {instead}" in error["message"]
+    assert router.starts == []
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_values_that_ask_for_nothing_are_taken(make_http, url):
+    body, kind = BODIES[url]
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    count = max(map(len, REFUSED.values()))
+    for number in range(count):
+        given = {
+            name: nothing[min(number, len(nothing) - 1)]
+            for name, nothing in REFUSED.items()
+            if name not in kind.model_fields and name not in body
+        }
+        reply = await client.post(url, json={**body, **given, **dict.fromkeys(IGNORED, "x")})
+        assert reply.status_code == 200, reply.json()
+    assert len(router.starts) == count
+
+
+def test_each_field_has_one_place() -> None:
+    assert not IGNORED & REFUSED.keys()
+    for _, kind in BODIES.values():
+        assert not IGNORED & kind.model_fields.keys()
+
+
+async def test_every_wrong_key_of_logit_bias_is_named(make_http):
+    client = make_http(saying("x"))
+    for biases, end in (
+        ({"a": 1, "-1": 1, "3": 1}, "'a', '-1' are not token ids"),
+        ({"3": 1, "99998": 1, "99999": 1}, "99998, 99999"),
+        ({"3": 101, "4": 1, "5": -101}, "3, 5"),
+    ):
+        reply = await client.post(CHAT, json={"messages": HI, "logit_bias": biases})
+        assert check(reply, 400, "logit_bias")["message"].endswith(end)
+
+
+def templated(source: str) -> FakeRouter:
+    card, blobs = served()
+    blobs[card.template_digest] = source.encode()
+    return FakeRouter(saying("hello"), [card], blobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "hi."),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "hi. thinking False"),
+        ({"reasoning_effort": "low"}, "hi. effort low"),
+        ({"reasoning_effort": "none"}, "hi. effort none thinking False"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "hi. effort high",
+        ),
+        ({"add_generation_prompt": False}, "hi"),
+    ],
+)
+async def test_what_a_template_is_told(make_http, fields, text):
+    router = templated(
+        "{{ messages[0].content }}{% if add_generation_prompt %}.{% endif %}"
+        "{% if reasoning_effort is defined %} effort {{ reasoning_effort }}{% endif %}"
+        "{% if enable_thinking is defined %} thinking {{ enable_thinking }}{% endif %}"
+    )
+    reply = await make_http(router).post(CHAT, json={"messages": HI, **fields})
+    assert reply.status_code == 200, reply.json()
+    assert list(router.starts[0].prompt_ids) == router.encode(text)
+
+
+async def test_other_names_are_not_given_to_templates(make_http):
+    router = templated("{{ messages[0].content }}")
+    for name in ("messages", "tools", "bos_token", "date_string"):
+        body = {"messages": HI, "chat_template_kwargs": {name: "x"}}
+        param = f"chat_template_kwargs.{name}"
+        error = check(await make_http(router).post(CHAT, json=body), 400, param)
+        assert "enable_thinking" in error["message"]
+    assert router.starts == []
+
+
+async def test_a_last_message_is_continued(make_http):
+    router = templated("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ 'x' * 3 }}")
+    turns = [*HI, {"role": "assistant", "content": "hello"}]
+    body = {"messages": turns, "continue_final_message": True}
+    assert (await make_http(router).post(CHAT, json=body)).status_code == 200
+    assert list(router.starts[0].prompt_ids) == router.encode("[hi][hello")
+    for wrong in ({"messages": HI}, {"add_generation_prompt": True}):
+        reply = await make_http(router).post(CHAT, json=body | wrong)
+        check(reply, 400, "continue_final_message")
+
+
+@pytest.mark.parametrize("url", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_are_returned(make_http, url, stream):
+    router = FakeRouter(saying("hello world", "hello"))
+    asked = {**BODIES[url][0], "n": 2, "return_token_ids": True, "stream": stream}
+    reply = await make_http(router).post(url, json=asked)
+    (start,) = router.starts
+    found: dict[int, list[int]] = {0: [], 1: []}
+    prompts: list[Any] = []
+    for part in events(reply.text) if stream else [reply.json()]:
+        prompts += [part["prompt_token_ids"]] if "prompt_token_ids" in part else []
+        for choice in part["choices"]:
+            found[choice["index"]] += choice.get("token_ids", [])
+            prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+    for number, text in enumerate(("hello world", "hello")):
+        ids = router.encode(text)
+        assert found[number][: len(ids)] == ids
+        assert len(found[number]) == len(ids) + 1, "the end of generation is one, too"
+    assert prompts
+    assert all(ids == list(start.prompt_ids) for ids in prompts)
+
+
+async def test_a_prompt_is_cut_from_its_beginning(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for kept, expected in ((3, [5, 6, 7]), (7, range(1, 8)), (9, range(1, 8)), (-1, range(1, 8))):
+        body = {"prompt": list(range(1, 8)), "max_tokens": 4, "truncate_prompt_tokens": kept}
+        assert (await client.post(PLAIN, json=body)).status_code == 200
+        assert list(router.starts[-1].prompt_ids) == list(expected)
+    body = {"prompt": [1] * 600, "max_tokens": 12, "truncate_prompt_tokens": -1}
+    assert (await client.post(PLAIN, json=body)).status_code == 200
+    assert len(router.starts[-1].prompt_ids) == 500
+    for more in ({}, {"truncate_prompt_tokens": 2}):
+        assert (await client.post(CHAT, json={"messages": HI, **more})).status_code == 200
+    assert router.starts[-1].prompt_ids == router.starts[-2].prompt_ids[-2:]
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_usage_in_every_chunk(make_http, url):
+    asked = {
+        **BODIES[url][0], "n": 2, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    router = FakeRouter(saying("hello world", "hello"))
+    *chunks, last = events((await make_http(router).post(url, json=asked)).text)
+    usages = [chunk["usage"] for chunk in chunks]
+    prompt_tokens = len(router.starts[0].prompt_ids)
+    assert all(usage["prompt_tokens"] == prompt_tokens for usage in usages)
+    counted = [usage["completion_tokens"] for usage in usages]
+    assert counted == sorted(counted)
+    assert len(set(counted)) > 2
+    assert counted[-1] == last["usage"]["completion_tokens"]
+    assert all(u["total_tokens"] == prompt_tokens + u["completion_tokens"] for u in usages)
