@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def free_port() -> int:
 class LlamaServer:
     """llama-server with a slot for each worker; `ready_s` from its start to /health."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, options: Sequence[str] = ()) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log.open("wb")
@@ -52,7 +52,7 @@ class LlamaServer:
         threads = ["-t", str(CORES), "-tb", str(CORES)]
         self._process = subprocess.Popen(
             [str(LLAMA_BIN / "llama-server"), "-m", str(model), *threads, *slots,
-             "--port", str(port), "--no-ui"],
+             "--port", str(port), "--no-ui", *options],
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )  # fmt: skip

@@ -1,6 +1,9 @@
 """Line 7: on real files the first NEW greedy tokens are llama.cpp's, on LEAST of PROMPTS prompts
 each. Where one differs both tokens must be nearly as good: their logits in float32 are less than
 NEAR apart, and the line lists them.
+
+Beside it stands how many answers are the same when llama.cpp runs with another setting that is not
+meant to change any: without flash attention, and with prompts computed token by token.
 """
 
 import json
@@ -42,8 +45,10 @@ def prompts(model: Path) -> Iterator[list[int]]:
         yield bos + ids[begin : begin + 8 + 92 * number // (PROMPTS - 1)]
 
 
-def theirs(model: Path, asked: list[list[int]], folder: Path) -> list[list[int]]:
-    with LlamaServer(model, folder / "llama.log") as server:
+def theirs(
+    model: Path, asked: list[list[int]], folder: Path, options: tuple[str, ...] = ()
+) -> list[list[int]]:
+    with LlamaServer(model, folder / "llama.log", options) as server:
         found = []
         for ids in asked:
             body = {
@@ -91,9 +96,23 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
         for number, (a, b) in enumerate(zip(mine, other, strict=True))
         if a != b
     ]
+    settings = {"no flash attention": ("-fa", "off"), "ubatch of 1": ("-ub", "1")}
+    others = {name: theirs(model, asked, folder, words) for name, words in settings.items()}
     near = all(one["gap"] < NEAR and one["from_best"] < NEAR for one in differ)
     equal = PROMPTS - len(differ)
-    return {"ok": equal >= LEAST and near, "equal": equal, "of": PROMPTS, "differ": differ}
+    return {
+        "ok": equal >= LEAST and near,
+        "equal": equal,
+        "of": PROMPTS,
+        "llama_equal_to_itself": {name: count(other, found) for name, found in others.items()},
+        "ours_equal_to_those": {name: count(mine, found) for name, found in others.items()},
+        "differ": differ,
+    }
+
+
+def count(some: list[list[int]], others: list[list[int]]) -> int:
+    """How many answers are the same."""
+    return sum(a == b for a, b in zip(some, others, strict=True))
 
 
 def main() -> None:
