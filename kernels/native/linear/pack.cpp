@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -140,18 +141,27 @@ bool all_rows(Pool& pool, int64_t rows, const Holds& holds) {
   return all;
 }
 
-bool all_exact_halves(Pool& pool, const Grouped& from) {
+// Whether `holds` is true of every scale.
+template <class Holds>
+bool all_scales(Pool& pool, const Grouped& from, const Holds& holds) {
   return all_rows(pool, from.rows, [&](int64_t row) {
-    uint16_t half;
+    const int64_t size = scale_bytes(from.scales);
+    const uint8_t* own = from.d + row * from.groups * size;
     for (int64_t g = 0; g < from.groups; ++g) {
-      const uint8_t* at = from.d + (row * from.groups + g) * scale_bytes(from.scales);
-      if (!exact_half(wide(from.scales, at), half)) return false;
+      if (!holds(wide(from.scales, own + g * size))) return false;
     }
     return true;
   });
 }
 
-// `value` as a float, or as the float16 that is exactly it.
+bool all_exact_halves(Pool& pool, const Grouped& from) {
+  return all_scales(pool, from, [](float d) {
+    uint16_t half;
+    return exact_half(d, half);
+  });
+}
+
+// `value`, which is finite, as a float, or as the float16 that is exactly it.
 void put(Scales type, uint8_t* at, float value) {
   if (type == Scales::kF32) {
     std::memcpy(at, &value, 4);
@@ -247,6 +257,30 @@ void require_no_nan(Pool& pool, const uint8_t* e4m3, int64_t rows, int64_t cols)
   if (!none) throw std::invalid_argument("an 8-bit float is NaN");
 }
 
+// 8-bit floats are multiplied by 256 times their scale, which is finite below this.
+constexpr float kScaleLimit8 = 0x1p119f;
+
+void require_scales(Pool& pool, const Grouped& from) {
+  if (!all_scales(pool, from, [](float d) { return std::isfinite(d); })) {
+    throw std::invalid_argument("a scale is infinite or NaN");
+  }
+  const auto small = [](float d) { return std::fabs(d) < kScaleLimit8; };
+  if (from.layout == Layout::kF8 && !all_scales(pool, from, small)) {
+    throw std::invalid_argument("a scale of 8-bit floats is 2^119 or more");
+  }
+}
+
+// No weight of such a row, at most 6 * 448 over its divisor, is infinite.
+constexpr float kLeastDivisor = 0x1p-116f;
+
+void require_divisors(const Grouped& from) {
+  for (int64_t row = 0; row < from.rows; ++row) {
+    if (!std::isfinite(from.divisors[row]) || from.divisors[row] < kLeastDivisor) {
+      throw std::invalid_argument("a divisor is not finite or below 2^-116");
+    }
+  }
+}
+
 void require_sizes(int64_t rows, int64_t cols) {
   if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
     throw std::invalid_argument("a matrix needs at least one row and one column");
@@ -292,6 +326,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
   if (group < 1 || group * from.groups != from.cols) {
     throw std::invalid_argument("groups must divide the columns evenly");
   }
+  if (from.scales != Scales::kE4m3) require_scales(pool, from);
   Matrix m;
   m.layout = from.layout;
   m.rows = from.rows;
@@ -305,6 +340,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
       throw std::invalid_argument("groups of 4-bit floats are of 16 columns, an even number of them");
     }
     require_no_nan(pool, from.d, from.rows, from.groups);
+    require_divisors(from);
     m.scales = Scales::kE4m3;
   } else if (from.layout == Layout::kU8 && group == 16) {
     if (from.zeros || from.cols % kBlock) {
