@@ -145,7 +145,8 @@ ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> bias,
   require(router_.size() == 1 || (router_[1].rows == 1 && router_[1].cols == values_),
           "the shared expert's gate must be one row");
   for (const Matrix& matrix : router_) {
-    require(encoding_of(matrix) == kFloat, "the router must be of float32 or float16");
+    require(matrix.layout == Layout::kF32 || matrix.layout == Layout::kF16,
+            "the router must be of float32 or float16");
   }
   require(bias_.empty() || static_cast<int64_t>(bias_.size()) == count,
           "bias must have one value an expert");

@@ -49,7 +49,7 @@ void Stack::add_layer(Parts parts) {
 void Stack::set_head(std::unique_ptr<Part> norm, LinearPart head) {
   if (complete()) throw std::invalid_argument("the head is set already");
   if (layers_.empty()) throw std::invalid_argument("the head comes after the layers");
-  if (norm->writes() != Writes::kAnywhere) {
+  if (!dynamic_cast<NormPart*>(norm.get()) && !dynamic_cast<LayerNormPart*>(norm.get())) {
     throw std::invalid_argument(std::string("the last norm: ") + norm->kind() + " is none");
   }
   fit(*norm, "the last norm", hidden_);
