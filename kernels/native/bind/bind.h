@@ -12,6 +12,7 @@
 #include <string>
 
 #include "attention/attend.h"
+#include "base/require.h"
 #include "dispatch/table.h"
 #include "threads/pool.h"
 
@@ -26,9 +27,7 @@ struct Context {
   const pdserve::Kernels& kernels;
 };
 
-inline void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);
-}
+using pdserve::require;
 
 // An array argument, taken as it is: nanobind would pass a converted copy of an array of another
 // dtype or order, and a result written into that is lost.

@@ -219,8 +219,8 @@ void bind_stack(nb::module_& m) {
            "After all layers. norm: (kind, fields) of a norm; matrix, bias [vocabulary] or None: of\n"
            "the logits.")
       .def("set_kv", &set_kv, array("pools"), nb::arg("dtype"), nb::arg("block_size"),
-           "pools: a layer's blocks as uint8 [blocks, bytes], one a layer; kept alive here. ValueError\n"
-           "for sizes that do not fit the layers.")
+           "pools: a layer's blocks as uint8 [blocks, bytes], one a layer; kept alive here.\n"
+           "ValueError for sizes that do not fit the layers.")
       .def("forward", &forward, nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),
            nb::arg("kv_lens"), nb::arg("block_tables"), nb::arg("slots"), nb::arg("outputs"),
            nb::arg("kv_only"),
