@@ -15,7 +15,6 @@ namespace pdserve {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // rows or columns; keeps products within int64
-constexpr uint32_t kLow = 0x0F0F0F0F;
 
 // Bits `at` and `at` + 1 of the bytes of four words, as the fields of one.
 uint32_t fields(const uint32_t* q, int at) {
@@ -41,7 +40,7 @@ void split(Layout layout, uint32_t (&q)[8]) {
   } else if (layout == Layout::kU5 || layout == Layout::kU6) {
     const bool fives = layout == Layout::kU5;
     const uint32_t first = fives ? flags(q, 4) : fields(q, 4), second = fields(q + 4, 4);
-    for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
+    for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLowNibbles) | (q[j + 4] & kLowNibbles) << 4;
     q[4] = first;
     q[5] = second;
   }
