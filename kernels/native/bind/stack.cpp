@@ -195,17 +195,24 @@ void bind_stack(nb::module_& m) {
       .def("set_rope", &set_rope, nb::arg("index"), nb::arg("cos"), nb::arg("sin"),
            "Table `index` of cosines and sines, float32 [positions, half]; may be set again, longer.")
       .def("add_layer", &add_layer, nb::arg("parts"),
-           "The next layer: (kind, fields) of each of its parts, in the order of a row's way. A row's\n"
-           "value is the residual stream at first, and each part makes the next value of it:\n"
-           "norm: weight [values], eps. layer_norm: the same, bias [values] or None. linear: matrices,\n"
-           "side by side; bias [outputs] or None. head_norm: weight [head_dim], eps, begin (a value of\n"
-           "the row), heads. rope: table, heads (from the first), head_dim. attention, of q, k and v:\n"
-           "heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0: all), group. gate, of gate\n"
-           "and up: activation. activate: activation. scale: factor. hold: keeps the value, which is\n"
-           "the stream again. experts: router [experts, values] in a list, behind it a shared expert's\n"
-           "gate [1, values] if it has one; correction [experts] or None; gates, ups, downs: a matrix\n"
-           "an expert; shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale,\n"
-           "groups, kept_groups, group_best; activation. add: to the stream; held: 1 if what is held is added, too.\n"
+           "The next layer: (kind, fields) of each of its parts, in the order of a row's way. A\n"
+           "row's value is the residual stream at first, and each part makes the next value of it:\n"
+           "norm: weight [values], eps. layer_norm: the same, bias [values] or None.\n"
+           "linear: matrices, side by side; bias [outputs] or None. reorder: order int64 [values].\n"
+           "head_norm: weight [head_dim], eps, begin (a value of the row), heads.\n"
+           "rope, before attention: table, heads, head_dim, begin.\n"
+           "head_linear: matrices, one a head; kept, values of each head that stay before its outputs.\n"
+           "attention, of q, k and v: heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0:\n"
+           "all), group (of block tables), sinks [heads] or None, latent: 0, or how many values at the\n"
+           "end of a key are its value, and there is no v.\n"
+           "gate, of gate and up: activation. activate: activation. scale: factor.\n"
+           "experts: router [experts, values] in a list, behind it a shared expert's gate [1, values]\n"
+           "if it has one; bias and correction [experts] or None; gates, ups, downs: a matrix an\n"
+           "expert; gate_up_biases [experts, outputs] and down_biases [experts, values] or None;\n"
+           "shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale, groups,\n"
+           "kept_groups, group_best; activation.\n"
+           "hold, behind attention: keeps the value, which is the stream again.\n"
+           "add: to the stream; held: 1 if what is held is added, too.\n"
            "ValueError names the part that has wrong fields or does not fit the one before it.")
       .def("set_head",
            [](Model& model, const std::pair<std::string, nb::dict>& norm, const Matrix& matrix,

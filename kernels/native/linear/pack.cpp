@@ -52,9 +52,9 @@ void put_half(uint8_t* at, int64_t index, uint16_t half) { std::memcpy(at + 2 * 
 void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* const* rows,
                  uint8_t* tile) {
   const int words = quant_bits(m.layout), groups = static_cast<int>(32 / m.group);
-  const bool minima = m.least == Least::kMinima, codes = m.scales == Scales::kCodes;
+  const bool minima = m.addend == Addend::kMinima, codes = m.scales == Scales::kCodes;
   auto* q = reinterpret_cast<uint32_t*>(tile);
-  uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at, *factors = tile + m.factors_at;
+  uint8_t *d = tile + m.scales_at, *addend = tile + m.minima_at, *factors = tile + m.factors_at;
   Block block{};
   for (int64_t b = 0; b < m.cols / 32; ++b) {
     for (int64_t i = 0; i < kLanes && rows[i]; ++i) {
@@ -65,10 +65,10 @@ void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* con
         const int64_t at = (b * groups + h) * kLanes + i;
         if (codes) {
           d[at] = static_cast<uint8_t>(block.code_d[h]);
-          if (minima) least[at] = static_cast<uint8_t>(block.code_m[h]);
+          if (minima) addend[at] = static_cast<uint8_t>(block.code_m[h]);
         } else {
           put_half(d, at, block.d[h]);
-          if (minima) put_half(least, at, block.m);
+          if (minima) put_half(addend, at, block.m);
         }
       }
       if (codes) {
@@ -227,19 +227,21 @@ int64_t quant_bytes(Layout layout, int64_t cols) {
   return cols * kLanes * quant_bits(layout) / 8;
 }
 
-// Sets what lies where in a tile of `m`, whose layout, sizes, group, scales and least are set, and
+// Sets what lies where in a tile of `m`, whose layout, sizes, group, scales and addend are set, and
 // gives it memory.
 void lay_out(Matrix& m) {
   const bool numbers = m.group == 0;
-  m.offset = m.least == Least::kNone ? offset_of(m.layout) : 0;
+  m.offset = m.addend == Addend::kNone ? offset_of(m.layout) : 0;
   const int64_t groups = numbers ? 0 : m.cols / m.group * kLanes;
-  const int size = m.least == Least::kNone ? 0 : m.least == Least::kZeros ? 2 : scale_bytes(m.scales);
+  const int size = m.addend == Addend::kNone    ? 0
+                   : m.addend == Addend::kZeros ? 2
+                                                : scale_bytes(m.scales);
   m.scales_at = quant_bytes(m.layout, m.cols);
   m.minima_at = m.scales_at + groups * scale_bytes(m.scales);
   m.factors_at = m.minima_at + groups * size;
   int64_t factors = 0;
   if (m.scales == Scales::kCodes) {
-    factors = m.cols / kSuper * kLanes * 2 * (m.least == Least::kMinima ? 2 : 1);
+    factors = m.cols / kSuper * kLanes * 2 * (m.addend == Addend::kMinima ? 2 : 1);
   } else if (m.scales == Scales::kE4m3) {
     factors = kLanes * 4;
   }
@@ -307,7 +309,7 @@ Matrix pack(Pool& pool, const StoredFormat& format, const uint8_t* bytes, int64_
   m.cols = cols;
   m.group = format.group;
   m.scales = format.scales;
-  m.least = format.has_minima ? Least::kMinima : Least::kNone;
+  m.addend = format.has_minima ? Addend::kMinima : Addend::kNone;
   lay_out(m);
   uint8_t* data = m.data.get();
   pool.run(m.tiles(), [&](int64_t t, int) {
@@ -353,7 +355,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
     const bool halves = from.scales == Scales::kF16 ||
                         (from.scales == Scales::kBf16 && all_exact_halves(pool, from));
     m.scales = halves ? Scales::kF16 : Scales::kF32;
-    if (from.zeros) m.least = Least::kZeros;
+    if (from.zeros) m.addend = Addend::kZeros;
     m.group_step = group_step(group / kBlock);
   }
   lay_out(m);
