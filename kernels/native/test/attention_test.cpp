@@ -5,7 +5,6 @@
 
 #include "attention/attention.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

@@ -11,7 +11,6 @@
 #include "decoder/stack.h"
 #include "linear/pack.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

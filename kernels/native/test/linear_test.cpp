@@ -5,7 +5,6 @@
 
 #include "linear/linear.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

@@ -2,7 +2,6 @@
 // Exits with 1 if a check was false.
 #include "dispatch/targets.h"
 #include "check.h"
-#include "tests.h"
 
 int main(int argc, char** argv) {
   struct Test {

@@ -6,7 +6,6 @@
 
 #include "linear/pack.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {
