@@ -37,7 +37,7 @@ from pdserve.engine.models.parts import (
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.formats.grouped import SCALES, ZEROS
+from pdserve.engine.weights.formats.grouped import SCALES, ZEROS, scales_of
 from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels import _native
@@ -294,6 +294,8 @@ class NativeDecoder:
         if not self._expanded[raw.format]:
             log.warning("%s has no packed form of %s: kept as float32", name, raw.format)
         self._expanded[raw.format] += 1
+        if raw.format in GROUPED and not has_finite_scales(raw):
+            raise UnsupportedModel(f"tensor {name}: a scale is infinite or NaN")
         values = unpack(raw) if columns is None else unpack(raw)[:, columns]
         return self._kernels.pack(values, "F32", *raw.shape)
 
@@ -310,6 +312,11 @@ def fits_groups(raw: RawTensor) -> bool:
     if raw.format in ("INT4", "INT8"):
         return bool(width % 32 == 0)
     return raw.format == "FP8" or raw.shape[1] % 32 == 0
+
+
+def has_finite_scales(raw: RawTensor) -> bool:
+    with np.errstate(all="ignore"):  # a divisor may be 0
+        return bool(np.isfinite(scales_of(raw)).all())
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:

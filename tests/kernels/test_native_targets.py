@@ -70,7 +70,8 @@ def test_with_address_and_undefined_behaviour_sanitizers() -> None:
 
 
 def test_with_thread_sanitizer() -> None:
-    run(build("tsan", PDSERVE_SANITIZE="thread"), "pool", "attention", NATIVE_TEST_THIN="4")
+    program = build("tsan", PDSERVE_SANITIZE="thread")
+    run(program, "pool", "attention", "decoder", NATIVE_TEST_THIN="4")
 
 
 @pytest.mark.parametrize("cpu", EMULATED)

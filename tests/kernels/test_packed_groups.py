@@ -90,6 +90,59 @@ def test_the_last_block_of_a_long_row_has_its_own_group(context: _native.Context
         pack(65537, 1)
 
 
+INFINITE = {"F16": (0x7C00, "<u2"), "BF16": (0x7F80, "<u2"), "F32": (0x7F800000, "<u4")}
+
+
+@pytest.mark.parametrize("form", ["INT4", "INT8", "FP8"])
+@pytest.mark.parametrize("type", INFINITE)
+def test_a_scale_that_is_not_finite_is_refused(
+    context: _native.Context, form: str, type: str
+) -> None:
+    infinity, dtype = INFINITE[type]
+    sign = 1 << 15 if dtype == "<u2" else 1 << 31
+    codes = np.zeros((40, 64), np.uint8)
+    for bits in (infinity, infinity | sign, infinity + 1):  # +-infinity, NaN
+        scales = np.zeros((40, 2), dtype)
+        scales[-1, -1] = bits
+        with pytest.raises(ValueError, match="a scale is infinite or NaN"):
+            _native.Matrix.pack_groups(context, form, codes, type, scales.view(np.uint8))
+
+
+def test_scales_of_8_bit_floats_leave_weights_finite(context: _native.Context) -> None:
+    codes = np.array([[0, 0x7E, 0xFE] * 16], np.uint8)  # 0, 448, -448
+
+    def pack(scale: float) -> _native.Matrix:
+        raw = np.array([[scale]], np.float32).view(np.uint8)
+        return _native.Matrix.pack_groups(context, "FP8", codes, "F32", raw)
+
+    matrix = pack(np.nextafter(np.float32(2**119), np.float32(0)))
+    assert np.isfinite(matrix.row_values(context, np.zeros(1, np.int64))).all()
+    x, out = np.zeros((1, 48), np.float32), np.empty((1, 1), np.float32)
+    x[0, 1] = 0.5
+    _native.linear_into(context, x, [matrix], out)
+    assert 1e38 < out[0, 0] < np.inf
+    for scale in (2.0**119, -(2.0**119), 2e36):
+        with pytest.raises(ValueError, match=r"a scale of 8-bit floats is 2\^119 or more"):
+            pack(scale)
+
+
+def test_divisors_leave_weights_finite(context: _native.Context) -> None:
+    codes = np.full((40, 16), 0x7F, np.uint8)  # 6 and -6
+    scales = np.full((40, 2), 0x7E, np.uint8)  # 448
+
+    def pack(divisor: float) -> _native.Matrix:
+        divisors = np.ones(40, np.float32)
+        divisors[-1] = divisor
+        return _native.Matrix.pack_groups(context, "FP4", codes, "E4M3", scales, None, divisors)
+
+    for divisor in (2.0**-116, 3e38):
+        values = pack(divisor).row_values(context, np.array([39]))
+        assert (np.isfinite(values) & (values != 0)).all()
+    for divisor in (0.0, -1.0, 2.0**-117, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"a divisor is not finite or below 2\^-116"):
+            pack(divisor)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.uint16, np.float32])
 def test_the_largest_scales_keep_their_values(
     context: _native.Context, dtype: type[np.generic]

@@ -39,12 +39,13 @@ inline int64_t kv_block_bytes(const KvLayer& kv) {
   return kv.vectors() * (kv.head_dim + 4);
 }
 
-// Queries of one sequence, at consecutive positions, that read the keys of one kv head.
+// Queries of one sequence, at consecutive positions, that read the keys of one kv head: all of its
+// query heads or some.
 struct Attend {
   KvLayer kv;
   const int64_t* blocks = nullptr;  // blocks[c] holds positions from c * block_size
   int64_t kv_head = 0;
-  int64_t group = 0;                // query heads of this kv head, adjacent in q
+  int64_t group = 0;                // query heads, adjacent in q
   int64_t tokens = 0;
   int64_t position = 0;             // of the first token; it sees keys [0, position]
   int64_t window = 0;               // keys a token sees, its own included; 0: all

@@ -15,7 +15,7 @@
 // the score, that of v the p of acc. What is in slots that are not seen never reaches a result.
 
 // Scratch of a task, floats, each part a multiple of a cache line.
-struct Layout {
+struct ScratchLayout {
   int64_t q, running, tile, s, keys, values, end;
 };
 
@@ -24,9 +24,9 @@ static bool unpacks(const Attend& task) {
   return task.kv.latent || task.tokens * task.group > 2 * kRowTile;
 }
 
-static Layout layout(const Attend& task) {
+static ScratchLayout layout(const Attend& task) {
   int64_t rows = task.tokens * task.group, padded = round_up(task.kv.value_dim(), kLanes);
-  Layout at;
+  ScratchLayout at;
   at.q = 0;
   at.running = at.q + round_up(rows * task.kv.head_dim, kLanes);
   at.tile = at.running + tile_floats(task);
@@ -108,7 +108,7 @@ static void compute(const Attend& task, int64_t begin, int64_t end, float* state
                     float* scratch) {
   int64_t rows = task.tokens * task.group, size = row_tile(rows);
   int64_t head_dim = task.kv.head_dim, width = round_up(task.kv.value_dim(), kLanes) + kLanes;
-  Layout at = layout(task);
+  ScratchLayout at = layout(task);
   bool unpacking = unpacks(task);
   float* running = scratch + at.running;
   scale_queries(task, scratch + at.q);

@@ -24,8 +24,8 @@ void grow(T& memory, int64_t& size, int64_t floats) {
 Attend Attention::shape(const AttentionBatch& batch, const Piece& piece) {
   Attend work;
   work.kv = batch.kv;
-  work.kv_head = piece.kv_head;
-  work.group = batch.heads / batch.kv.kv_heads;
+  work.kv_head = piece.head / (batch.heads / batch.kv.kv_heads);
+  work.group = piece.heads;
   work.tokens = piece.tokens;
   int64_t num_tokens = batch.starts[piece.row + 1] - batch.starts[piece.row];
   work.position = batch.kv_lens[piece.row] - num_tokens + piece.token;
@@ -40,34 +40,37 @@ Attend Attention::shape(const AttentionBatch& batch, const Piece& piece) {
 Attend Attention::locate(const AttentionBatch& batch, const Piece& piece) {
   Attend work = shape(batch, piece);
   int64_t token = batch.starts[piece.row] + piece.token;
-  int64_t head_at = piece.kv_head * work.group * batch.kv.head_dim;
   work.blocks = batch.block_table + piece.row * batch.table_stride;
-  work.q = batch.q + token * batch.q_stride + head_at;
-  work.out = batch.out + token * batch.out_stride +
-             piece.kv_head * work.group * batch.kv.value_dim();
-  if (batch.sinks) work.sinks = batch.sinks + piece.kv_head * work.group;
+  work.q = batch.q + token * batch.q_stride + piece.head * batch.kv.head_dim;
+  work.out = batch.out + token * batch.out_stride + piece.head * batch.kv.value_dim();
+  if (batch.sinks) work.sinks = batch.sinks + piece.head;
   return work;
+}
+
+// A tile costs its unpacking even if there is one query only.
+int64_t Attention::cost(const Piece& piece) {
+  return (piece.end - piece.begin) * (piece.tokens * piece.heads + 2);
 }
 
 void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int threads) {
   threads_ = threads;
   pieces_.clear();
   splits_.clear();
+  states_floats_ = 0;
   row_costs_.assign(static_cast<size_t>(batch.rows), 0);
   int64_t group = batch.heads / batch.kv.kv_heads;
   int64_t chunk = std::max<int64_t>(1, kChunkQueries / group);
-  int64_t total = 0, states = 0, scratch = 0;
+  int64_t total = 0, scratch = 0;
   for (int64_t row = 0; row < batch.rows; ++row) {
     int64_t num_tokens = batch.starts[row + 1] - batch.starts[row];
     // Heads are the inner loop, so that a row's blocks are read at about the same time.
     for (int64_t token = 0; token < num_tokens; token += chunk) {
-      for (int64_t kv_head = 0; kv_head < batch.kv.kv_heads; ++kv_head) {
-        Piece piece{row, kv_head, token, std::min(chunk, num_tokens - token), -1, 0, 0, 0};
+      for (int64_t head = 0; head < batch.heads; head += group) {
+        Piece piece{row, head, group, token, std::min(chunk, num_tokens - token), -1, 0, 0, 0};
         Attend work = shape(batch, piece);
         piece.begin = first_tile(work);
         piece.end = end_tile(work);
-        // A tile costs its unpacking even if there is one query only.
-        piece.cost = (piece.end - piece.begin) * (piece.tokens * group + 2);
+        piece.cost = cost(piece);
         total += piece.cost;
         row_costs_[static_cast<size_t>(row)] += piece.cost;
         scratch = std::max(scratch, kernels.attend_scratch(work));
@@ -75,18 +78,57 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
       }
     }
   }
-  int64_t fair = threads > 1 ? ceil_div(total, threads * kPiecesPerThread) : total;
+  if (threads > 1) {
+    divide_heads(ceil_div(total, threads));
+    divide_keys(batch, ceil_div(total, threads * kPiecesPerThread));
+  }
+  std::stable_sort(pieces_.begin(), pieces_.end(),
+                   [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+  scratch_floats_ = round_up(scratch, kLanes);
+  grow(scratch_, scratch_size_, scratch_floats_ * threads);
+  grow(states_, states_size_, states_floats_);
+  if (splits_.size() > done_size_) {
+    done_size_ = splits_.size();
+    done_.reset(new std::atomic<int64_t>[done_size_]{});
+  }
+}
+
+// Pieces of about one thread's share, each of some heads. Every piece unpacks the keys for itself:
+// there are no more of them than threads, nor than it takes to divide their keys as well.
+void Attention::divide_heads(int64_t share) {
+  size_t whole = pieces_.size();
+  for (size_t i = 0; i < whole; ++i) {
+    Piece piece = pieces_[i];
+    int64_t most = ceil_div(piece.tokens * piece.heads, kSplitQueries);
+    int64_t parts = std::min({ceil_div(piece.cost, share), most, piece.heads});
+    if (parts < 2) continue;
+    int64_t size = ceil_div(piece.heads, parts);
+    for (int64_t at = piece.head, end = at + piece.heads; at < end; at += size) {
+      piece.head = at;
+      piece.heads = std::min(size, end - at);
+      piece.cost = cost(piece);
+      if (at == pieces_[i].head) pieces_[i] = piece;
+      else pieces_.push_back(piece);
+    }
+  }
+}
+
+// Pieces of about `share`, each of some keys, whose results the last of them merges. What has some
+// of the heads only is small enough, unless it is clearly more than what a thread has to do.
+void Attention::divide_keys(const AttentionBatch& batch, int64_t share) {
   size_t whole = pieces_.size();
   for (size_t i = 0; i < whole; ++i) {
     Piece piece = pieces_[i];
     int64_t tiles = piece.end - piece.begin;
-    int64_t parts = std::min(tiles, ceil_div(piece.cost, std::max<int64_t>(fair, 1)));
-    if (parts < 2 || piece.tokens * group > kSplitQueries) continue;
+    int64_t parts = std::min(tiles, ceil_div(piece.cost, std::max<int64_t>(share, 1)));
+    if (parts < 2 || piece.tokens * piece.heads > kSplitQueries) continue;
+    const bool some = piece.heads * batch.kv.kv_heads < batch.heads;
+    if (some && piece.cost <= share * (kPiecesPerThread + 1)) continue;
     int64_t size = ceil_div(tiles, parts);
     int64_t begin = piece.begin, end = piece.end, floats = tile_floats(shape(batch, piece));
     piece.split = static_cast<int64_t>(splits_.size());
-    splits_.push_back({begin, ceil_div(tiles, size), states});
-    states += tiles * floats;
+    splits_.push_back({begin, ceil_div(tiles, size), states_floats_});
+    states_floats_ += tiles * floats;
     piece.cost = piece.cost / tiles * size;
     for (int64_t at = begin; at < end; at += size) {
       piece.begin = at;
@@ -94,15 +136,6 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
       if (at == begin) pieces_[i] = piece;
       else pieces_.push_back(piece);
     }
-  }
-  std::stable_sort(pieces_.begin(), pieces_.end(),
-                   [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
-  scratch_floats_ = round_up(scratch, kLanes);
-  grow(scratch_, scratch_size_, scratch_floats_ * threads);
-  grow(states_, states_size_, states);
-  if (splits_.size() > done_size_) {
-    done_size_ = splits_.size();
-    done_.reset(new std::atomic<int64_t>[done_size_]{});
   }
 }
 
@@ -128,9 +161,9 @@ void Attention::piece(const Kernels& kernels, const AttentionBatch& batch, int64
 
 void Attention::run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin,
                          int64_t end, int worker) {
-  const int64_t heads = batch.kv.kv_heads;
+  const int64_t heads = batch.kv.kv_heads, group = batch.heads / heads;
   const auto at = [&](int64_t n) {
-    return locate(batch, Piece{n / heads, n % heads, 0, 1, -1, 0, 0, 0});
+    return locate(batch, Piece{n / heads, n % heads * group, group, 0, 1, -1, 0, 0, 0});
   };
   Attend work = at(begin * heads);
   for (int64_t n = begin * heads + 1; n <= end * heads; ++n) {

@@ -49,12 +49,16 @@ class Attention {
   void run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin, int64_t end,
                 int worker);
 
+  // Pieces of the plan, that threads take one by one.
+  int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
+
   // The cost of a planned row; a tile of keys for one query head costs 1.
   int64_t cost(int64_t row) const { return row_costs_[static_cast<size_t>(row)]; }
 
  private:
   struct Piece {
-    int64_t row, kv_head, token, tokens;  // token: the first, counted from the row's first
+    int64_t row, head, heads;             // query heads from `head` on, all of one kv head
+    int64_t token, tokens;                // token: the first, counted from the row's first
     int64_t split;                        // index into splits_, or -1: all tiles at once
     int64_t begin, end;                   // tiles, if split
     int64_t cost;
@@ -62,7 +66,9 @@ class Attention {
   struct Split {  // queries whose tiles are computed by several pieces; the last one merges
     int64_t first_tile, parts, states_at;
   };
-  int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
+  static int64_t cost(const Piece& piece);
+  void divide_heads(int64_t share);
+  void divide_keys(const AttentionBatch& batch, int64_t share);
   void piece(const Kernels& kernels, const AttentionBatch& batch, int64_t index, int worker);
   float* scratch(int worker) { return scratch_.get() + worker * scratch_floats_; }
   static Attend shape(const AttentionBatch& batch, const Piece& piece);
@@ -73,6 +79,7 @@ class Attention {
   int threads_ = 1;
   std::vector<Piece> pieces_;  // the longest first
   std::vector<Split> splits_;
+  int64_t states_floats_ = 0;  // that all splits need
   std::vector<int64_t> row_costs_;
   std::unique_ptr<std::atomic<int64_t>[]> done_;  // parts of each split; 0 between runs
   size_t done_size_ = 0;

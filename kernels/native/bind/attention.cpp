@@ -47,16 +47,25 @@ KvLayer sized(const std::string& type, int64_t kv_heads, int64_t block_size, int
   return result;
 }
 
+}  // namespace
+
+KvLayer kv_layer(uint8_t* data, int64_t block_bytes, const std::string& type, int64_t kv_heads,
+                 int64_t block_size, int64_t head_dim, int64_t latent) {
+  KvLayer result = sized(type, kv_heads, block_size, head_dim, latent);
+  require(block_bytes == result.block_bytes, "kv must have kv_block_bytes bytes a block");
+  result.data = data;
+  require(reinterpret_cast<uintptr_t>(data) % 4 == 0, "kv must be aligned to 4 bytes");
+  return result;
+}
+
+namespace {
+
+// Kernels take a layer that they may write; reading ones do not.
 template <class Pool>
 KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
               int64_t head_dim, int64_t latent) {
-  KvLayer result = sized(type, kv_heads, block_size, head_dim, latent);
-  require(static_cast<int64_t>(kv.shape(1)) == result.block_bytes,
-          "kv must have kv_block_bytes bytes a block");
-  // Kernels take a layer that they may write; reading ones do not.
-  result.data = const_cast<uint8_t*>(kv.data());
-  require(reinterpret_cast<uintptr_t>(result.data) % 4 == 0, "kv must be aligned to 4 bytes");
-  return result;
+  return kv_layer(const_cast<uint8_t*>(kv.data()), static_cast<int64_t>(kv.shape(1)), type,
+                  kv_heads, block_size, head_dim, latent);
 }
 
 void write_kv(Context& context, const Array<uint8_t, 2>& kv, const std::string& type,

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "attention/attend.h"
+#include "base/require.h"
 #include "dispatch/table.h"
 #include "threads/pool.h"
 
@@ -26,9 +27,7 @@ struct Context {
   const pdserve::Kernels& kernels;
 };
 
-inline void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);
-}
+using pdserve::require;
 
 // An array argument, taken as it is: nanobind would pass a converted copy of an array of another
 // dtype or order, and a result written into that is lost.
@@ -43,6 +42,11 @@ std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
 
 // float32, bfloat16, float16 or int8; throws std::invalid_argument for another name.
 pdserve::KvType kv_type(const std::string& name);
+
+// A layer of these sizes with its memory, blocks of `block_bytes`; throws std::invalid_argument if a
+// size is out of range, or if the memory does not fit them.
+pdserve::KvLayer kv_layer(uint8_t* data, int64_t block_bytes, const std::string& type,
+                          int64_t kv_heads, int64_t block_size, int64_t head_dim, int64_t latent);
 
 void bind_context(nb::module_& m);
 void bind_linear(nb::module_& m);

@@ -13,7 +13,7 @@
 
 using pdserve::Activations;
 using pdserve::Layout;
-using pdserve::Least;
+using pdserve::Addend;
 using pdserve::Matrix;
 using pdserve::Scales;
 
@@ -48,9 +48,9 @@ std::string layout_name(const Matrix& m) {
   }
   static constexpr const char* kScales[] = {" f16", " bf16", " f32", " i8 f16", " e4m3 f32"};
   const char* scales = kScales[static_cast<int>(m.scales)];
-  const char* least = m.least == Least::kMinima  ? " scales and minima"
-                      : m.least == Least::kZeros ? " scales and zeros" : " scales";
-  return name + " group " + std::to_string(m.group) + scales + least;
+  const char* addend = m.addend == Addend::kMinima  ? " scales and minima"
+                       : m.addend == Addend::kZeros ? " scales and zeros" : " scales";
+  return name + " group " + std::to_string(m.group) + scales + addend;
 }
 
 Matrix pack(Context& context, const std::string& format, const Array<const uint8_t, 2>& data,
@@ -206,8 +206,10 @@ void bind_linear(nb::module_& m) {
                   "BF16, F32; E4M3 of FP4) for each group of a row's columns, as uint8 [rows,\n"
                   "bytes]; zeros: uint8 [rows, groups], without which integers are less 8 or 128;\n"
                   "divisors: float32 [rows], of FP4. A value is (level - zero) * (scale / divisor).\n"
-                  "ValueError if sizes do not fit, a group of integers is not a multiple of 32\n"
-                  "columns, one of FP4 not 16 (an even number of them), or an 8-bit float is NaN.")
+                  "Groups of integers are multiples of 32 columns (of INT8 without zeros also 16, an\n"
+                  "even number of them), those of FP4 16, an even number. ValueError if sizes do not\n"
+                  "fit, an 8-bit float is NaN, a scale is not finite (of FP8: not below 2^119), or a\n"
+                  "divisor is not finite or below 2^-116.")
       .def_prop_ro("rows", [](const Matrix& self) { return self.rows; })
       .def_prop_ro("cols", [](const Matrix& self) { return self.cols; })
       .def_prop_ro("nbytes", &Matrix::bytes)

@@ -125,7 +125,7 @@ std::vector<Expert> experts(std::vector<Matrix> gates, std::vector<Matrix> ups,
   return made;
 }
 
-struct Kind {
+struct PartKind {
   const char* name;
   std::unique_ptr<Part> (*make)(Fields& f, const Stack& stack);
 };
@@ -136,7 +136,7 @@ std::unique_ptr<Part> part(Args&&... args) {
 }
 
 // Fields are read one statement at a time: the order of arguments of a call is the compiler's.
-const Kind kKinds[] = {
+const PartKind kKinds[] = {
     {NormPart::kKind,
      [](Fields& f, const Stack&) {
        auto weight = f.floats("weight");
@@ -233,9 +233,9 @@ const Kind kKinds[] = {
      [](Fields& f, const Stack&) { return part<AddPart>(f.integer("held", 0, 1) != 0); }},
 };
 
-const Kind& kind_of(const std::string& name) {
+const PartKind& kind_of(const std::string& name) {
   std::string known;
-  for (const Kind& kind : kKinds) {
+  for (const PartKind& kind : kKinds) {
     if (name == kind.name) return kind;
     known += std::string(known.empty() ? "" : ", ") + kind.name;
   }

@@ -25,7 +25,8 @@ void bind_routing(nb::module_& m) {
                 "correction must have one value an expert");
         const Routing routing{k, sigmoid, normalized, scale, groups, kept_groups, group_best};
         pdserve::check_routing(routing, experts);
-        std::vector<float> scratch(static_cast<size_t>(2 * experts + groups));
+        std::vector<float> scratch(
+            static_cast<size_t>(pdserve::choosing_floats(routing, experts)));
         std::vector<Choice> row(static_cast<size_t>(k));
         for (int64_t r = 0; r < rows; ++r) {
           pdserve::choose_experts(context.kernels, routing, experts, logits.data() + r * experts,

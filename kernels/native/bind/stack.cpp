@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "decoder/stack.h"
 #include "parts.h"
 
@@ -17,12 +19,15 @@ using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdTable = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+using KvArray = Array<uint8_t, 2>;
+
 // The arrays that a Stack's memory depends on are kept alive beside it.
 struct Model {
   nb::object context;
   Stack stack;
-  std::vector<nb::object> pools;  // the KV memory of each layer
-  std::vector<int64_t> num_blocks;
+  std::vector<KvArray> pools;        // the KV memory of each layer
+  std::vector<int64_t> num_blocks;   // of each group: what all of its layers have
+  int64_t block_size = 0;
   size_t num_layers = 0;
 
   Model(nb::object owner, int64_t hidden, float embed_scale, float logit_scale,
@@ -57,35 +62,32 @@ void set_rope(Model& model, size_t index, Table cos, Table sin) {
   rope.sin.assign(sin.data(), sin.data() + sin.size());
 }
 
-void set_kv(Model& model, std::vector<nb::object> pools, const std::string& type,
+// Changes nothing if it throws.
+void set_kv(Model& model, std::vector<KvArray> pools, const std::string& type,
             int64_t block_size) {
   const std::vector<AttentionPart*>& attentions = model.stack.attentions();
   require(pools.size() == attentions.size(), "one KV array a layer");
-  require(block_size > 0 && block_size % pdserve::kLanes == 0,
-          "the block size must be a multiple of 16");
-  model.pools.clear();
-  model.num_blocks.clear();
+  std::vector<pdserve::KvLayer> layers;
+  std::vector<int64_t> num_blocks;
   for (size_t i = 0; i < pools.size(); ++i) {
-    auto pool = nb::cast<nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(pools[i]);
-    pdserve::KvLayer& kv = attentions[i]->kv;
-    kv.data = pool.data();
-    kv.type = kv_type(type);
-    kv.block_size = block_size;
-    kv.kv_heads = attentions[i]->kv_heads;
-    kv.head_dim = attentions[i]->head_dim;
-    kv.latent = attentions[i]->latent;
-    kv.block_bytes = static_cast<int64_t>(pool.shape(1));
-    require(kv.block_bytes == pdserve::kv_block_bytes(kv), "blocks of another size");
-    model.num_blocks.push_back(static_cast<int64_t>(pool.shape(0)));
+    const AttentionPart& attention = *attentions[i];
+    layers.push_back(kv_layer(pools[i].data(), static_cast<int64_t>(pools[i].shape(1)), type,
+                              attention.kv_heads, block_size, attention.head_dim,
+                              attention.latent));
+    const auto group = static_cast<size_t>(attention.group);
+    if (num_blocks.size() <= group) num_blocks.resize(group + 1, INT64_MAX);
+    num_blocks[group] = std::min(num_blocks[group], static_cast<int64_t>(pools[i].shape(0)));
   }
+  for (size_t i = 0; i < layers.size(); ++i) attentions[i]->kv = layers[i];
   model.pools = std::move(pools);
+  model.num_blocks = std::move(num_blocks);
+  model.block_size = block_size;
 }
 
 // Everything that is used as an index is in range: a wrong plan raises instead of corrupting.
-void check(const Model& model, const pdserve::StepBatch& batch, size_t num_outputs) {
+void check(const Model& model, const pdserve::StepBatch& batch) {
   const Stack& stack = model.stack;
-  const std::vector<AttentionPart*>& attentions = stack.attentions();
-  const int64_t block_size = attentions.front()->kv.block_size;
+  const int64_t block_size = model.block_size;
   for (int64_t t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < stack.embedding.rows, "token id");
     require(batch.positions[t] >= 0, "position");
@@ -101,17 +103,15 @@ void check(const Model& model, const pdserve::StepBatch& batch, size_t num_outpu
     require(tokens > 0 && batch.kv_lens[r] >= tokens, "a row's tokens and keys");
     longest = std::max(longest, batch.kv_lens[r]);
   }
-  for (size_t i = 0; i < num_outputs; ++i) {
+  // The places of a step hold a row for each token.
+  require(batch.num_outputs <= batch.tokens, "more outputs than tokens");
+  for (int64_t i = 0; i < batch.num_outputs; ++i) {
     require(batch.outputs[i] >= 0 && batch.outputs[i] < batch.tokens, "logit_tokens");
   }
-  for (const AttentionPart* attention : attentions) {
-    require(attention->group < static_cast<int64_t>(batch.groups.size()), "a group is missing");
-  }
+  require(batch.groups.size() == model.num_blocks.size(), "tables and slots for each group");
   for (size_t g = 0; g < batch.groups.size(); ++g) {
-    int64_t blocks = 0;
-    for (size_t n = 0; n < attentions.size(); ++n) {
-      if (attentions[n]->group == static_cast<int64_t>(g)) blocks = model.num_blocks[n];
-    }
+    const int64_t blocks = model.num_blocks[g];
+    if (blocks == INT64_MAX) continue;  // no layer has this group
     const pdserve::StepGroup& group = batch.groups[g];
     require(group.width * block_size >= longest, "a block table is too narrow");
     for (int64_t i = 0; i < batch.rows * group.width; ++i) {
@@ -153,7 +153,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> forward(Model& model, Ids token_ids, 
   batch.outputs = outputs.data();
   size_t count = kv_only ? 0 : outputs.shape(0);
   batch.num_outputs = static_cast<int64_t>(count);
-  check(model, batch, count);
+  check(model, batch);
   size_t hidden = static_cast<size_t>(model.stack.hidden());
   auto out = std::make_unique<float[]>(count * hidden + 1);
   {
@@ -165,7 +165,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> forward(Model& model, Ids token_ids, 
   return {data, {count, hidden}, owner};
 }
 
-void logits(Model& model, Table hidden, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+void logits(Model& model, Table hidden, Array<float, 2> out) {
   require(model.stack.complete(), "the head is not set");
   require(static_cast<int64_t>(hidden.shape(1)) == model.stack.hidden(), "hidden size");
   require(out.shape(0) == hidden.shape(0), "a row of logits for each hidden state");
@@ -195,17 +195,24 @@ void bind_stack(nb::module_& m) {
       .def("set_rope", &set_rope, nb::arg("index"), nb::arg("cos"), nb::arg("sin"),
            "Table `index` of cosines and sines, float32 [positions, half]; may be set again, longer.")
       .def("add_layer", &add_layer, nb::arg("parts"),
-           "The next layer: (kind, fields) of each of its parts, in the order of a row's way. A row's\n"
-           "value is the residual stream at first, and each part makes the next value of it:\n"
-           "norm: weight [values], eps. layer_norm: the same, bias [values] or None. linear: matrices,\n"
-           "side by side; bias [outputs] or None. head_norm: weight [head_dim], eps, begin (a value of\n"
-           "the row), heads. rope: table, heads (from the first), head_dim. attention, of q, k and v:\n"
-           "heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0: all), group. gate, of gate\n"
-           "and up: activation. activate: activation. scale: factor. hold: keeps the value, which is\n"
-           "the stream again. experts: router [experts, values] in a list, behind it a shared expert's\n"
-           "gate [1, values] if it has one; correction [experts] or None; gates, ups, downs: a matrix\n"
-           "an expert; shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale,\n"
-           "groups, kept_groups, group_best; activation. add: to the stream; held: 1 if what is held is added, too.\n"
+           "The next layer: (kind, fields) of each of its parts, in the order of a row's way. A\n"
+           "row's value is the residual stream at first, and each part makes the next value of it:\n"
+           "norm: weight [values], eps. layer_norm: the same, bias [values] or None.\n"
+           "linear: matrices, side by side; bias [outputs] or None. reorder: order int64 [values].\n"
+           "head_norm: weight [head_dim], eps, begin (a value of the row), heads.\n"
+           "rope, before attention: table, heads, head_dim, begin.\n"
+           "head_linear: matrices, one a head; kept, values of each head that stay before its outputs.\n"
+           "attention, of q, k and v: heads, kv_heads, head_dim, scale, soft_cap (0: none), window (0:\n"
+           "all), group (of block tables), sinks [heads] or None, latent: 0, or how many values at the\n"
+           "end of a key are its value, and there is no v.\n"
+           "gate, of gate and up: activation. activate: activation. scale: factor.\n"
+           "experts: router [experts, values] in a list, behind it a shared expert's gate [1, values]\n"
+           "if it has one; bias and correction [experts] or None; gates, ups, downs: a matrix an\n"
+           "expert; gate_up_biases [experts, outputs] and down_biases [experts, values] or None;\n"
+           "shared: gate, up and down, or nothing; top_k, sigmoid, normalized, scale, groups,\n"
+           "kept_groups, group_best; activation.\n"
+           "hold, behind attention: keeps the value, which is the stream again.\n"
+           "add: to the stream; held: 1 if what is held is added, too.\n"
            "ValueError names the part that has wrong fields or does not fit the one before it.")
       .def("set_head",
            [](Model& model, const std::pair<std::string, nb::dict>& norm, const Matrix& matrix,
@@ -218,8 +225,9 @@ void bind_stack(nb::module_& m) {
            nb::arg("norm"), nb::arg("matrix"), nb::arg("bias") = nb::none(),
            "After all layers. norm: (kind, fields) of a norm; matrix, bias [vocabulary] or None: of\n"
            "the logits.")
-      .def("set_kv", &set_kv, nb::arg("pools"), nb::arg("dtype"), nb::arg("block_size"),
-           "pools: a layer's blocks as uint8 [blocks, bytes], one a layer; kept alive here.")
+      .def("set_kv", &set_kv, array("pools"), nb::arg("dtype"), nb::arg("block_size"),
+           "pools: a layer's blocks as uint8 [blocks, bytes], one a layer; kept alive here.\n"
+           "ValueError for sizes that do not fit the layers.")
       .def("forward", &forward, nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),
            nb::arg("kv_lens"), nb::arg("block_tables"), nb::arg("slots"), nb::arg("outputs"),
            nb::arg("kv_only"),
@@ -228,6 +236,6 @@ void bind_stack(nb::module_& m) {
       .def_prop_ro("shares", [](const Model& model) { return model.stack.shares(); },
                    "How many threads took rows of their own through all layers in the last step;\n"
                    "0: the threads shared every operation.")
-      .def("logits", &logits, nb::arg("hidden"), nb::arg("out"),
+      .def("logits", &logits, nb::arg("hidden"), array("out"),
            "Writes the logits of hidden states float32 [n, hidden] to out [n, vocabulary].");
 }

@@ -5,21 +5,15 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 
+#include "base/require.h"
 #include "decoder/groups.h"
 
 namespace pdserve {
 namespace {
 
-constexpr int64_t kMostRows = 256;       // in one piece: bounds the scratch
-constexpr int64_t kMostExperts = 4096;
-constexpr float kLeastSum = 1e-20f;      // what normalized weights are divided by at least
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
-}
+constexpr float kLeastSum = 1e-20f;  // what normalized weights are divided by at least
 
 void scores_of(const Kernels& kernels, const Routing& routing, int64_t experts,
                const float* logits, float* scores) {
@@ -34,11 +28,11 @@ void scores_of(const Kernels& kernels, const Routing& routing, int64_t experts,
   for (int64_t i = 0; i < experts; ++i) scores[i] /= sum;
 }
 
-// Index of the largest rank that is not taken, of equal ones the first; NaN is below all others.
-int64_t best_of(const float* ranks, const bool* taken, int64_t count) {
+// Index of the largest rank whose `taken` is 0, of equal ones the first; NaN is below all others.
+int64_t best_of(const float* ranks, const float* taken, int64_t count) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; ++i) {
-    if (taken && taken[i]) continue;
+    if (taken && taken[i] != 0) continue;
     if (best < 0 || ranks[i] > ranks[best] || (std::isnan(ranks[best]) && !std::isnan(ranks[i]))) {
       best = i;
     }
@@ -76,7 +70,6 @@ void check_expert(const Expert& expert, int64_t values, int64_t size, const char
 }  // namespace
 
 void check_routing(const Routing& routing, int64_t experts) {
-  require(experts <= kMostExperts, "more than " + std::to_string(kMostExperts) + " experts");
   require(routing.top_k >= 1 && routing.top_k <= experts, "top_k must be 1 to the experts");
   require(routing.groups >= 1 && experts % routing.groups == 0,
           "experts must be a multiple of groups");
@@ -90,40 +83,34 @@ void check_routing(const Routing& routing, int64_t experts) {
 
 void choose_experts(const Kernels& kernels, const Routing& routing, int64_t experts,
                     const float* logits, const float* correction, float* scratch, Choice* chosen) {
-  float *scores = scratch, *ranks = scratch + experts, *qualities = ranks + experts;
+  float *scores = scratch, *ranks = scores + experts, *taken = ranks + experts;
+  float *qualities = taken + experts, *kept = qualities + routing.groups;
   scores_of(kernels, routing, experts, logits, scores);
   for (int64_t i = 0; i < experts; ++i) ranks[i] = scores[i] + (correction ? correction[i] : 0);
-  bool taken[kMostExperts] = {};
+  std::fill_n(taken, experts, 0.0f);
   if (routing.groups > 1) {
     const int64_t size = experts / routing.groups;
-    bool kept[kMostExperts] = {};
+    std::fill_n(kept, routing.groups, 0.0f);
     for (int64_t g = 0; g < routing.groups; ++g) {
       qualities[g] = quality(ranks + g * size, size, routing.group_best);
     }
     for (int64_t n = 0; n < routing.kept_groups; ++n) {
-      kept[best_of(qualities, kept, routing.groups)] = true;
+      kept[best_of(qualities, kept, routing.groups)] = 1;
     }
-    for (int64_t i = 0; i < experts; ++i) taken[i] = !kept[i / size];
+    for (int64_t i = 0; i < experts; ++i) taken[i] = 1 - kept[i / size];
   }
   float sum = 0;
   for (int64_t k = 0; k < routing.top_k; ++k) {
     const int64_t best = best_of(ranks, taken, experts);
     chosen[k] = {best, scores[best]};
     sum += scores[best];
-    taken[best] = true;
+    taken[best] = 1;
   }
   for (int64_t k = 0; k < routing.top_k; ++k) {
     if (routing.normalized) chosen[k].weight /= sum + kLeastSum;
     chosen[k].weight *= routing.scale;
   }
 }
-
-struct ExpertsPart::Scratch {
-  Buffer<float> logits, choosing, inputs, products, middles, results, shared;
-  Buffer<uint8_t> rows, slots, middle;  // encodings
-  Buffer<Choice> chosen;
-  Buffer<int64_t> begins, slot_of, row_of;
-};
 
 ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> bias,
                          std::vector<float> correction, std::vector<Expert> experts,
@@ -145,7 +132,8 @@ ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> bias,
   require(router_.size() == 1 || (router_[1].rows == 1 && router_[1].cols == values_),
           "the shared expert's gate must be one row");
   for (const Matrix& matrix : router_) {
-    require(encoding_of(matrix) == kFloat, "the router must be of float32 or float16");
+    require(matrix.layout == Layout::kF32 || matrix.layout == Layout::kF16,
+            "the router must be of float32 or float16");
   }
   require(bias_.empty() || static_cast<int64_t>(bias_.size()) == count,
           "bias must have one value an expert");
@@ -157,6 +145,17 @@ ExpertsPart::ExpertsPart(std::vector<Matrix> router, std::vector<float> bias,
     check_expert(expert, values_, experts_[0].gate.rows, "an expert");
   }
   if (!shared_.empty()) check_expert(shared_[0], values_, shared_[0].gate.rows, "the shared expert");
+  const auto note = [&](const std::vector<Expert>& some, uint32_t& middle_needs) {
+    for (const Expert& expert : some) {
+      for (const Matrix* matrix : {&expert.gate, &expert.up}) {
+        needs_ |= encoding_of(*matrix);
+        reads_floats_ |= encoding_of(*matrix) == kFloat;
+      }
+      middle_needs |= encoding_of(expert.down);
+    }
+  };
+  note(experts_, middle_needs_);
+  note(shared_, shared_middle_needs_);
 }
 
 int64_t ExpertsPart::fit(int64_t inputs) {
@@ -165,47 +164,84 @@ int64_t ExpertsPart::fit(int64_t inputs) {
   return inputs;
 }
 
-int64_t ExpertsPart::products() const {
-  const auto cost = [&](const Expert& expert) { return 3 * expert.gate.rows * values_; };
-  const auto count = static_cast<int64_t>(experts_.size());
-  return values_ * count + routing_.top_k * cost(experts_[0]) +
-         (shared_.empty() ? 0 : cost(shared_[0]));
+// What the router says.
+void ExpertsPart::route(const Step& step, Piece& piece) const {
+  const Matrix* routers[] = {&router_.front(), &router_.back()};
+  piece.logits = step.scratch.logits.at_least(piece.rows * router_outputs());
+  Activations plain;
+  plain.rows = piece.rows;
+  plain.cols = values_;
+  plain.f32 = piece.x;
+  run_linear(step.pool, step.kernels, routers, has_gate() ? 2 : 1, plain, piece.logits,
+             router_outputs(), bias_.empty() ? nullptr : bias_.data());
 }
 
-namespace {
-
-// What the first products of the experts read: the mask of encodings, and whether some of them
-// read the floats themselves.
-struct Reads {
-  uint32_t needs = kFloat;
-  bool floats = false;
-};
-
-void note(const std::vector<Expert>& experts, Reads& reads) {
-  for (const Expert& expert : experts) {
-    for (const Matrix* matrix : {&expert.gate, &expert.up}) {
-      reads.needs |= encoding_of(*matrix);
-      reads.floats |= encoding_of(*matrix) == kFloat;
+// Each row's experts, in their order.
+void ExpertsPart::choose(const Step& step, Piece& piece) const {
+  const int64_t k = routing_.top_k, floats = choosing_floats(routing_, count());
+  const int64_t ranges = ceil_div(piece.rows, kRowsPerPiece);
+  float* choosing = step.scratch.choosing.at_least(ranges * floats);
+  piece.chosen = step.scratch.chosen.at_least(piece.slots);
+  const float* correction = correction_.empty() ? nullptr : correction_.data();
+  const Rows rows{0, piece.rows, false};
+  each_range(step.pool, rows, k * count(), [&](int64_t begin, int64_t end) {
+    float* scratch = choosing + begin / kRowsPerPiece * floats;
+    for (int64_t row = begin; row < end; ++row) {
+      Choice* own = piece.chosen + row * k;
+      choose_experts(step.kernels, routing_, count(), piece.logits + row * router_outputs(),
+                     correction, scratch, own);
+      std::sort(own, own + k, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
     }
+  });
+}
+
+void ExpertsPart::assign_slots(const Step& step, Piece& piece) const {
+  int64_t* begins = step.scratch.begins.at_least(2 * count() + 1);
+  int64_t* next = begins + count() + 1;
+  piece.begins = begins;
+  piece.slot_of = step.scratch.slot_of.at_least(piece.slots);
+  piece.row_of = step.scratch.row_of.at_least(piece.slots);
+  std::fill_n(begins, count() + 1, 0);
+  for (int64_t i = 0; i < piece.slots; ++i) ++begins[piece.chosen[i].expert + 1];
+  std::partial_sum(begins, begins + count() + 1, begins);
+  std::copy_n(begins, count(), next);
+  for (int64_t i = 0; i < piece.slots; ++i) {
+    piece.slot_of[i] = next[piece.chosen[i].expert]++;
+    piece.row_of[piece.slot_of[i]] = i / routing_.top_k;
   }
 }
 
-}  // namespace
+// Rows are encoded once, and copied to their slots.
+void ExpertsPart::encode_inputs(const Step& step, Piece& piece) const {
+  GroupScratch& scratch = step.scratch;
+  const Rows rows{0, piece.rows, false}, slots{0, piece.slots, false};
+  float* inputs = reads_floats_ ? scratch.inputs.at_least(piece.slots * values_) : nullptr;
+  piece.all = activations_of(piece.rows, values_, needs_, piece.x, scratch.row_encodings);
+  piece.in = activations_of(piece.slots, values_, needs_, inputs, scratch.encodings);
+  each_row(step.pool, rows, values_, [&](int64_t row) {
+    step.kernels.encode(piece.all, row, row + 1);
+  });
+  each_row(step.pool, slots, values_, [&](int64_t slot) {
+    const int64_t row = piece.row_of[slot];
+    if (inputs) std::copy_n(piece.x + row * values_, values_, inputs + slot * values_);
+    copy_encodings(piece.all, row, piece.in, slot);
+  });
+}
 
 void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
-                          const int64_t* begins, const Activations& in, Scratch& scratch,
+                          uint32_t middle_needs, const int64_t* begins, const Activations& in,
                           float* results) const {
+  GroupScratch& scratch = step.scratch;
   const int64_t slots = in.rows, size = experts[0].gate.rows;
-  uint32_t needs = kFloat;
-  for (const Expert& expert : experts) needs |= encoding_of(expert.down);
   float* products = scratch.products.at_least(slots * 2 * size);
   float* middles = scratch.middles.at_least(slots * size);
-  const Activations middle = activations_of(slots, size, needs, middles, scratch.middle);
+  const Activations middle =
+      activations_of(slots, size, middle_needs, middles, scratch.middle_encodings);
   multiply_groups(
       step, experts.size(), begins, in, products, 2 * size,
       [&](size_t e) { return std::array<const Matrix*, 2>{&experts[e].gate, &experts[e].up}; },
       [&](size_t e) -> const std::vector<float>& { return experts[e].gate_up_bias; });
-  spread_rows(step.pool, slots, size, [&](int64_t slot) {
+  each_row(step.pool, Rows{0, slots, false}, size, [&](int64_t slot) {
     const float* gate = products + slot * 2 * size;
     step.kernels.gated(gate, gate + size, activation_, size, middles + slot * size);
     step.kernels.encode(middle, slot, slot + 1);
@@ -216,91 +252,52 @@ void ExpertsPart::compute(const Step& step, const std::vector<Expert>& experts,
       [&](size_t e) -> const std::vector<float>& { return experts[e].down_bias; });
 }
 
-void ExpertsPart::piece(const Step& step, int64_t rows, const float* x, float* y,
-                        Scratch& scratch) const {
-  const auto experts = static_cast<int64_t>(experts_.size());
-  const int64_t k = routing_.top_k, slots = rows * k;
+void ExpertsPart::compute_experts(const Step& step, Piece& piece) const {
+  float* results = step.scratch.results.at_least(piece.slots * values_);
+  compute(step, experts_, middle_needs_, piece.begins, piece.in, results);
+  piece.results = results;
+  if (shared_.empty()) return;
+  float* shared = step.scratch.shared.at_least(piece.rows * values_);
+  const int64_t whole[] = {0, piece.rows};
+  compute(step, shared_, shared_middle_needs_, whole, piece.all, shared);
+  piece.shared = shared;
+}
 
-  // What the router says.
-  const bool has_gate = router_.size() == 2;
-  const int64_t outputs = experts + has_gate;
-  const Matrix* routers[] = {&router_.front(), &router_.back()};
-  float* logits = scratch.logits.at_least(rows * outputs);
-  Activations plain;
-  plain.rows = rows;
-  plain.cols = values_;
-  plain.f32 = x;
-  run_linear(step.pool, step.kernels, routers, has_gate ? 2 : 1, plain, logits, outputs,
-             bias_.empty() ? nullptr : bias_.data());
-
-  // Each row's choices in the order of the experts. A slot is a row at one of its experts; slots
-  // are in the order of experts, then of rows.
-  float* choosing = scratch.choosing.at_least(2 * experts + routing_.groups);
-  Choice* chosen = scratch.chosen.at_least(slots);
-  int64_t* begins = scratch.begins.at_least(2 * experts + 1);
-  int64_t* next = begins + experts + 1;
-  int64_t* slot_of = scratch.slot_of.at_least(slots);
-  int64_t* row_of = scratch.row_of.at_least(slots);
-  std::fill_n(begins, experts + 1, 0);
-  for (int64_t row = 0; row < rows; ++row) {
-    Choice* own = chosen + row * k;
-    choose_experts(step.kernels, routing_, experts, logits + row * outputs,
-                   correction_.empty() ? nullptr : correction_.data(), choosing, own);
-    std::sort(own, own + k, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
-    for (int64_t i = 0; i < k; ++i) ++begins[own[i].expert + 1];
-  }
-  std::partial_sum(begins, begins + experts + 1, begins);
-  std::copy_n(begins, experts, next);
-  for (int64_t i = 0; i < slots; ++i) {
-    slot_of[i] = next[chosen[i].expert]++;
-    row_of[slot_of[i]] = i / k;
-  }
-
-  // Rows are encoded once, and copied to their slots.
-  Reads reads;
-  note(experts_, reads);
-  note(shared_, reads);
-  const Activations all = activations_of(rows, values_, reads.needs, x, scratch.rows);
-  spread_rows(step.pool, rows, values_, [&](int64_t row) { step.kernels.encode(all, row, row + 1); });
-  float* inputs = reads.floats ? scratch.inputs.at_least(slots * values_) : nullptr;
-  const Activations in = activations_of(slots, values_, reads.needs, inputs, scratch.slots);
-  spread_rows(step.pool, slots, values_, [&](int64_t slot) {
-    if (inputs) std::copy_n(x + row_of[slot] * values_, values_, inputs + slot * values_);
-    copy_encodings(all, row_of[slot], in, slot);
-  });
-
-  float* results = scratch.results.at_least(slots * values_);
-  compute(step, experts_, begins, in, scratch, results);
-  float* shared = nullptr;
-  if (!shared_.empty()) {
-    shared = scratch.shared.at_least(rows * values_);
-    const int64_t whole[] = {0, rows};
-    compute(step, shared_, whole, all, scratch, shared);
-  }
-  spread_rows(step.pool, rows, k * values_, [&](int64_t row) {
-    float* to = y + row * values_;
+// The weighted results of a row's experts, in their order, then of the shared one.
+void ExpertsPart::add_results(const Step& step, const Piece& piece) const {
+  const int64_t k = routing_.top_k;
+  each_row(step.pool, Rows{0, piece.rows, false}, k * values_, [&](int64_t row) {
+    float* to = piece.y + row * values_;
     std::fill_n(to, values_, 0.0f);
     const auto add = [&](const float* from, float weight) {
       for (int64_t c = 0; c < values_; ++c) to[c] += weight * from[c];
     };
     for (int64_t i = row * k; i < (row + 1) * k; ++i) {
-      add(results + slot_of[i] * values_, chosen[i].weight);
+      add(piece.results + piece.slot_of[i] * values_, piece.chosen[i].weight);
     }
-    if (!shared) return;
+    if (!piece.shared) return;
     float weight = 1;
-    if (has_gate) {
-      weight = logits[row * outputs + experts];
+    if (has_gate()) {
+      weight = piece.logits[row * router_outputs() + count()];
       step.kernels.sigmoid(&weight, 1);
     }
-    add(shared + row * values_, weight);
+    add(piece.shared + row * values_, weight);
   });
 }
 
 void ExpertsPart::together(const Step& step, const Rows& rows, const float* x, float* y) const {
-  static thread_local Scratch scratch;  // of whoever runs steps
-  for (int64_t row = 0; row < rows.count; row += kMostRows) {
-    piece(step, std::min(kMostRows, rows.count - row), x + row * values_, y + row * values_,
-          scratch);
+  for (int64_t row = 0; row < rows.count; row += kMostGroupRows) {
+    Piece piece{};
+    piece.rows = std::min(kMostGroupRows, rows.count - row);
+    piece.slots = piece.rows * routing_.top_k;
+    piece.x = x + row * values_;
+    piece.y = y + row * values_;
+    route(step, piece);
+    choose(step, piece);
+    assign_slots(step, piece);
+    encode_inputs(step, piece);
+    compute_experts(step, piece);
+    add_results(step, piece);
   }
 }
 

@@ -28,8 +28,13 @@ struct Choice {
   float weight;
 };
 
+// Floats of scratch for choose_experts.
+inline int64_t choosing_floats(const Routing& routing, int64_t experts) {
+  return 3 * experts + 2 * routing.groups;
+}
+
 // The top_k experts of one row, all different, best first, by its router logits [experts];
-// correction [experts] or null. scratch: 2 * experts + groups floats.
+// correction [experts] or null.
 void choose_experts(const Kernels& kernels, const Routing& routing, int64_t experts,
                     const float* logits, const float* correction, float* scratch, Choice* chosen);
 
@@ -57,16 +62,37 @@ class ExpertsPart : public Part {
   bool ends_pass() const override { return true; }
   bool wants_all_rows() const override { return true; }
   void together(const Step& step, const Rows& rows, const float* x, float* y) const override;
-  int64_t products() const override;
 
  private:
-  struct Scratch;
+  // Some rows x, which become y, and what is known of them so far, in the step's scratch. A slot is
+  // a row at one of its experts; slots are in the order of experts, then of rows.
+  struct Piece {
+    int64_t rows, slots;
+    const float* x;
+    float* y;
+    float* logits = nullptr;          // [rows, router outputs]
+    Choice* chosen = nullptr;         // [rows, top_k], in the order of experts
+    int64_t* begins = nullptr;        // [experts + 1], the first slot of each
+    int64_t* slot_of = nullptr;       // [rows, top_k]
+    int64_t* row_of = nullptr;        // [slots]
+    Activations all{}, in{};          // inputs of rows, and of slots
+    const float* results = nullptr;   // [slots, values]
+    const float* shared = nullptr;    // [rows, values], or null
+  };
 
-  // Of some rows x, which become y.
-  void piece(const Step& step, int64_t rows, const float* x, float* y, Scratch& scratch) const;
+  int64_t count() const { return static_cast<int64_t>(experts_.size()); }
+  bool has_gate() const { return router_.size() == 2; }
+  int64_t router_outputs() const { return count() + has_gate(); }
+
+  void route(const Step& step, Piece& piece) const;
+  void choose(const Step& step, Piece& piece) const;
+  void assign_slots(const Step& step, Piece& piece) const;
+  void encode_inputs(const Step& step, Piece& piece) const;
+  void compute_experts(const Step& step, Piece& piece) const;
+  void add_results(const Step& step, const Piece& piece) const;
   // Slots [begins[e], begins[e + 1]) of `in` go through expert e: results[slot].
-  void compute(const Step& step, const std::vector<Expert>& experts, const int64_t* begins,
-               const Activations& in, Scratch& scratch, float* results) const;
+  void compute(const Step& step, const std::vector<Expert>& experts, uint32_t middle_needs,
+               const int64_t* begins, const Activations& in, float* results) const;
 
   std::vector<Matrix> router_;
   std::vector<float> bias_;  // of all routers
@@ -75,6 +101,9 @@ class ExpertsPart : public Part {
   Routing routing_;
   Activation activation_;
   int64_t values_ = 0;
+  uint32_t needs_ = kFloat;      // encodings of inputs
+  bool reads_floats_ = false;    // an expert's first products read the floats themselves
+  uint32_t middle_needs_ = kFloat, shared_middle_needs_ = kFloat;  // of what `down` multiplies
 };
 
 }  // namespace pdserve

@@ -10,20 +10,23 @@
 
 namespace pdserve {
 
-// body(row) for every row of so many values, some at a time.
-template <class Body>
-void spread_rows(Pool& pool, int64_t rows, int64_t values, const Body& body) {
-  constexpr int64_t kRowsPerPiece = 4;
-  constexpr int64_t kInline = 16384;  // values below which rows are not worth waking helpers for
-  if (rows * values <= kInline) {
-    for (int64_t row = 0; row < rows; ++row) body(row);
-    return;
-  }
-  pool.run(ceil_div(rows, kRowsPerPiece), [&](int64_t piece, int) {
-    const int64_t end = std::min(rows, (piece + 1) * kRowsPerPiece);
-    for (int64_t row = piece * kRowsPerPiece; row < end; ++row) body(row);
-  });
-}
+constexpr int64_t kMostGroupRows = 256;  // in one piece of work: bounds the scratch
+
+struct Choice;  // of an expert: experts.h
+
+// Memory of products in groups. A stack owns one for all its layers; what is in it is gone with the
+// next part. A slot is a row in one of its groups.
+struct GroupScratch {
+  Buffer<int64_t> begins;     // the first slot of each group
+  Buffer<float> inputs, products;
+  Buffer<uint8_t> encodings;  // of the slots' inputs
+
+  // Of experts only.
+  Buffer<float> logits, choosing, middles, results, shared;
+  Buffer<uint8_t> row_encodings, middle_encodings;
+  Buffer<Choice> chosen;
+  Buffer<int64_t> slot_of, row_of;
+};
 
 // Rows of values [rows, cols] with memory for their encodings.
 inline Activations activations_of(int64_t rows, int64_t cols, uint32_t needs, const float* values,
@@ -37,38 +40,55 @@ inline Activations activations_of(int64_t rows, int64_t cols, uint32_t needs, co
   return made;
 }
 
-// y[slot] = x[slot] times the matrices of its group, whose slots are [begins[g], begins[g + 1]). The
-// tiles of all groups that have slots are numbered through and divided over the threads.
+// Tiles of one group.
+struct TileRange {
+  int64_t begin, end;
+};
+
+// The tiles that cost from `begin` to `end`, counted from the group's first, if one costs so much.
+// Tiles are read four at a time: where ranges meet, both are rounded alike.
+inline TileRange tiles_between(int64_t begin, int64_t end, int64_t tile_cost, int64_t tiles) {
+  const auto at = [&](int64_t cost) {
+    return std::min(tiles, round_up(ceil_div(std::max<int64_t>(0, cost), tile_cost), 4));
+  };
+  return {at(begin), at(end)};
+}
+
+// y[slot] = x[slot] times the matrices of its group, whose slots are [begins[g], begins[g + 1]).
+// The tiles of all groups that have slots, one behind the other, are cut into pieces of like cost.
 template <class MatricesOf, class BiasOf>
 void multiply_groups(const Step& step, size_t groups, const int64_t* begins, const Activations& x,
                      float* y, int64_t stride, const MatricesOf& matrices_of,
                      const BiasOf& bias_of) {
-  constexpr int64_t kPiecesPerThread = 4;  // groups have unlike many rows
+  constexpr int64_t kPiecesPerThread = 4;
+  constexpr int64_t kReading = 4;  // of a tile, which takes as long as so many products with it
+  const auto tiles_of = [&](size_t g) {
+    const auto matrices = matrices_of(g);
+    return total_tiles(matrices.data(), static_cast<int>(matrices.size()));
+  };
+  const auto tile_cost = [&](size_t g) { return begins[g + 1] - begins[g] + kReading; };
   int64_t total = 0;
   for (size_t g = 0; g < groups; ++g) {
-    const auto matrices = matrices_of(g);
-    if (begins[g] < begins[g + 1]) {
-      total += total_tiles(matrices.data(), static_cast<int>(matrices.size()));
-    }
+    if (begins[g] < begins[g + 1]) total += tiles_of(g) * tile_cost(g);
   }
-  const int64_t wanted = step.pool.threads() * kPiecesPerThread;
-  const int64_t size = round_up(ceil_div(total, wanted), 4);  // tiles are read four at a time
+  if (total == 0) return;
+  const int64_t size = ceil_div(total, step.pool.threads() * kPiecesPerThread);
   step.pool.run(ceil_div(total, size), [&](int64_t piece, int) {
-    int64_t begin = piece * size, end = std::min(total, begin + size);
+    int64_t begin = piece * size, end = begin + size;
     for (size_t g = 0; g < groups && end > 0; ++g) {  // begin and end are relative to group g
       const int64_t first = begins[g], count = begins[g + 1] - first;
       if (count == 0) continue;
-      const auto matrices = matrices_of(g);
-      const int num = static_cast<int>(matrices.size());
-      const int64_t tiles = total_tiles(matrices.data(), num);
-      const std::vector<float>& bias = bias_of(g);
-      if (begin < tiles) {
-        linear_here(step.kernels, matrices.data(), num, rows_of(x, first, count),
-                    std::max<int64_t>(0, begin), std::min(tiles, end), y + first * stride, stride,
+      const int64_t tiles = tiles_of(g), cost = tile_cost(g);
+      const TileRange range = tiles_between(begin, end, cost, tiles);
+      if (range.begin < range.end) {
+        const auto matrices = matrices_of(g);
+        const std::vector<float>& bias = bias_of(g);
+        linear_here(step.kernels, matrices.data(), static_cast<int>(matrices.size()),
+                    rows_of(x, first, count), range.begin, range.end, y + first * stride, stride,
                     bias.empty() ? nullptr : bias.data());
       }
-      begin -= tiles;
-      end -= tiles;
+      begin -= tiles * cost;
+      end -= tiles * cost;
     }
   });
 }

@@ -2,27 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 #include <string>
 
+#include "base/require.h"
 #include "decoder/groups.h"
 
 namespace pdserve {
-namespace {
-
-constexpr int64_t kMostRows = 256;  // at a time: bounds the scratch
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
-}
-
-struct Scratch {
-  Buffer<float> inputs, products;
-  Buffer<uint8_t> encodings;
-  std::vector<int64_t> begins;
-};
-
-}  // namespace
 
 HeadLinearPart::HeadLinearPart(std::vector<Matrix> matrices, int64_t kept)
     : matrices_(std::move(matrices)), kept_(kept) {
@@ -45,31 +30,29 @@ int64_t HeadLinearPart::fit(int64_t inputs) {
 
 void HeadLinearPart::together(const Step& step, const Rows& rows, const float* x,
                               float* y) const {
-  static thread_local Scratch scratch;  // of the thread that steps: all rows come at once
+  GroupScratch& scratch = step.scratch;
   static const std::vector<float> kNoBias;
-  for (int64_t begin = 0; begin < rows.count; begin += kMostRows) {
-    const int64_t count = std::min(kMostRows, rows.count - begin), slots = heads_ * count;
+  for (int64_t begin = 0; begin < rows.count; begin += kMostGroupRows) {
+    const int64_t count = std::min(kMostGroupRows, rows.count - begin), slots = heads_ * count;
     const float* from = x + begin * inputs();
     float* to = y + begin * outputs();
     // A slot is a head of a row; slots are in the order of heads, then of rows.
     float* in = scratch.inputs.at_least(slots * cols_);
     float* out = scratch.products.at_least(slots * rows_);
-    scratch.begins.resize(static_cast<size_t>(heads_) + 1);
-    for (int64_t head = 0; head <= heads_; ++head) {
-      scratch.begins[static_cast<size_t>(head)] = head * count;
-    }
+    int64_t* begins = scratch.begins.at_least(heads_ + 1);
+    for (int64_t head = 0; head <= heads_; ++head) begins[head] = head * count;
     const Activations made = activations_of(slots, cols_, needs_, in, scratch.encodings);
-    spread_rows(step.pool, slots, cols_, [&](int64_t slot) {
+    each_row(step.pool, Rows{0, slots, false}, cols_, [&](int64_t slot) {
       const int64_t head = slot / count, row = slot % count;
       const float* at = from + row * inputs() + head * (kept_ + cols_) + kept_;
       std::copy_n(at, cols_, in + slot * cols_);
       step.kernels.encode(made, slot, slot + 1);
     });
     multiply_groups(
-        step, matrices_.size(), scratch.begins.data(), made, out, rows_,
+        step, matrices_.size(), begins, made, out, rows_,
         [&](size_t head) { return std::array<const Matrix*, 1>{&matrices_[head]}; },
         [&](size_t) -> const std::vector<float>& { return kNoBias; });
-    spread_rows(step.pool, count, outputs(), [&](int64_t row) {
+    each_row(step.pool, Rows{0, count, false}, outputs(), [&](int64_t row) {
       const float* old = from + row * inputs();
       float* made_row = to + row * outputs();
       for (int64_t head = 0; head < heads_; ++head) {

@@ -20,7 +20,6 @@ class HeadLinearPart : public Part {
   bool ends_pass() const override { return true; }
   void together(const Step& step, const Rows& rows, const float* x, float* y) const override;
   bool wants_all_rows() const override { return true; }  // the threads share the heads
-  int64_t products() const override { return heads_ * rows_ * cols_; }
 
  private:
   int64_t inputs() const { return heads_ * (kept_ + cols_) + rest_; }

@@ -4,6 +4,7 @@
 // next value of it. A result for a row depends on that row alone, but for attention, which reads
 // the keys and values that earlier tokens of the same sequence stored.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "dispatch/table.h"
@@ -31,6 +32,8 @@ struct StepBatch {
   int64_t num_outputs = 0;           // 0: of the last layer only keys and values are computed
 };
 
+struct GroupScratch;
+
 // What parts see of a step beside their own rows.
 struct Step {
   Pool& pool;
@@ -41,6 +44,7 @@ struct Step {
   int64_t hidden;
   uint8_t* encodings;      // [rows, encoding_bytes], where inputs of products are encoded
   int64_t encoding_bytes;
+  GroupScratch& scratch;   // of products in groups, which one part at a time computes
 };
 
 // Rows of the stream that go through parts together: all of them, each operation spread over the
@@ -49,6 +53,29 @@ struct Rows {
   int64_t begin, count;
   bool alone;  // on this thread only
 };
+
+constexpr int64_t kRowsPerPiece = 4;
+
+// body(begin, end) for rows of so many values: for all at once if they are alone, or if they are not
+// worth waking helpers for; else for kRowsPerPiece at a time.
+template <class Body>
+void each_range(Pool& pool, const Rows& rows, int64_t values, const Body& body) {
+  constexpr int64_t kInline = 8192;  // values
+  const int64_t end = rows.begin + rows.count;
+  if (rows.alone || rows.count * values <= kInline) return body(rows.begin, end);
+  pool.run(ceil_div(rows.count, kRowsPerPiece), [&](int64_t piece, int) {
+    const int64_t first = rows.begin + piece * kRowsPerPiece;
+    body(first, std::min(end, first + kRowsPerPiece));
+  });
+}
+
+// body(row) for every row.
+template <class Body>
+void each_row(Pool& pool, const Rows& rows, int64_t values, const Body& body) {
+  each_range(pool, rows, values, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
 
 // Where a part may write its result.
 enum class Writes {
@@ -86,7 +113,8 @@ class Part {
   virtual bool wants_all_rows() const { return false; }
 
   virtual int64_t encoding_bytes() const { return 0; }  // of a row, for Step::encodings
-  virtual int64_t products() const { return 0; }        // multiplications for a row: its cost
+  // Multiplications for a row: its cost. Nobody asks a part that wants all rows.
+  virtual int64_t products() const { return 0; }
 };
 
 }  // namespace pdserve

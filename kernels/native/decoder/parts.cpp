@@ -2,17 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
+#include "base/require.h"
 #include "linear/linear.h"
 
 namespace pdserve {
 namespace {
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
-}
 
 void require_size(const char* what, int64_t has, int64_t wanted) {
   require(has == wanted,

@@ -107,6 +107,9 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
       refuse(layer, n, part, holds ? "it must add what is held" : "nothing is held");
     }
     if (holds && as_attention(part)) refuse(layer, n, part, "it comes before what is held");
+    if (attentions && dynamic_cast<RopePart*>(&part)) {  // positions are those of all tokens
+      refuse(layer, n, part, "it comes behind the attention, where rows are renumbered");
+    }
     holds = hold || (holds && !add);
     if (as_attention(part) && ++attentions > 1) {
       refuse(layer, n, part, "a layer has one attention");

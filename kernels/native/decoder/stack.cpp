@@ -9,8 +9,6 @@
 namespace pdserve {
 namespace {
 
-constexpr int64_t kInline = 8192;  // values below which a job is not worth waking helpers for
-constexpr int64_t kRowsPerPiece = 4;
 // Rows that one thread takes through some parts: fewer read the weights too often, more leave its
 // second cache.
 constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
@@ -49,7 +47,7 @@ void Stack::add_layer(Parts parts) {
 void Stack::set_head(std::unique_ptr<Part> norm, LinearPart head) {
   if (complete()) throw std::invalid_argument("the head is set already");
   if (layers_.empty()) throw std::invalid_argument("the head comes after the layers");
-  if (norm->writes() != Writes::kAnywhere) {
+  if (!dynamic_cast<NormPart*>(norm.get()) && !dynamic_cast<LayerNormPart*>(norm.get())) {
     throw std::invalid_argument(std::string("the last norm: ") + norm->kind() + " is none");
   }
   fit(*norm, "the last norm", hidden_);
@@ -74,19 +72,6 @@ void Stack::run_all(const Segment& segment, const Step& step) {
   });
 }
 
-template <class Body>
-void Stack::each_row(const Rows& rows, int64_t cols, const Body& body) {
-  const int64_t end = rows.begin + rows.count;
-  if (rows.alone || rows.count * cols <= kInline) {
-    for (int64_t row = rows.begin; row < end; ++row) body(row);
-    return;
-  }
-  pool_.run(ceil_div(rows.count, kRowsPerPiece), [&](int64_t piece, int) {
-    const int64_t first = rows.begin + piece * kRowsPerPiece;
-    for (int64_t row = first; row < std::min(end, first + kRowsPerPiece); ++row) body(row);
-  });
-}
-
 // Gives every place its memory before threads write to it: none moves until `keep_outputs`.
 Step Stack::begin_step(const StepBatch& batch, float* hidden) {
   rows_ = batch.tokens;
@@ -97,11 +82,12 @@ Step Stack::begin_step(const StepBatch& batch, float* hidden) {
   uint8_t* encodings = encodings_.at_least(batch.tokens * plan_.encoding_bytes);
   float* stream = places_[kStreamPlace].at;
   float* held = plan_.held ? places_[plan_.held].at : nullptr;
-  return {pool_, kernels_, batch, stream, held, hidden_, encodings, plan_.encoding_bytes};
+  return {pool_, kernels_, batch, stream, held, hidden_, encodings, plan_.encoding_bytes,
+          scratch_};
 }
 
 void Stack::embed(const Step& step) {
-  each_row(Rows{0, rows_, false}, hidden_, [&](int64_t token) {
+  each_row(pool_, Rows{0, rows_, false}, hidden_, [&](int64_t token) {
     float* to = step.stream + token * hidden_;
     kernels_.matrix_row(embedding, step.batch.token_ids[token], to);
     if (embed_scale_ != 1) kernels_.scale(to, embed_scale_, hidden_);
@@ -111,7 +97,7 @@ void Stack::embed(const Step& step) {
 // All passes of a segment on some rows; not its attention.
 void Stack::run(const Segment& segment, const Step& step, const Rows& rows) {
   for (const Pass& pass : segment.passes) {
-    each_row(rows, pass.cols, [&](int64_t row) {
+    each_row(pool_, rows, pass.cols, [&](int64_t row) {
       for (const Op& op : pass.ops) {
         op.part->row(step, rows, row, places_[op.in].row(row), places_[op.out].row(row));
       }
@@ -218,13 +204,14 @@ void Stack::logits(const float* hidden, int64_t rows, float* logits) {
   const int64_t row_bytes = head.encoding_bytes(), vocab = vocabulary();
   uint8_t* encodings = encodings_.at_least(rows * row_bytes);
   const StepBatch none;
-  const Step step{pool_, kernels_, none, nullptr, nullptr, hidden_, encodings, row_bytes};
-  each_row(all, hidden_, [&](int64_t row) {
+  const Step step{pool_, kernels_, none, nullptr, nullptr, hidden_, encodings, row_bytes,
+                  scratch_};
+  each_row(pool_, all, hidden_, [&](int64_t row) {
     head.row(step, all, row, hidden + row * hidden_, nullptr);
   });
   head.together(step, all, hidden, logits);
   if (logit_scale_ == 1 && logit_soft_cap_ == 0) return;
-  each_row(all, vocab, [&](int64_t row) {
+  each_row(pool_, all, vocab, [&](int64_t row) {
     float* at = logits + row * vocab;
     if (logit_scale_ != 1) kernels_.scale(at, logit_scale_, vocab);
     if (logit_soft_cap_ != 0) kernels_.soft_cap(at, logit_soft_cap_, vocab);

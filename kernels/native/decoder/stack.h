@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "base/buffer.h"
+#include "decoder/groups.h"
 #include "decoder/plan.h"
 
 namespace pdserve {
@@ -57,9 +58,6 @@ class Stack {
   };
 
   Step begin_step(const StepBatch& batch, float* hidden);
-  template <class Body>
-  void each_row(const Rows& rows, int64_t cols, const Body& body);
-
   void embed(const Step& step);
   void run_all(const Segment& segment, const Step& step);
   void run(const Segment& segment, const Step& step, const Rows& rows);
@@ -81,6 +79,7 @@ class Stack {
   std::vector<Place> places_;
   Buffer<float> spare_[2];  // changes places with what `keep_outputs` keeps
   Buffer<uint8_t> encodings_;
+  GroupScratch scratch_;
   int64_t shares_ = 0;
   std::vector<Attention> cuts_;  // how each group's attention is cut for this step
 };

@@ -19,7 +19,7 @@ uint16_t half_bits(const uint8_t* p) {
   return value;
 }
 
-constexpr uint32_t kLow = 0x0F0F0F0F, kSigns = 0x80808080;
+constexpr uint32_t kSigns = 0x80808080;
 
 // Byte k of the result is `set` where bit `at` + k of mask is 1.
 uint32_t spread(uint32_t mask, int at, uint32_t set) {
@@ -34,6 +34,7 @@ void read_nibbles(const uint8_t* at, Block& out) {
   for (int j = 0; j < 4; ++j) out.q[j] = word(at + 4 * j);
 }
 
+// IQ4_NL too: its nibbles number other levels.
 void read_q4_0(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 18;
   out.d[0] = half_bits(block);
@@ -52,8 +53,8 @@ void read_five(const uint8_t* at, Block& out) {
   const uint32_t fifth = word(at);
   for (int j = 0; j < 4; ++j) {
     const uint32_t both = word(at + 4 + 4 * j);
-    out.q[j] = (both & kLow) | spread(fifth, 4 * j, 16);
-    out.q[j + 4] = (both >> 4 & kLow) | spread(fifth, 16 + 4 * j, 16);
+    out.q[j] = (both & kLowNibbles) | spread(fifth, 4 * j, 16);
+    out.q[j + 4] = (both >> 4 & kLowNibbles) | spread(fifth, 16 + 4 * j, 16);
   }
 }
 
@@ -139,8 +140,8 @@ void read_q4_k(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* chunk = block + 16 + part / 2 * 32;
   for (int j = 0; j < 4; ++j) {
     const uint32_t first = word(chunk + 4 * j), second = word(chunk + 16 + 4 * j);
-    out.q[j] = part % 2 == 0 ? (first & kLow) | (second & kLow) << 4
-                             : (first >> 4 & kLow) | (second & ~kLow);
+    out.q[j] = part % 2 == 0 ? (first & kLowNibbles) | (second & kLowNibbles) << 4
+                             : (first >> 4 & kLowNibbles) | (second & ~kLowNibbles);
   }
   read_six(block, part, out);
 }
@@ -149,7 +150,7 @@ void read_q5_k(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b / 8 * 176;
   const int part = Part(b).number;
   for (int j = 0; j < 8; ++j) {
-    const uint32_t low = word(block + 48 + part / 2 * 32 + 4 * j) >> part % 2 * 4 & kLow;
+    const uint32_t low = word(block + 48 + part / 2 * 32 + 4 * j) >> part % 2 * 4 & kLowNibbles;
     out.q[j] = low | (word(block + 16 + 4 * j) >> part & 0x01010101) << 4;
   }
   read_six(block, part, out);
@@ -160,7 +161,7 @@ void read_q6_k(const uint8_t* row, int64_t b, Block& out) {
   const Part part(b);
   for (int j = 0; j < 8; ++j) {
     const uint8_t* lows = block + 64 * part.pair + part.number % 2 * 32 + 4 * j;
-    const uint32_t low = word(lows) >> (part.number % 4 < 2 ? 0 : 4) & kLow;
+    const uint32_t low = word(lows) >> (part.number % 4 < 2 ? 0 : 4) & kLowNibbles;
     const uint32_t high = word(block + 128 + 32 * part.pair + 4 * j) >> part.shift & 0x03030303;
     out.q[j] = low | high << 4;
   }
@@ -196,15 +197,9 @@ void read_nvfp4(const uint8_t* row, int64_t b, Block& out) {
   for (int h = 0; h < 2; ++h) out.d[h] = half_of_ue4m3(block[first + h]);
   for (int j = 0; j < 2; ++j) {  // words j and 2 + j: inputs 4j and 8 + 4j of both runs
     const uint32_t one = word(runs + 4 * j), other = word(runs + 8 + 4 * j);
-    out.q[j] = (one & kLow) | (other & kLow) << 4;
-    out.q[2 + j] = (one >> 4 & kLow) | (other & ~kLow);
+    out.q[j] = (one & kLowNibbles) | (other & kLowNibbles) << 4;
+    out.q[2 + j] = (one >> 4 & kLowNibbles) | (other & ~kLowNibbles);
   }
-}
-
-void read_iq4_nl(const uint8_t* row, int64_t b, Block& out) {
-  const uint8_t* block = row + b * 18;
-  out.d[0] = half_bits(block);
-  read_nibbles(block + 2, out);
 }
 
 void read_iq4_xs(const uint8_t* row, int64_t b, Block& out) {
@@ -233,7 +228,7 @@ constexpr StoredFormat kFormats[] = {
     {"Q6_K", 256, 210, Layout::kU6, 16, Scales::kCodes, false, read_q6_k},
     {"MXFP4", 32, 17, Layout::kFp4, 32, Scales::kBf16, false, read_mxfp4},
     {"NVFP4", 64, 36, Layout::kFp4, 16, Scales::kF16, false, read_nvfp4},
-    {"IQ4_NL", 32, 18, Layout::kIq4, 32, Scales::kF16, false, read_iq4_nl},
+    {"IQ4_NL", 32, 18, Layout::kIq4, 32, Scales::kF16, false, read_q4_0},
     {"IQ4_XS", 256, 136, Layout::kIq4, 32, Scales::kCodes, false, read_iq4_xs},
 };
 

@@ -8,6 +8,8 @@
 
 namespace pdserve {
 
+constexpr uint32_t kLowNibbles = 0x0F0F0F0F;  // of the bytes of a word
+
 // 32 values of one row as words of 4 bytes: 8 of them, or 4 whose low nibbles are the first 16
 // values; with their scales and minima, in the types of the format.
 struct Block {

@@ -7,19 +7,19 @@ using Run = void(const Matrix& m, const Activations& x, float* y, int64_t stride
 template <Quants kQuants, int kShift>
 static Run* run_of_integers(const Matrix& m) {
   const bool half = m.scales == Scales::kF16;
-  if (m.least == Least::kZeros) {
-    return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kZeros>>
-                : &int8_linear<Kind<kQuants, Scales::kF32, Least::kZeros>>;
+  if (m.addend == Addend::kZeros) {
+    return half ? &int8_linear<Kind<kQuants, Scales::kF16, Addend::kZeros>>
+                : &int8_linear<Kind<kQuants, Scales::kF32, Addend::kZeros>>;
   }
-  return half ? &int8_linear<Kind<kQuants, Scales::kF16, Least::kNone, kShift>>
-              : &int8_linear<Kind<kQuants, Scales::kF32, Least::kNone, kShift>>;
+  return half ? &int8_linear<Kind<kQuants, Scales::kF16, Addend::kNone, kShift>>
+              : &int8_linear<Kind<kQuants, Scales::kF32, Addend::kNone, kShift>>;
 }
 
 // Each kind that a stored format is packed as (pack.cpp).
 static Run* run_of(const Matrix& m) {
   constexpr Scales kHalf = Scales::kF16, kCodes = Scales::kCodes;
-  constexpr Least kNone = Least::kNone, kMinima = Least::kMinima;
-  const bool codes = m.scales == kCodes, minima = m.least == kMinima;
+  constexpr Addend kNone = Addend::kNone, kMinima = Addend::kMinima;
+  const bool codes = m.scales == kCodes, minima = m.addend == kMinima;
   switch (m.layout) {
     case Layout::kF32: return &float_linear<Layout::kF32>;
     case Layout::kF16: return &float_linear<Layout::kF16>;
@@ -67,17 +67,17 @@ static F any_scales(Scales scales, const uint8_t* at, int64_t group) {
   return load_e4m3(at + 16 * group);
 }
 
-// The d, or if `least` what goes with it, of the group of input i.
+// The d, or if `addend` what goes with it, of the group of input i.
 static float group_number(const Matrix& m, const uint8_t* tile, int64_t lane, int64_t i,
-                          bool least) {
+                          bool addend) {
   float lanes[16];
-  const bool zeros = least && m.least == Least::kZeros;
-  const uint8_t* at = tile + (least ? m.minima_at : m.scales_at);
+  const bool zeros = addend && m.addend == Addend::kZeros;
+  const uint8_t* at = tile + (addend ? m.minima_at : m.scales_at);
   store(lanes, any_scales(zeros ? Scales::kF16 : m.scales, at, i / m.group));
   const float number = lanes[lane];
   if (zeros || (m.scales != Scales::kCodes && m.scales != Scales::kE4m3)) return number;
   const bool codes = m.scales == Scales::kCodes;
-  const int64_t super = codes ? i / kSuper + (least ? m.cols / kSuper : 0) : 0;
+  const int64_t super = codes ? i / kSuper + (addend ? m.cols / kSuper : 0) : 0;
   store(lanes, any_scales(codes ? Scales::kF16 : Scales::kF32, tile + m.factors_at, super));
   return codes ? number * lanes[lane] : number / lanes[lane];
 }
@@ -121,11 +121,11 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     return;
   }
   const int bits = quant_bits(m.layout);
-  float d = 0, least = 0;
+  float d = 0, addend = 0;
   for (int64_t i = 0; i < m.cols; ++i) {
     if (i % m.group == 0) {
       d = group_number(m, tile, lane, i, false);
-      if (m.least != Least::kNone) least = group_number(m, tile, lane, i, true);
+      if (m.addend != Addend::kNone) addend = group_number(m, tile, lane, i, true);
     }
     if (m.layout == Layout::kF8) {
       store(lanes, load_e4m3(tile + 16 * i));
@@ -133,8 +133,8 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
       continue;
     }
     const int q = level_at(m.layout, tile + 64 * bits * (i / 32) + 4 * lane, i);
-    const float minus = m.least == Least::kZeros ? least : (float)-m.offset;
+    const float minus = m.addend == Addend::kZeros ? addend : (float)-m.offset;
     const float scaled = ((float)q + minus) * d;  // rounded once, as the format means it
-    out[i] = m.least == Least::kMinima ? scaled + least : scaled;
+    out[i] = m.addend == Addend::kMinima ? scaled + addend : scaled;
   }
 }

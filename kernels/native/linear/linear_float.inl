@@ -91,7 +91,7 @@ static void float8_product(const Matrix& m, const uint8_t* tile, const float* x,
     const uint8_t* d = tile + m.scales_at + i / m.group * 64;
     F scale[kTiles];
 #pragma GCC unroll 8
-    for (int t = 0; t < kTiles; ++t) {  // load_e4m3 gives a 256th; d is below 2^119
+    for (int t = 0; t < kTiles; ++t) {  // load_e4m3 gives a 256th; d is below 2^119 (pack.cpp)
       scale[t] = mul(load((const float*)(d + t * m.tile_bytes)), set1(256.0f));
     }
     for (const int64_t end = i + m.group; i < end; ++i) {

@@ -25,14 +25,14 @@ constexpr int block_bytes(Quants quants) {
   return 512;
 }
 
-template <Quants kQuants_, Scales kScales_, Least kLeast_, int kShift_ = 0, int kGroup_ = 32,
+template <Quants kQuants_, Scales kScales_, Addend kAddend_, int kShift_ = 0, int kGroup_ = 32,
           bool kExpanded_ = false>
 struct Kind {
   static constexpr bool kExpanded = kExpanded_;  // out of packed ones, for many rows
   static constexpr Quants kQuants = kQuants_;
   static constexpr Scales kScales = kScales_;
-  static constexpr Least kLeast = kLeast_;
-  static constexpr bool kOffset = kLeast == Least::kNone;  // the offset is
+  static constexpr Addend kAddend = kAddend_;
+  static constexpr bool kOffset = kAddend == Addend::kNone;  // the offset is
   static constexpr int kShift = kShift_;                   // 2 to the power of this
   static constexpr int kGroup = kGroup_;
   static constexpr int kHalves = 32 / kGroup;
@@ -86,8 +86,8 @@ PDS_INLINE F load_d(const Panel& w, int64_t skip, int64_t group) {
 
 // What is added for each unit of an activation: m, or -d * z.
 template <class K>
-PDS_INLINE F load_least(const Panel& w, int64_t skip, int64_t group, F d) {
-  if constexpr (K::kLeast == Least::kZeros) {
+PDS_INLINE F load_addend(const Panel& w, int64_t skip, int64_t group, F d) {
+  if constexpr (K::kAddend == Addend::kZeros) {
     return mul(d, load_scales<Scales::kF16>(w.m + skip, group));
   }
   if constexpr (K::kScales == Scales::kCodes) {
@@ -149,7 +149,7 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
       acc[r][t] = fma(to_float(sum[r][t]), mul(d, set1(scale[r])), acc[r][t]);
     }
     if constexpr (!K::kOffset) {
-      F m = load_least<K>(w, t * w.next, group, d);
+      F m = load_addend<K>(w, t * w.next, group, d);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) acc[r][t] = fma(m, set1(scaled_sum[r]), acc[r][t]);
     }
@@ -285,7 +285,7 @@ static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
       const int64_t group = K::kHalves == 2 ? 2 * number + half : group_of(number, from.group_step);
       const F scale = load_d<K>(from, 0, group);
       store(d + 16 * to, scale);
-      if constexpr (!K::kOffset) store(m + 16 * to, load_least<K>(from, 0, group, scale));
+      if constexpr (!K::kOffset) store(m + 16 * to, load_addend<K>(from, 0, group, scale));
     }
   }
 }
@@ -312,8 +312,8 @@ static void expanded_product(const Panel& all, const Activations& x, Target to) 
                    sizeof(Tile), blocks, all.ahead + b * K::kBlockBytes * kTiles, 0, 0, group_step(1)};
     to.resume = b > 0;
     constexpr Quants kLevels = K::kSmallLevels ? Quants::kSmall : Quants::kBytes;
-    constexpr Least kLeast = K::kOffset ? Least::kNone : Least::kMinima;
-    using Expanded = Kind<kLevels, Scales::kF32, kLeast, K::kShift, K::kGroup, true>;
+    constexpr Addend kAddend = K::kOffset ? Addend::kNone : Addend::kMinima;
+    using Expanded = Kind<kLevels, Scales::kF32, kAddend, K::kShift, K::kGroup, true>;
     int8_all<Expanded, kManyRows, kTiles>(
         panel, x.int8 + b, all.blocks, x.rows, to);
   }

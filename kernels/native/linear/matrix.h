@@ -95,11 +95,11 @@ constexpr int scale_bytes(Scales scales) {
 
 constexpr int64_t kSuper = 256;  // columns that share the second factor of kCodes
 
-// What a group has beside its scale.
-enum class Least : int {
+// What is added for each unit of an input, beside the group's levels times its scale.
+enum class Addend : int {
   kNone,     // an offset of the layout
   kMinima,   // m, of the type of the scales
-  kZeros,    // -z as float16
+  kZeros,    // -d * z; -z is stored, as float16
 };
 
 // Division by a multiplication: b / n for blocks and groups whose product is below 2^32.
@@ -115,7 +115,7 @@ struct Matrix {
   int64_t group = 32;         // inputs that share d; 0 if the layout has none
   int64_t group_step = pdserve::group_step(1);  // for groups of 32 and more: block b has the d of group_of(b)
   Scales scales = Scales::kF16;
-  Least least = Least::kNone;
+  Addend addend = Addend::kNone;
   int offset = 0;             // subtracted from a level: offset_of(layout), or 0
   int64_t tile_bytes = 0;     // a multiple of 64
   int64_t scales_at = 0;      // offset in a tile of d [groups][16]

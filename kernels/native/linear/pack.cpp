@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -14,7 +15,6 @@ namespace pdserve {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // rows or columns; keeps products within int64
-constexpr uint32_t kLow = 0x0F0F0F0F;
 
 // Bits `at` and `at` + 1 of the bytes of four words, as the fields of one.
 uint32_t fields(const uint32_t* q, int at) {
@@ -40,7 +40,7 @@ void split(Layout layout, uint32_t (&q)[8]) {
   } else if (layout == Layout::kU5 || layout == Layout::kU6) {
     const bool fives = layout == Layout::kU5;
     const uint32_t first = fives ? flags(q, 4) : fields(q, 4), second = fields(q + 4, 4);
-    for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLow) | (q[j + 4] & kLow) << 4;
+    for (int j = 0; j < 4; ++j) q[j] = (q[j] & kLowNibbles) | (q[j + 4] & kLowNibbles) << 4;
     q[4] = first;
     q[5] = second;
   }
@@ -52,9 +52,9 @@ void put_half(uint8_t* at, int64_t index, uint16_t half) { std::memcpy(at + 2 * 
 void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* const* rows,
                  uint8_t* tile) {
   const int words = quant_bits(m.layout), groups = static_cast<int>(32 / m.group);
-  const bool minima = m.least == Least::kMinima, codes = m.scales == Scales::kCodes;
+  const bool minima = m.addend == Addend::kMinima, codes = m.scales == Scales::kCodes;
   auto* q = reinterpret_cast<uint32_t*>(tile);
-  uint8_t *d = tile + m.scales_at, *least = tile + m.minima_at, *factors = tile + m.factors_at;
+  uint8_t *d = tile + m.scales_at, *addend = tile + m.minima_at, *factors = tile + m.factors_at;
   Block block{};
   for (int64_t b = 0; b < m.cols / 32; ++b) {
     for (int64_t i = 0; i < kLanes && rows[i]; ++i) {
@@ -65,10 +65,10 @@ void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* con
         const int64_t at = (b * groups + h) * kLanes + i;
         if (codes) {
           d[at] = static_cast<uint8_t>(block.code_d[h]);
-          if (minima) least[at] = static_cast<uint8_t>(block.code_m[h]);
+          if (minima) addend[at] = static_cast<uint8_t>(block.code_m[h]);
         } else {
           put_half(d, at, block.d[h]);
-          if (minima) put_half(least, at, block.m);
+          if (minima) put_half(addend, at, block.m);
         }
       }
       if (codes) {
@@ -140,18 +140,27 @@ bool all_rows(Pool& pool, int64_t rows, const Holds& holds) {
   return all;
 }
 
-bool all_exact_halves(Pool& pool, const Grouped& from) {
+// Whether `holds` is true of every scale.
+template <class Holds>
+bool all_scales(Pool& pool, const Grouped& from, const Holds& holds) {
   return all_rows(pool, from.rows, [&](int64_t row) {
-    uint16_t half;
+    const int64_t size = scale_bytes(from.scales);
+    const uint8_t* own = from.d + row * from.groups * size;
     for (int64_t g = 0; g < from.groups; ++g) {
-      const uint8_t* at = from.d + (row * from.groups + g) * scale_bytes(from.scales);
-      if (!exact_half(wide(from.scales, at), half)) return false;
+      if (!holds(wide(from.scales, own + g * size))) return false;
     }
     return true;
   });
 }
 
-// `value` as a float, or as the float16 that is exactly it.
+bool all_exact_halves(Pool& pool, const Grouped& from) {
+  return all_scales(pool, from, [](float d) {
+    uint16_t half;
+    return exact_half(d, half);
+  });
+}
+
+// `value`, which is finite, as a float, or as the float16 that is exactly it.
 void put(Scales type, uint8_t* at, float value) {
   if (type == Scales::kF32) {
     std::memcpy(at, &value, 4);
@@ -218,19 +227,21 @@ int64_t quant_bytes(Layout layout, int64_t cols) {
   return cols * kLanes * quant_bits(layout) / 8;
 }
 
-// Sets what lies where in a tile of `m`, whose layout, sizes, group, scales and least are set, and
+// Sets what lies where in a tile of `m`, whose layout, sizes, group, scales and addend are set, and
 // gives it memory.
 void lay_out(Matrix& m) {
   const bool numbers = m.group == 0;
-  m.offset = m.least == Least::kNone ? offset_of(m.layout) : 0;
+  m.offset = m.addend == Addend::kNone ? offset_of(m.layout) : 0;
   const int64_t groups = numbers ? 0 : m.cols / m.group * kLanes;
-  const int size = m.least == Least::kNone ? 0 : m.least == Least::kZeros ? 2 : scale_bytes(m.scales);
+  const int size = m.addend == Addend::kNone    ? 0
+                   : m.addend == Addend::kZeros ? 2
+                                                : scale_bytes(m.scales);
   m.scales_at = quant_bytes(m.layout, m.cols);
   m.minima_at = m.scales_at + groups * scale_bytes(m.scales);
   m.factors_at = m.minima_at + groups * size;
   int64_t factors = 0;
   if (m.scales == Scales::kCodes) {
-    factors = m.cols / kSuper * kLanes * 2 * (m.least == Least::kMinima ? 2 : 1);
+    factors = m.cols / kSuper * kLanes * 2 * (m.addend == Addend::kMinima ? 2 : 1);
   } else if (m.scales == Scales::kE4m3) {
     factors = kLanes * 4;
   }
@@ -245,6 +256,30 @@ void require_no_nan(Pool& pool, const uint8_t* e4m3, int64_t rows, int64_t cols)
     return !found;
   });
   if (!none) throw std::invalid_argument("an 8-bit float is NaN");
+}
+
+// 8-bit floats are multiplied by 256 times their scale, which is finite below this.
+constexpr float kScaleLimit8 = 0x1p119f;
+
+void require_scales(Pool& pool, const Grouped& from) {
+  if (!all_scales(pool, from, [](float d) { return std::isfinite(d); })) {
+    throw std::invalid_argument("a scale is infinite or NaN");
+  }
+  const auto small = [](float d) { return std::fabs(d) < kScaleLimit8; };
+  if (from.layout == Layout::kF8 && !all_scales(pool, from, small)) {
+    throw std::invalid_argument("a scale of 8-bit floats is 2^119 or more");
+  }
+}
+
+// No weight of such a row, at most 6 * 448 over its divisor, is infinite.
+constexpr float kLeastDivisor = 0x1p-116f;
+
+void require_divisors(const Grouped& from) {
+  for (int64_t row = 0; row < from.rows; ++row) {
+    if (!std::isfinite(from.divisors[row]) || from.divisors[row] < kLeastDivisor) {
+      throw std::invalid_argument("a divisor is not finite or below 2^-116");
+    }
+  }
 }
 
 void require_sizes(int64_t rows, int64_t cols) {
@@ -274,7 +309,7 @@ Matrix pack(Pool& pool, const StoredFormat& format, const uint8_t* bytes, int64_
   m.cols = cols;
   m.group = format.group;
   m.scales = format.scales;
-  m.least = format.has_minima ? Least::kMinima : Least::kNone;
+  m.addend = format.has_minima ? Addend::kMinima : Addend::kNone;
   lay_out(m);
   uint8_t* data = m.data.get();
   pool.run(m.tiles(), [&](int64_t t, int) {
@@ -292,6 +327,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
   if (group < 1 || group * from.groups != from.cols) {
     throw std::invalid_argument("groups must divide the columns evenly");
   }
+  if (from.scales != Scales::kE4m3) require_scales(pool, from);
   Matrix m;
   m.layout = from.layout;
   m.rows = from.rows;
@@ -305,6 +341,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
       throw std::invalid_argument("groups of 4-bit floats are of 16 columns, an even number of them");
     }
     require_no_nan(pool, from.d, from.rows, from.groups);
+    require_divisors(from);
     m.scales = Scales::kE4m3;
   } else if (from.layout == Layout::kU8 && group == 16) {
     if (from.zeros || from.cols % kBlock) {
@@ -318,7 +355,7 @@ Matrix pack_groups(Pool& pool, const Grouped& from) {
     const bool halves = from.scales == Scales::kF16 ||
                         (from.scales == Scales::kBf16 && all_exact_halves(pool, from));
     m.scales = halves ? Scales::kF16 : Scales::kF32;
-    if (from.zeros) m.least = Least::kZeros;
+    if (from.zeros) m.addend = Addend::kZeros;
     m.group_step = group_step(group / kBlock);
   }
   lay_out(m);

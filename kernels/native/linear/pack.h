@@ -25,7 +25,8 @@ struct Grouped {
 
 // Its packed form. Groups of integers are multiples of 32 columns (of 8 bits without zeros also 16,
 // an even number of them), those of 8-bit floats any, those of 4-bit floats 16 and an even number.
-// Throws std::invalid_argument if sizes do not fit or an 8-bit float is NaN, std::bad_alloc.
+// Throws std::invalid_argument if sizes do not fit, an 8-bit float is NaN, a scale is not finite
+// (of 8-bit floats: not below 2^119), or a divisor is not finite or below 2^-116; std::bad_alloc.
 Matrix pack_groups(Pool& pool, const Grouped& from);
 
 }  // namespace pdserve

@@ -5,7 +5,6 @@
 
 #include "attention/attention.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {
@@ -198,11 +197,17 @@ void check_case(Random& random, const Case& c) {
     batch.window = c.window;
     batch.soft_cap = c.soft_cap;
     batch.sinks = c.sinks ? s.sinks.data() : nullptr;
-    Pool threads(3, {}, 5);
-    Attention attention;
-    attention.plan(batch, *target, threads.threads());
-    for (int k = 0; k < 2; ++k) attention.run(threads, *target, batch);  // a plan serves all layers
-    check_same(*target, "attention over threads", out.data(), expected.data(), out.size());
+    const bool many_heads = c.group > 32;  // more than one piece has, for each thread
+    for (int count = many_heads ? 1 : 3; count <= 3; ++count) {
+      Pool threads(count, {}, 5);
+      Attention attention;
+      attention.plan(batch, *target, count);
+      if (many_heads) {
+        CHECK(attention.pieces() == count, "%d pieces", static_cast<int>(attention.pieces()));
+      }
+      for (int k = 0; k < 2; ++k) attention.run(threads, *target, batch);  // a plan serves all layers
+      check_same(*target, "attention over threads", out.data(), expected.data(), out.size());
+    }
   }
 }
 
@@ -223,6 +228,8 @@ void test_attention() {
         {type, 2, 3, 24, 16, 60, 12, 50, 0, true},
         {type, 1, 3, 36, 16, 70, 9, 0, 0, false, 28},  // latent
         {type, 2, 4, 80, 32, 130, 1, 0, 2, true, 64},
+        {type, 1, 50, 36, 16, 130, 1, 0, 0, true, 28},  // of one sequence, the heads are divided
+        {type, 1, 50, 20, 16, 70, 1, 30, 0, true},
     };
     for (const Case& c : cases) {
       if (runs(number++)) check_case(random, c);

@@ -1,5 +1,5 @@
-// What the tests share: checks that count, reproducible random numbers, memory that ends at a page
-// that cannot be touched.
+// What the tests share: their names, checks that count, reproducible random numbers, memory that ends
+// at a page that cannot be touched.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,6 +10,19 @@
 #include <cstring>
 #include <map>
 #include <vector>
+
+namespace pdserve {  // main.cpp runs them
+
+void test_words();
+void test_pool();
+void test_linear();
+void test_pack();
+void test_elementwise();
+void test_attention();
+void test_sampling();
+void test_decoder();
+
+}  // namespace pdserve
 
 inline int failures = 0;
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

@@ -5,7 +5,6 @@
 
 #include "linear/linear.h"
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {
@@ -14,12 +13,12 @@ struct Shape {
   Layout layout;
   int group;  // 0: the whole row
   Scales scales;
-  Least least;
+  Addend addend;
 };
 
 constexpr Scales kHalf = Scales::kF16, kBrain = Scales::kBf16, kWide = Scales::kF32;
 constexpr Scales kCodes = Scales::kCodes, kE4m3 = Scales::kE4m3;
-constexpr Least kNone = Least::kNone, kMinima = Least::kMinima, kZeros = Least::kZeros;
+constexpr Addend kNone = Addend::kNone, kMinima = Addend::kMinima, kZeros = Addend::kZeros;
 
 const Shape kShapes[] = {
     {Layout::kU4, 32, kHalf, kNone},    {Layout::kU4, 32, kHalf, kMinima},
@@ -28,7 +27,8 @@ const Shape kShapes[] = {
     {Layout::kU5, 32, kHalf, kNone},    {Layout::kU5, 32, kHalf, kMinima},
     {Layout::kU5, 32, kCodes, kMinima}, {Layout::kU8, 32, kHalf, kNone},
     {Layout::kU8, 0, kWide, kNone},     {Layout::kU8, 64, kHalf, kZeros},
-    {Layout::kU8, 128, kWide, kZeros}, {Layout::kU2, 16, kCodes, kMinima},
+    {Layout::kU8, 128, kWide, kZeros},  {Layout::kU8, 16, kWide, kNone},
+    {Layout::kU2, 16, kCodes, kMinima},
     {Layout::kU3, 16, kCodes, kNone},   {Layout::kU6, 16, kCodes, kNone},
     {Layout::kFp4, 32, kBrain, kNone},  {Layout::kFp4, 16, kHalf, kNone},
     {Layout::kFp4, 16, kE4m3, kNone},   {Layout::kIq4, 32, kHalf, kNone},
@@ -71,19 +71,19 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
   m.group = shape.group ? shape.group : cols;
   m.group_step = group_step(m.group < 32 ? 1 : m.group / 32);
   m.scales = shape.scales;
-  m.least = shape.least;
-  m.offset = shape.least == Least::kNone ? offset_of(shape.layout) : 0;
+  m.addend = shape.addend;
+  m.offset = shape.addend == Addend::kNone ? offset_of(shape.layout) : 0;
   const int64_t inputs = shape.layout == Layout::kBf16 ? round_up(cols, 2) : cols;
   const int bits = bits_of(shape.layout);
   const int64_t quants = inputs * kLanes * bits / 8;
   const int64_t numbers = scaled(m) ? cols / m.group * kLanes : 0;
-  const Scales least = shape.least == Least::kZeros ? Scales::kF16 : shape.scales;
+  const Scales addend = shape.addend == Addend::kZeros ? Scales::kF16 : shape.scales;
   m.scales_at = quants;
   m.minima_at = quants + numbers * scale_bytes(shape.scales);
-  const int64_t leasts = shape.least == Least::kNone ? 0 : numbers * scale_bytes(least);
-  m.factors_at = m.minima_at + leasts;
+  const int64_t addends = shape.addend == Addend::kNone ? 0 : numbers * scale_bytes(addend);
+  m.factors_at = m.minima_at + addends;
   const bool codes = shape.scales == Scales::kCodes, floats = shape.scales == Scales::kE4m3;
-  const int64_t supers = codes ? cols / kSuper * kLanes * (leasts ? 2 : 1) : 0;
+  const int64_t supers = codes ? cols / kSuper * kLanes * (addends ? 2 : 1) : 0;
   m.tile_bytes = round_up(m.factors_at + 2 * supers + (floats ? 4 * kLanes : 0), kAlign);
   auto memory = std::make_shared<Guarded<uint8_t>>(m.bytes());
   m.data = std::shared_ptr<uint8_t>(memory, memory->data());
@@ -112,11 +112,11 @@ Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t c
     const int size = scale_bytes(shape.scales);
     for (int64_t i = 0; i < numbers; ++i) {
       set_number(random, shape.scales, at + m.scales_at + i * size);
-      uint8_t* beside = at + m.minima_at + i * scale_bytes(least);
-      if (shape.least == Least::kZeros) {  // -1 to -8
+      uint8_t* beside = at + m.minima_at + i * scale_bytes(addend);
+      if (shape.addend == Addend::kZeros) {  // -1 to -8
         set_half(beside, static_cast<uint16_t>(0xBC00 + (random.below(4) << 10)));
-      } else if (shape.least == Least::kMinima) {
-        set_number(random, least, beside);
+      } else if (shape.addend == Addend::kMinima) {
+        set_number(random, addend, beside);
       }
     }
   }

@@ -2,7 +2,6 @@
 // Exits with 1 if a check was false.
 #include "dispatch/targets.h"
 #include "check.h"
-#include "tests.h"
 
 int main(int argc, char** argv) {
   struct Test {
@@ -13,9 +12,11 @@ int main(int argc, char** argv) {
       {"words", pdserve::test_words},
       {"pool", pdserve::test_pool},
       {"linear", pdserve::test_linear},
+      {"pack", pdserve::test_pack},
       {"elementwise", pdserve::test_elementwise},
       {"attention", pdserve::test_attention},
       {"sampling", pdserve::test_sampling},
+      {"decoder", pdserve::test_decoder},
   };
   std::printf("targets:");
   for (const pdserve::Kernels* target : pdserve::targets()) std::printf(" %s", target->isa);

@@ -7,7 +7,6 @@
 
 #include "threads/pool.h"
 #include "check.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

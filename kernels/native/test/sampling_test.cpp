@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "kernels.h"
-#include "tests.h"
 
 namespace pdserve {
 namespace {

@@ -4,7 +4,6 @@
 
 #include "dispatch/targets.h"
 #include "check.h"
-#include "tests.h"
 #include "words.h"
 
 namespace pdserve {

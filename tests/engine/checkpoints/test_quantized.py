@@ -147,6 +147,10 @@ def taken(*index: Any) -> Any:
     return lambda tensor: tensor[index]
 
 
+def filled(number: float) -> Any:
+    return lambda tensor: torch.full_like(tensor, number)
+
+
 WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "bits": ("gptq 4 bits", {"bits": 3}, {}, "bits is 3: want 4 or 8"),
     "no bits": ("awq", {"bits": None}, {}, "bits is None: want 4"),
@@ -190,6 +194,32 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         {"weight": lambda t: torch.full(t.shape, float("nan")).to(t.dtype)},
         r"tensor model\.layers\.0\.self_attn\.q_proj\.weight: an 8-bit float is NaN",
+    ),
+    **{
+        f"{number} in {how}": (
+            how,
+            {},
+            {part: filled(number)},
+            r"tensor model\.layers\.0\.self_attn\.q_proj\.weight: a scale is infinite or NaN",
+        )
+        for how, part in (
+            ("gptq 4 bits", "scales"),  # float16
+            ("compressed int4", "weight_scale"),
+            ("fp8 of outputs", "weight_scale"),
+        )
+        for number in (float("inf"), float("nan"))
+    },
+    "large scale": (
+        "fp8 of a tensor",
+        {},
+        {"weight_scale": filled(2e36)},
+        r"self_attn\.q_proj\.weight: a scale of 8-bit floats is 2\^119 or more",
+    ),
+    "small divisor": (
+        "compressed nvfp4",
+        {},
+        {"weight_global_scale": filled(1e-40)},
+        r"self_attn\.q_proj\.weight: a divisor is not finite or below 2\^-116",
     ),
     "format": ("compressed int4", {"format": "marlin-24"}, {}, "format is 'marlin-24': want "),
     "sparse": (
@@ -244,6 +274,16 @@ def test_what_does_not_fit_is_refused_with_its_cause(
     write_quantized(source, stored, tmp_path / "rounded", HOW[how])
     edit(stored, config, **tensors)
     with pytest.raises(CheckpointError, match=message):
+        load_model(EngineConfig(model=str(stored)), lambda *_: None)
+
+
+def test_a_scale_of_expanded_weights_is_finite_too(source: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "stored"
+    narrow = compressed("pack-quantized", num_bits=4, strategy="group", group_size=16)
+    write_quantized(source, stored, tmp_path / "rounded", narrow)
+    load_model(EngineConfig(model=str(stored)), lambda *_: None)
+    edit(stored, weight_scale=filled(float("inf")))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight: a scale is infinite or NaN"):
         load_model(EngineConfig(model=str(stored)), lambda *_: None)
 
 

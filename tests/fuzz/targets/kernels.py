@@ -67,7 +67,7 @@ class Fuzzed:
         dtype = rng.choice(tuple(sizes))
         scales = numbers.integers(0, 127, (rows, groups * sizes[dtype]), np.uint8)
         zeros = numbers.integers(0, 256, (rows, groups), np.uint8) if rng.random() < 0.3 else None
-        divisors = _values(rng, numbers, (rows,)) if dtype == "E4M3" else None
+        divisors = np.abs(_values(rng, numbers, (rows,))) if dtype == "E4M3" else None
         matrix = _native.Matrix.pack_groups(context, kind, codes, dtype, scales, zeros, divisors)
         self._product(rng, numbers, context, matrix, rng.randint(1, 40))
 

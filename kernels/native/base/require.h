@@ -1,0 +1,14 @@
+// Refusal of what does not fit, with its cause.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+namespace pdserve {
+
+inline void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+inline void require(bool holds, const std::string& message) { require(holds, message.c_str()); }
+
+}  // namespace pdserve
