@@ -13,7 +13,7 @@ from pdserve.gateway.choice import text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
@@ -71,7 +71,7 @@ class TextServicer(TextBase):
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
             sampling = _sampling(request.options)
-            return ChatCompletionRequest(request.model, Conversation(messages), sampling, salt)
+            return ChatCompletionRequest(request.model, TemplateInput(messages), sampling, salt)
 
         await self._answer(asked, request.ByteSize(), context)
 

@@ -20,7 +20,7 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError, quoted
@@ -41,7 +41,7 @@ class ChatCompletionRequest:
     """A chat completion as a client asks for it."""
 
     model: str
-    conversation: Conversation
+    conversation: TemplateInput
     sampling: RequestedSampling
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
@@ -147,7 +147,7 @@ class Service:
             meter.close(error)
             self.rates.tokens_spent(owner, meter.num_generated)
 
-    async def chat_ids(self, model: ServedModel, asked: Conversation, owner: bytes) -> list[int]:
+    async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
         """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")

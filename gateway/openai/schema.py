@@ -22,7 +22,7 @@ from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
 from pdserve.gateway.openai.fields import IGNORED, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -172,7 +172,7 @@ class ConversationBody(Body):
     )
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> TemplateInput:
         """Raises ServiceError for fields that contradict each other."""
         opens = self.add_generation_prompt
         variables = dict(self.chat_template_kwargs or {})
@@ -182,7 +182,7 @@ class ConversationBody(Body):
                 variables.setdefault("enable_thinking", False)
         continues = bool(self.continue_final_message)
         with client_errors():
-            return Conversation(
+            return TemplateInput(
                 [message.as_template() for message in self.messages],
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,

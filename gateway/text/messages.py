@@ -11,7 +11,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput:
     """What a chat template is filled with."""
 
     messages: Sequence[Mapping[str, Any]]

@@ -20,7 +20,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import Conversation, normalized
+from pdserve.gateway.text.messages import TemplateInput, normalized
 from pdserve.gateway.text.special import unused_mark
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         }
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
 
-    def render(self, asked: Conversation) -> Rendered:
+    def render(self, asked: TemplateInput) -> Rendered:
         """The prompt for a conversation. Raises TextError: for bad messages, and with what the
         template itself raises."""
         if self._template is None:

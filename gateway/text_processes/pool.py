@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import (
     StoredTokens,
     TextCard,
@@ -63,7 +63,7 @@ class TextProcesses:
         self._asking: set[asyncio.Task[list[int]]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
-    async def chat_ids(self, owner: bytes, asked: Conversation, *, max_len: int) -> list[int]:
+    async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
         """The token ids of a conversation. See `_ids`."""
         conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}

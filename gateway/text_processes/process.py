@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard, store
@@ -169,7 +169,7 @@ def _ids(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
         )
     assert model.template is not None  # the gateway knows
     _set_timer(RENDER_SIGNAL, limits.render_s)
-    rendered = model.template.render(Conversation(**head["conversation"]))
+    rendered = model.template.render(TemplateInput(**head["conversation"]))
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.marked.replace(rendered.mark, ""))
     if length > head["max_len"]:  # of characters; the tokenizer would take seconds for them

@@ -21,7 +21,7 @@ from pdserve.engine.api.request import Event, Request, RequestFailed, SamplingPa
 from pdserve.engine.build import build_engine
 from pdserve.engine.thread import EngineThread
 from pdserve.gateway.text.generation import GenerationDefaults
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
@@ -159,7 +159,7 @@ class LLM:
         return list(prompt)
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        return self.tokenizer.encode_rendered(self._template.render(Conversation(messages)))
+        return self.tokenizer.encode_rendered(self._template.render(TemplateInput(messages)))
 
     def _begin(
         self,

@@ -23,7 +23,7 @@ from tiny_spm import spm_metadata, spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
@@ -70,7 +70,7 @@ def spm_file() -> tuple[bytes, TextCard]:
 
 
 async def chat(text: LoadedText, owner: bytes = b"", messages: Any = HI) -> list[int]:
-    return await text.processes.chat_ids(owner, Conversation(messages), max_len=1 << 20)
+    return await text.processes.chat_ids(owner, TemplateInput(messages), max_len=1 << 20)
 
 
 async def in_time(text: LoadedText) -> list[int]:
@@ -82,7 +82,7 @@ async def in_time(text: LoadedText) -> list[int]:
 
 async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
     text, spm = await loaded(pool), spm_tokenizer()
-    expected = spm.encode_rendered(ChatTemplate(PLAIN, spm).render(Conversation(HI)))
+    expected = spm.encode_rendered(ChatTemplate(PLAIN, spm).render(TemplateInput(HI)))
     assert await chat(text) == expected
     for words in ("", "hello <s> world", "é日 [INST]"):
         for add in (False, True):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.gateway.text_processes.process import TextModel
@@ -19,7 +19,7 @@ class InProcessText:
     def __init__(self, model: TextModel) -> None:
         self._model = model
 
-    async def chat_ids(self, owner: bytes, asked: Conversation, *, max_len: int) -> list[int]:
+    async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
         def work() -> list[int]:
             template = self._model.template
             assert template is not None

@@ -4,7 +4,7 @@ tests/gateway/test_text_processes.py."""
 import pytest
 
 from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import Conversation
+from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ ESCAPES = {
 def render(tokenizer: Tokenizer, source: str) -> str:
     return (
         ChatTemplate(source, tokenizer)
-        .render(Conversation([{"role": "user", "content": "hello"}]))
+        .render(TemplateInput([{"role": "user", "content": "hello"}]))
         .text
     )
 
