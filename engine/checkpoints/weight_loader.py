@@ -132,7 +132,10 @@ class WeightLoader:
         return merkle_root({name: future.result() for name, future in self._leaves.items()})
 
     def _start(self, name: str) -> None:
-        raw = self._checkpoint.tensor(name)
+        try:
+            raw = self._checkpoint.tensor(name)
+        except ValueError as error:  # of numpy: parts whose sizes do not go together
+            raise CheckpointError(f"tensor {name}: {error}") from error
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
             self._leaves[name].add_done_callback(lambda _: self._release(name))

@@ -9,10 +9,7 @@ so that all heads attend over the vectors themselves, in prefill as in decode. A
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pdserve.engine.checkpoints.views import HeadRows, View, halves_first
+from pdserve.engine.checkpoints.views import HeadRows, RopeRows, View
 from pdserve.engine.models.parts import (
     Attention,
     HeadLinear,
@@ -108,11 +105,6 @@ class LatentAttention:
             views[f"{attn}v_b_proj.weight"] = View(both, heads=of_values)
         return views
 
-    def _rope_first(self, heads: int, before: int) -> NDArray[np.int64]:
-        """The order of rows that puts those of rope before the `before` others of each head."""
-        dim = before + self.rope_dim
-        rope = np.arange(self.rope_dim)
-        if self.interleaved:
-            rope = halves_first(1, self.rope_dim, self.rope_dim)
-        one = np.concatenate((before + rope, np.arange(before)))
-        return (np.arange(heads)[:, None] * dim + one).reshape(-1)
+    def _rope_first(self, heads: int, before: int) -> RopeRows:
+        """Puts the rows of rope before the `before` others of each head."""
+        return RopeRows(heads, before + self.rope_dim, self.rope_dim, before, self.interleaved)
