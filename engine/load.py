@@ -78,7 +78,7 @@ def _load(
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     check_names(checkpoint, tensor_shapes(model), {HEAD} if model.tied_head else set())
-    quantized = isq_formats(isq, model, checkpoint.layout) if isq else {}
+    quantized = isq_formats(isq, model, checkpoint) if isq else {}
     backend = chosen(config)
     turned = sorted(set(checkpoint.expanded()) - quantized.keys())
     if turned and backend.weights_format is None:

@@ -172,6 +172,10 @@ class ViewedCheckpoint:
         format, shape = self._checkpoint.layout(view.source)
         return Layout(view.format(format), view.shape(shape))
 
+    def source(self, name: str) -> str:
+        """The stored tensor that it is of."""
+        return self._views[name].source
+
     def expanded(self) -> Collection[str]:
         """The tensors that are float32 because their stored format has no transpose."""
         return [

@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 
 from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.by_gguf import gguf_expand
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.format import (
+    BLOCKS,
+    CHUNK_VALUES,
+    BlockFormat,
+    Floats,
+    RawTensor,
+    row_runs,
+)
 from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
-
-CHUNK_VALUES = 1 << 18  # of one task
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,13 @@ class LevelFormat(BlockFormat):
         scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
         codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
 
-        def convert(start: int) -> None:
-            some = slice(start, start + step)
+        def convert(some: slice) -> None:
             with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
                 scales[some] = self.scales(blocks[some])
                 codes[some] = self._codes(blocks[some], scales[some])
 
-        step = max(1, CHUNK_VALUES // self.block_values)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(convert, range(0, len(blocks), step)))
+            list(pool.map(convert, row_runs(codes.shape, CHUNK_VALUES)))
         rows = raw.shape[0]
         parts: dict[str, NDArray[Any]] = {
             CODES: codes.reshape(rows, -1),

@@ -166,23 +166,23 @@ def test_its_matrices_are_quantized_in_place(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", "deepseek_v3", **WIDE)
     checkpoint = viewed(path)
     config = parse_config(open_checkpoint(path).hf_config)
-    formats = isq_formats("q4_0", config, checkpoint.layout)
+    formats = isq_formats("q4_0", config, checkpoint)
     attn = {n.split(".")[-2]: f for n, f in formats.items() if "layers.1.self_attn" in n}
     assert attn == {
         "q_a_proj": "Q4_0",
         "kv_a_proj_with_mqa": "Q4_0",
         "q_b_proj": "Q4_0",
-        "k_b_proj": "Q8_0",  # beside experts, as values are
-        "v_b_proj": "Q8_0",
+        "k_b_proj": "Q4_0",
+        "v_b_proj": "Q4_0",
         "o_proj": "Q4_0",
     }
-    answers = []
-    for kernels in ("native", "reference"):
-        options = EngineConfig(
-            model=str(path), isq="q4_0", kernels=kernels, kv_dtype="float32", kv_tokens=512
-        )
-        answers.append(tokens(run(build_engine(options)[0], ask("x", [1, 2, 3], max_tokens=8))))
-    assert answers[0] == answers[1]
+    found, exact = (
+        PagedRunner(load(path, isq="q4_0", kernels=kernels, kv_dtype="float32").decoder).step(
+            {"x": range(40)}
+        )["x"]
+        for kernels in ("native", "reference")
+    )
+    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
 
 
 def test_heads_of_another_number_are_refused() -> None:
@@ -213,7 +213,7 @@ def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path)
     """They are compared with the file before anything is as large as they say."""
     path = write_tiny(tmp_path / "model", arch)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {field: 1 << 30}))
+    (path / "config.json").write_text(json.dumps(config | {field: 1 << 28}))
     with pytest.raises(CheckpointError, match=r"model: .* is \[.*config says"):
         load(path)
 
