@@ -85,7 +85,8 @@ def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     return grouped_routing(grouped, "softmax", group_best=1)
 
 
-GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880  # of the one model that says nothing of its sigmoid
+# GLM 4.7 Flash, whose files say nothing of its sigmoid, is known by these, as in llama.cpp.
+GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
@@ -95,8 +96,8 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     def number(key: str) -> int:
         return int(one_number(metadata, f"deepseek2.{key}"))
 
-    layers, vocab = number("block_count"), metadata.get("deepseek2.vocab_size")
-    is_glm = layers in GLM_LAYERS and vocab == GLM_VOCAB
+    vocab = metadata.get("deepseek2.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    is_glm = number("block_count") in GLM_LAYERS and vocab == GLM_VOCAB
     gating = metadata.get("deepseek2.expert_gating_func") or (2 if is_glm else 1)
     scores = SCORES.get(gating, "softmax")
     defaults = {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 0}

@@ -45,17 +45,17 @@ QUANTIZING = """
 ## Quantizing
 
 `--isq TYPE` quantizes plain weights (float32, bfloat16, float16) while a model loads;
-`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Both give a
-matrix the same format (tests/engine/test_isq.py). What is quantized already stays as it is, and so do
-vectors, routers of experts and, in a file, matrices whose names are not known.
+`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Both give
+a matrix the same format (tests/engine/test_isq.py). What is quantized already stays as it is, and
+so do vectors, routers of experts and, in a file, matrices whose names are not known.
 
-A type is a mix, as llama.cpp's of its name is, q3k to q5k as Q3_K_M to Q5_K_M: the head is Q6_K (Q8_0
-of q8_0), and q2k to q5k give some of the value, down and output matrices more bits. With 8 experts
-the key and value matrices are Q8_0 in every type, and attention's output is Q5_K in q2k to q4k. A
-matrix of q, k and v in one counts as a value matrix. tests/engine/weights/test_mix.py compares all
-this with what llama-quantize says. Two things differ from llama.cpp: rows that are no multiple of a
-type's block become Q8_0, or stay, and of a GLM 4.5 with layers behind its own (MTP) `--isq` counts
-its own alone where it asks for the first and the last eighth.
+A type is a mix, as llama.cpp's of its name is, q3k to q5k as Q3_K_M to Q5_K_M: the head is Q6_K
+(Q8_0 of q8_0), and q2k to q5k give some of the value, down and output matrices more bits. With 8
+experts the key and value matrices are Q8_0 in every type, and attention's output is Q5_K in q2k to
+q4k. A matrix of q, k and v in one counts as a value matrix. tests/engine/weights/test_mix.py
+compares all this with what llama-quantize says. Two things differ: rows that are no multiple of a
+type's block become Q8_0, or stay; and `--isq` counts no layers behind a model's own (MTP), which
+the GGUF of GLM 4.5 has, where it asks for the first and the last eighth of the layers.
 
 The types are {known}; q4, q5 and q8 stand for
 q4_0, q5_0 and q8_0, and q4_k or q4_k_m for q4k.

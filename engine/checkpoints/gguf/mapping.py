@@ -42,6 +42,13 @@ TENSORS = {
     "blk.{n}.ffn_gate_shexp": "model.layers.{n}.mlp.shared_experts.gate_proj",
     "blk.{n}.ffn_up_shexp": "model.layers.{n}.mlp.shared_experts.up_proj",
     "blk.{n}.ffn_down_shexp": "model.layers.{n}.mlp.shared_experts.down_proj",
+    # Of layers that predict further tokens (MTP).
+    "blk.{n}.nextn.eh_proj": "model.layers.{n}.eh_proj",
+    "blk.{n}.nextn.embed_tokens": "model.layers.{n}.embed_tokens",
+    "blk.{n}.nextn.enorm": "model.layers.{n}.enorm",
+    "blk.{n}.nextn.hnorm": "model.layers.{n}.hnorm",
+    "blk.{n}.nextn.shared_head_head": "model.layers.{n}.shared_head.head",
+    "blk.{n}.nextn.shared_head_norm": "model.layers.{n}.shared_head.norm",
 }
 # The matrices that are quantized, and what each does that a mix of formats treats apart. All others
 # stay as they are: routers, tables of positions, convolutions, what is not known.
