@@ -62,7 +62,7 @@ class LatentAttention:
             queries = (
                 Linear((weight("q_a_proj", self.q_rank, hidden), kv_a)),
                 SliceNorm(weight("q_a_layernorm", self.q_rank), 0, NORM_EPS),
-                HeadLinear(weight("q_b_proj", all_q, self.q_rank)),
+                HeadLinear(weight("q_b_proj", all_q, self.q_rank), rest=self.kv_dim),
             )
         else:
             queries = (Linear((weight("q_proj", all_q, hidden), kv_a)),)

@@ -35,6 +35,12 @@ chunks, in company and on more threads (tests/engine/models/test_native_invarian
 Models that go by another name load as what their files are: Yi and DeepSeek-R1-Distill-Llama as
 Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
 """
+METHODS_TAIL = """
+On the native kernels weights are computed with as they are stored. What is expanded to float32 is
+counted in the log: matrices of experts whose columns are stored in another order (desc_act of
+GPTQ), and the key half of `kv_b_proj` of latent attention, which is transposed; `--isq` quantizes
+that half anew.
+"""
 FORMATS_HEAD = """
 ## GGUF types
 
@@ -79,6 +85,7 @@ def _lines() -> Iterator[str]:
     yield TESTS.rstrip()
     yield "\n## Quantized safetensors\n"
     yield from _table(("`quant_method`", "what it is", "module"), _methods())
+    yield METHODS_TAIL.rstrip()
     yield FORMATS_HEAD
     yield from _table(("type", "in the file", "in memory"), _formats())
     yield QUANTIZING.format(known=", ".join(TYPES)).rstrip()
