@@ -24,7 +24,7 @@ from pdserve.engine.models.parts import ExpertRouting
 from pdserve.engine.models.spec import ModelSpec, is_mtp
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
-EXPERTS_FROM = {V3: 3, GLM: 1}  # if nothing is said
+FIRST_K_DENSE = {V3: 3, GLM: 1}  # first_k_dense_replace of a config that does not say it
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -59,11 +59,12 @@ def parse(hf: HfConfig) -> ModelConfig:
         has_correction=scores == "sigmoid",
         shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
     )
-    return with_experts(config, mixture, sparse_layers(hf, EXPERTS_FROM.get(name, 0)))
+    return with_experts(config, mixture, sparse_layers(hf, FIRST_K_DENSE.get(name, 0)))
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Which layers have experts: all behind the first, or those that `mlp_layer_types` names."""
+    """Which layers have experts: all behind the first `first_k_dense_replace`, or those that
+    `mlp_layer_types` names."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)

@@ -29,13 +29,14 @@ NORM_EPS = 1e-6  # of both norms here, as transformers has it, whatever the othe
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Implements config.py's Latent. Sizes are of one head."""
+    """Implements config.py's Latent. Sizes are of one head, and in config.json they are called as
+    the comments say."""
 
-    q_rank: int  # of the queries' low-rank product; 0: they have one matrix
-    kv_rank: int  # values of the latent part
-    plain_dim: int  # of a query, without rope
-    rope_dim: int
-    value_dim: int
+    q_rank: int  # q_lora_rank: of the queries' low-rank product; 0: they have one matrix
+    kv_rank: int  # kv_lora_rank: values of the latent part
+    nope_dim: int  # qk_nope_head_dim: dims of a query without rope
+    rope_dim: int  # qk_rope_head_dim: dims of a query, and of the key of all heads, with rope
+    value_dim: int  # v_head_dim
     interleaved: bool  # checkpoints are for rope over neighbours
 
     @property
@@ -45,7 +46,7 @@ class LatentAttention:
 
     @property
     def q_dim(self) -> int:
-        return self.rope_dim + self.plain_dim
+        return self.rope_dim + self.nope_dim
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
         layer, attn = config.layers[n], f"model.layers.{n}.self_attn."
@@ -74,7 +75,7 @@ class LatentAttention:
             *queries,
             SliceNorm(kv_norm, all_q + self.rope_dim, NORM_EPS),
             *rope,
-            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.plain_dim), self.rope_dim),
+            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.nope_dim), self.rope_dim),
             Attention(
                 Heads(heads, 1, self.kv_dim),
                 config.attn_scale,
@@ -89,8 +90,8 @@ class LatentAttention:
         """Rows are stored with rope's behind the others; k_b and v_b, but in GGUF, as the rows of
         one matrix, head by head."""
         views: dict[str, View] = {}
-        heads, plain = config.num_heads, self.plain_dim
-        queries = self._rope_first(heads, plain)
+        heads, nope = config.num_heads, self.nope_dim
+        queries = self._rope_first(heads, nope)
         for n in range(config.num_layers):
             attn = f"model.layers.{n}.self_attn."
             rows = {
@@ -99,8 +100,8 @@ class LatentAttention:
             }
             views |= {f"{attn}{m}.weight": View(f"{attn}{m}.weight", r) for m, r in rows.items()}
             both = f"{attn}kv_b_proj.weight"
-            of_keys = HeadRows(heads, 0, plain, plain + self.value_dim)
-            of_values = of_keys._replace(begin=plain, end=plain + self.value_dim)
+            of_keys = HeadRows(heads, 0, nope, nope + self.value_dim)
+            of_values = of_keys._replace(begin=nope, end=nope + self.value_dim)
             views[f"{attn}k_b_proj.weight"] = View(both, heads=of_keys, transposed=True)
             views[f"{attn}v_b_proj.weight"] = View(both, heads=of_values)
         return views
