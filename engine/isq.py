@@ -8,11 +8,11 @@ from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, layer_parts
 from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, HeadLinear, Linear, Part
-from pdserve.engine.weights.mix import Matrix, MatrixRole, Mix
+from pdserve.engine.weights.mix import MatrixRole, Mix, StoredMatrix
 
 log = logging.getLogger(__name__)
 
-QKV = ("q_proj", "k_proj", "v_proj")
+QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
 
 
 def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> dict[str, str]:
@@ -22,7 +22,7 @@ def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> 
     n_gqa = model.num_heads // model.num_kv_heads
     mix = Mix(type, model.num_layers, n_gqa, _num_experts(model))
     matrices = (
-        Matrix(name, role, layer, stored.format, stored.shape[-1])
+        StoredMatrix(name, role, layer, stored.format, stored.shape[-1])
         for name, role, layer in _matrices(model, checkpoint)
         for stored in [checkpoint.layout(name)]
     )
@@ -63,10 +63,9 @@ def _of_layer(
             case Linear():
                 names = [spec.name for spec in part.weights]
                 roles = [_role_behind(before)] * len(names)
-                if tuple(name.split(".")[-2] for name in names) == QKV:
-                    roles = [MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE]
-                    if len({checkpoint.source(name) for name in names}) == 1:  # stored as one
-                        roles = [MatrixRole.VALUE] * 3
+                if before is None and len(names) == len(QKV):
+                    is_one = len({checkpoint.source(name) for name in names}) == 1  # as stored
+                    roles = [MatrixRole.VALUE] * len(QKV) if is_one else [*QKV]
                 yield from zip(names, roles, strict=True)
             case HeadLinear():
                 yield part.weight.name, MatrixRole.OTHER

@@ -34,7 +34,7 @@ class MatrixRole(Enum):
     OTHER = "other"
 
 
-class Matrix(NamedTuple):
+class StoredMatrix(NamedTuple):
     """A stored matrix, or a stack of them."""
 
     name: str
@@ -94,9 +94,9 @@ class Mix(NamedTuple):
         eighth, last = self.num_layers // 8, 7 * self.num_layers // 8
         return layer < eighth or layer >= last or (layer - eighth) % 3 == 2
 
-    def plan(self, matrices: Iterable[Matrix]) -> "Plan":
+    def plan(self, matrices: Iterable[StoredMatrix]) -> "FormatPlan":
         """The formats of a model's matrices."""
-        plan = Plan({}, Counter(), Counter())
+        plan = FormatPlan({}, Counter(), Counter())
         for name, role, layer, stored, columns in matrices:
             if stored not in PLAIN:
                 plan.kept[stored] += 1
@@ -110,7 +110,7 @@ class Mix(NamedTuple):
         return plan
 
 
-class Plan(NamedTuple):
+class FormatPlan(NamedTuple):
     """Which matrices are quantized, and why others are not."""
 
     formats: dict[str, str]  # new ones, by name

@@ -1,5 +1,7 @@
 """tests/engine/weights/golden_mixes.json, made by llama.cpp: a program that writes the table of the
-format that llama-quantize gives each tensor of some tiny models, for each type.
+format that llama-quantize gives each tensor of some tiny models, for each type: of each model its
+metadata, the shapes of its tensors, and by type and tensor the format, "0:Q6_K 2:Q4_K" with the
+layer from which on it is so. {n} stands for the number of a layer, - for no tensor.
 
     .venv/bin/python tests/support/golden_mixes.py build/peers/llama.cpp/build/bin/llama-quantize
 
@@ -68,16 +70,6 @@ MODELS = {
 }
 
 
-class Golden(NamedTuple):
-    """What the table has of a model. {n} stands for the number of a layer."""
-
-    metadata: dict[str, Any]
-    shapes: dict[str, list[int]]  # by name
-    formats: dict[
-        str, dict[str, str]
-    ]  # by type and name, each with the layer from which on it is (- for no tensor)
-
-
 def described(model: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Metadata and shapes of a GGUF file."""
     reader = GgufReader(model)
@@ -127,7 +119,8 @@ def main() -> None:
             path = Path(folder) / name.replace(" ", "")
             gguf = write_gguf(write_tiny(path, arch, **sizes), path / "model.gguf")
             formats = {type: in_runs(formats_of(quantize, gguf, type)) for type in TYPES}
-            table[name] = Golden(*described(gguf), formats)._asdict()
+            metadata, shapes = described(gguf)
+            table[name] = {"metadata": metadata, "shapes": shapes, "formats": formats}
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 

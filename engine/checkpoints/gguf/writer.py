@@ -17,7 +17,7 @@ from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.weights.format import BLOCKS, PIECE_VALUES, RawTensor, row_runs
-from pdserve.engine.weights.mix import TYPES, Matrix, Mix
+from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
 # Not copied: the writer's own, and of how the model was split.
@@ -64,7 +64,7 @@ def new_formats(
     is_tied = "output.weight" not in stored
     placed = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
     matrices = (
-        Matrix(name, *found, layout.format, layout.shape[-1])
+        StoredMatrix(name, *found, layout.format, layout.shape[-1])
         for name, layout, found in placed
         if found and len(layout.shape) > 1 and 0 not in layout.shape
     )
