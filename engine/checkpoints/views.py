@@ -206,11 +206,12 @@ def _first(view: View | None, stored: Collection[str]) -> View | None:
 
 def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]:
     """Views of modules that are stored one above the other in the module `source`: each name with
-    its number of rows, in order. `prefix` comes before all names."""
+    its number of rows, in order. `prefix` comes before all names. The last one has all rows that
+    are left, so that a source with too many is found out by its shape."""
     views: dict[str, View] = {}
-    begin = 0
+    begin, last = 0, list(parts)[-1]
     for name, count in parts.items():
-        rows = slice(begin, begin + count)
+        rows = slice(begin, None if name == last else begin + count)
         for leaf in ("weight", "bias"):
             views[f"{prefix}{name}.{leaf}"] = View(f"{prefix}{source}.{leaf}", rows)
         begin += count
