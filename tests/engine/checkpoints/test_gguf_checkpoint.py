@@ -125,6 +125,9 @@ def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
     rope = config.layers[0].rope
     assert rope is not None
     assert (rope.theta, rope.kind) == (5e4, "default")
+    metadata = dict(GgufReader(tmp_path / "m.gguf").metadata)
+    del metadata["gpt-oss.rope.freq_base"]  # llama.cpp then has 10,000
+    assert find_mapping("gpt-oss")[1].config(metadata)["rope_theta"] == 10_000
 
 
 @pytest.mark.parametrize("arch", ["glm4_moe", "deepseek_v3", "deepseek_v2"])
