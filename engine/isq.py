@@ -1,43 +1,32 @@
 """In-situ quantization: which matrices of a model are quantized while it loads, and to what."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from pdserve.engine.checkpoints.source import CheckpointError, Layout
+from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.views import ViewedCheckpoint
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, layer_parts
 from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, HeadLinear, Linear, Part
-from pdserve.engine.weights.mix import MatrixRole, ModelSize, fitting, mixed
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.mix import MatrixRole, Mix, StoredMatrix
 
 log = logging.getLogger(__name__)
 
 QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
 
 
-def isq_formats(type: str, model: ModelConfig, layout: Callable[[str], Layout]) -> dict[str, str]:
+def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> dict[str, str]:
     """The format of each matrix that is stored as plain numbers, by name; vectors, routers and what
-    is quantized already stay as they are. Raises CheckpointError if that leaves none."""
-    about = ModelSize(
-        model.num_layers,
-        model.num_heads // model.num_kv_heads,
-        any(isinstance(p, Experts) for n in range(model.num_layers) for p in layer_parts(model, n)),
+    is quantized already stay as they are. They are those of the file that `pdserve quantize` writes
+    of the same model. Raises CheckpointError if that leaves none."""
+    n_gqa = model.num_heads // model.num_kv_heads
+    mix = Mix(type, model.num_layers, n_gqa, _num_experts(model))
+    matrices = (
+        StoredMatrix(name, role, layer, stored.format, stored.shape[-1])
+        for name, role, layer in _matrices(model, checkpoint)
+        for stored in [checkpoint.layout(name)]
     )
-    found: dict[str, str] = {}
-    unfit: Counter[str] = Counter()
-    quantized: Counter[str] = Counter()
-    for name, role, layer in _matrices(model):
-        stored = layout(name)
-        if stored.format not in PLAIN:
-            quantized[stored.format] += 1
-            continue
-        wanted = mixed(type, role, layer, about)
-        format = fitting(wanted, stored.shape[-1])
-        if format != wanted:
-            unfit[f"{stored.shape[-1]} columns do not fit {wanted}: {format or 'as stored'}"] += 1
-        if format:
-            found[name] = format
+    found, unfit, quantized = mix.plan(matrices)
     if not found:
         why = ", ".join(quantized) or "no row is a multiple of 32 values"
         raise CheckpointError(f"--isq {type}: there is nothing to quantize ({why})")
@@ -48,16 +37,26 @@ def isq_formats(type: str, model: ModelConfig, layout: Callable[[str], Layout]) 
     return found
 
 
-def _matrices(model: ModelConfig) -> Iterator[tuple[str, MatrixRole, int]]:
+def _num_experts(model: ModelConfig) -> int:
+    parts = (part for n in range(model.num_layers) for part in layer_parts(model, n))
+    return next((len(part.experts) for part in parts if isinstance(part, Experts)), 0)
+
+
+def _matrices(
+    model: ModelConfig, checkpoint: ViewedCheckpoint
+) -> Iterator[tuple[str, MatrixRole, int]]:
     """Name, role and layer of each."""
     yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
     for n in range(model.num_layers):
-        yield from ((name, role, n) for name, role in _of_layer(layer_parts(model, n)))
+        for name, role in _of_layer(layer_parts(model, n), checkpoint):
+            yield name, role, n
     if not model.tied_head:
         yield HEAD, MatrixRole.HEAD, model.num_layers - 1
 
 
-def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, MatrixRole]]:
+def _of_layer(
+    parts: tuple[Part, ...], checkpoint: ViewedCheckpoint
+) -> Iterator[tuple[str, MatrixRole]]:
     before: Part | None = None  # the last part that is no norm
     for part in parts:
         match part:
@@ -65,11 +64,11 @@ def _of_layer(parts: tuple[Part, ...]) -> Iterator[tuple[str, MatrixRole]]:
                 names = [spec.name for spec in part.weights]
                 roles = [_role_behind(before)] * len(names)
                 if before is None and len(names) == len(QKV):
-                    roles = [*QKV]
+                    is_one = len({checkpoint.source(name) for name in names}) == 1  # as stored
+                    roles = [MatrixRole.VALUE] * len(QKV) if is_one else [*QKV]
                 yield from zip(names, roles, strict=True)
             case HeadLinear():
-                role = MatrixRole.OTHER if len(part.weight.shape) == 2 else MatrixRole.VALUE
-                yield part.weight.name, role
+                yield part.weight.name, MatrixRole.OTHER
             case Experts():
                 for expert in (*part.experts, *((part.shared,) if part.shared else ())):
                     yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)

@@ -78,8 +78,16 @@ def _load(
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
     check_names(checkpoint, tensor_shapes(model), {HEAD} if model.tied_head else set())
-    quantized = isq_formats(isq, model, checkpoint.layout) if isq else {}
+    quantized = isq_formats(isq, model, checkpoint) if isq else {}
     backend = chosen(config)
+    turned = sorted(set(checkpoint.expanded()) - quantized.keys())
+    if turned and backend.weights_format is None:
+        log.warning(
+            "%d weights are kept as float32: what they are stored as has no transpose (%s%s)",
+            len(turned),
+            ", ".join(turned[:3]),
+            ", ..." * (len(turned) > 3),
+        )
     decoder, digest = _load_weights(checkpoint, model, backend, quantized, progress)
     card = _card(config, found, checkpoint, text, model, quantized, digest)
     return LoadedModel(decoder, backend, card)

@@ -24,7 +24,7 @@ from pdserve.engine.models.parts import ExpertRouting
 from pdserve.engine.models.spec import ModelSpec, is_mtp
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
-EXPERTS_FROM = {V3: 3, GLM: 1}  # if nothing is said
+FIRST_K_DENSE = {V3: 3, GLM: 1}  # first_k_dense_replace of a config that does not say it
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -59,11 +59,12 @@ def parse(hf: HfConfig) -> ModelConfig:
         has_correction=scores == "sigmoid",
         shared_size=size * integer(hf, "n_shared_experts", 1, minimum=0),
     )
-    return with_experts(config, mixture, sparse_layers(hf, EXPERTS_FROM.get(name, 0)))
+    return with_experts(config, mixture, sparse_layers(hf, FIRST_K_DENSE.get(name, 0)))
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Which layers have experts: all behind the first, or those that `mlp_layer_types` names."""
+    """Which layers have experts: all behind the first `first_k_dense_replace`, or those that
+    `mlp_layer_types` names."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)
@@ -85,7 +86,8 @@ def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     return grouped_routing(grouped, "softmax", group_best=1)
 
 
-GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880  # of the one model that says nothing of its sigmoid
+# GLM 4.7 Flash, whose files say nothing of its sigmoid, is known by these, as in llama.cpp.
+GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
@@ -95,8 +97,8 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     def number(key: str) -> int:
         return int(one_number(metadata, f"deepseek2.{key}"))
 
-    layers, vocab = number("block_count"), metadata.get("deepseek2.vocab_size")
-    is_glm = layers in GLM_LAYERS and vocab == GLM_VOCAB
+    vocab = metadata.get("deepseek2.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    is_glm = number("block_count") in GLM_LAYERS and vocab == GLM_VOCAB
     gating = metadata.get("deepseek2.expert_gating_func") or (2 if is_glm else 1)
     scores = SCORES.get(gating, "softmax")
     defaults = {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 0}

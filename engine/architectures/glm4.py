@@ -3,7 +3,7 @@ each head, gate and up in one tensor.
 """
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.views import View, fused, halves_first
+from pdserve.engine.checkpoints.views import RopeRows, View, fused
 from pdserve.engine.models.config import ModelConfig, NormPlacement
 from pdserve.engine.models.hf_config.fields import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
@@ -29,7 +29,7 @@ def stored(config: ModelConfig) -> dict[str, View]:
         views |= fused(f"model.layers.{n}.mlp.", "gate_up_proj", halves)
         assert layer.rope is not None
         for name, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-            rows = halves_first(heads, config.head_dim, layer.rope.rotary_dim)
+            rows = RopeRows(heads, config.head_dim, layer.rope.rotary_dim)
             for leaf in ("weight", "bias"):
                 tensor = f"model.layers.{n}.self_attn.{name}.{leaf}"
                 views[tensor] = View(tensor, rows)

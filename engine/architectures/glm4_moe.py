@@ -38,22 +38,12 @@ def gguf_config(metadata: Metadata) -> dict[str, Any]:
     defaults = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
     config = defaults | expert_config(metadata, *GROUPED, scores="sigmoid")
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none
-    further = metadata.get("glm4moe.nextn_predict_layers", 0)
-    config["num_hidden_layers"] = metadata["glm4moe.block_count"] - further
     return config
 
 
 GGUF = GgufMapping(
     "glm4moe",
-    tensors={
-        "blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm",
-        "blk.{n}.nextn.eh_proj": "model.layers.{n}.eh_proj",
-        "blk.{n}.nextn.embed_tokens": "model.layers.{n}.embed_tokens",
-        "blk.{n}.nextn.enorm": "model.layers.{n}.enorm",
-        "blk.{n}.nextn.hnorm": "model.layers.{n}.hnorm",
-        "blk.{n}.nextn.shared_head_head": "model.layers.{n}.shared_head.head",
-        "blk.{n}.nextn.shared_head_norm": "model.layers.{n}.shared_head.norm",
-    },
+    tensors={"blk.{n}.post_attention_norm": "model.layers.{n}.post_attention_layernorm"},
     config=gguf_config,
 )
 SPEC = ModelSpec(("Glm4MoeForCausalLM",), parse, GGUF, stored_experts, is_mtp)

@@ -21,9 +21,8 @@ from pdserve.engine.models.hf_config.standard import (
 )
 from pdserve.engine.models.spec import ModelSpec
 
-YARN = {
+YARN = {  # of a config.json that says nothing of rope's scaling, as transformers has it
     "rope_type": "yarn",
-    "rope_theta": 150_000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -45,7 +44,7 @@ def parse(hf: HfConfig) -> ModelConfig:
             raise UnsupportedModel(f"config field {key}={hf[key]!r}: want {known}")
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, **hf}
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
-        hf = {**hf, "rope_parameters": YARN}
+        hf = {**hf, "rope_scaling": YARN}
     window = sliding_window(hf, 128)
     has_window = windowed(hf, [n % 2 == 0 for n in range(num_layers(hf))])
     bias = bool(hf.get("attention_bias", True))
@@ -94,11 +93,14 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """GGUF leaves to the reader which layers have the window, and how rope's scaling ends."""
+    """GGUF leaves to the reader which layers have the window, and how rope's scaling ends. A file
+    that says nothing of scaling has none, as llama.cpp reads it."""
     window = metadata.get("gpt-oss.attention.sliding_window")
     config = expert_config(metadata) | {"sliding_window": window}
-    if scaling := rope_scaling(metadata, {}):
-        config["rope_scaling"] = {**scaling, "truncate": False}
+    scaling = rope_scaling(metadata, {}) or {"rope_type": "default"}
+    config["rope_scaling"] = {**scaling, "truncate": False}
+    if "gpt-oss.rope.freq_base" not in metadata:
+        config["rope_theta"] = 10_000.0
     return config
 
 

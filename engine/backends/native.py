@@ -9,7 +9,7 @@ from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.kv_error import BORNE, int8_score_error
+from pdserve.engine.models.kv_error import int8_warning
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
@@ -49,13 +49,9 @@ class NativeBackend(Backend):
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> NativeDecoder:
         made = NativeDecoder(model, weights, self._kernels, self.kv_dtype)
         if self.kv_dtype == "int8":
-            error = int8_score_error(model, lambda name: unpack(weights(name)))
-            if error > BORNE:
-                log.warning(
-                    "--kv-dtype int8: this model's keys have large biases, and rounding them to 8 "
-                    "bits changes attention scores by %.2g; float16 does not",
-                    error,
-                )
+            warning = int8_warning(model, lambda name: unpack(weights(name)))
+            if warning:
+                log.warning("--kv-dtype int8: %s", warning)
         return made
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:

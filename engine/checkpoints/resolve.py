@@ -35,20 +35,27 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
     org/name:file.gguf or org/name@revision:file.gguf; empty for the model that ships. A path that
     exists is a path. Raises CheckpointError saying what would be accepted.
     """
+    found = find(model)
+    if isinstance(found, HubModel):
+        return Resolved(download(found, progress), found.repo)
+    return Resolved(found, served_name(found))
+
+
+def find(model: str) -> Path | HubModel:
+    """What `resolve` finds or fetches: a path on this machine, or a model of the hub. Raises
+    CheckpointError as it does."""
     if not model:
-        path = shipped_model()
-        return Resolved(path, served_name(path))
+        return shipped_model()
     path = Path(os.path.expanduser(model))  # unlike pathlib's, these two never raise
     if os.path.exists(path):
-        return Resolved(path, served_name(path))
+        return path
     match = HUB_ID.fullmatch(model)
     if match is None or model.endswith("/") or path.is_absolute() or ".." in model:
         raise CheckpointError(
             f"no model {model!r}: neither an existing GGUF file or directory nor a Hugging Face id"
             " (org/name, org/name@revision or org/name:file.gguf)"
         )
-    hub = HubModel(match["repo"], match["revision"], match["file"])
-    return Resolved(download(hub, progress), hub.repo)
+    return HubModel(match["repo"], match["revision"], match["file"])
 
 
 def shipped_model() -> Path:

@@ -37,21 +37,48 @@ class HeadRows(NamedTuple):
     rows: int
 
 
-Rows = slice | NDArray[np.int64]
+class RopeRows(NamedTuple):
+    """All rows of a matrix of `heads` times `head_dim` rows, in another order: the `rope_dim` rows
+    of each head from row `begin` on come before the others of the head. `interleaved` rows are
+    stored for rope over neighbours: of each pair the first ones come first."""
+
+    heads: int
+    head_dim: int
+    rope_dim: int
+    begin: int = 0
+    interleaved: bool = True
+
+    def order(self) -> NDArray[np.int64]:
+        """The stored number of each row, int64 [heads * head_dim]. The sizes come from a config:
+        compare them with a stored shape before."""
+        one = np.arange(self.head_dim)
+        rope = one[self.begin : self.begin + self.rope_dim]
+        first = rope.reshape(-1, 2).T.reshape(-1) if self.interleaved else rope
+        one = np.concatenate((first, one[: self.begin], one[self.begin + self.rope_dim :]))
+        return (np.arange(self.heads)[:, None] * self.head_dim + one).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Rows = slice | RopeRows
+
+
+@dataclass(frozen=True, slots=True)
 class View:
-    """A stored tensor, or a matrix of a stack, or a stack of what a matrix has of each head; of its
-    transpose if it is `transposed`, and of that some rows."""
+    """A view shows a stored tensor as the model asks for it. It takes these steps, in this order,
+    each only if it is given:
+
+    - `matrix`: [n, rows, columns] -> [rows, columns], one matrix of a stack;
+    - `heads`: [heads * rows, columns] -> [heads, end - begin, columns], some rows of each head;
+    - `transposed`: [..., rows, columns] -> [..., columns, rows];
+    - `rows`: some of the rows, or all in another order.
+    """
 
     source: str  # Hugging Face's name
-    rows: Rows | None = None  # None: all
+    rows: Rows | None = None
     matrix: Nth | None = None
     heads: HeadRows | None = None
-    transposed: bool = False  # plain numbers only; of heads all, as float32
+    transposed: bool = False  # a quantized matrix only with `heads`: it becomes float32
     fallback: "View | None" = None  # of another tensor, for files that have no `source`
-    is_row: bool = False  # a vector stands for a matrix of one row
+    is_row: bool = False  # a vector [columns] -> [1, columns]
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Of what it shows of a tensor of shape `stored`. Raises CheckpointError."""
@@ -64,18 +91,25 @@ class View:
             shape = shape[1:]
         if self.heads:
             if len(shape) != 2 or shape[0] != self.heads.heads * self.heads.rows:
-                raise CheckpointError(
-                    f"tensor {self.source} is {list(stored)}, config says {self.heads.heads} heads "
-                    f"of {self.heads.rows} rows"
-                )
+                raise self._unlike(stored, self.heads.heads, self.heads.rows)
             shape = (self.heads.heads, self.heads.end - self.heads.begin, *shape[1:])
         if self.transposed:
             shape = (*shape[:-2], *shape[:-3:-1])
         if isinstance(self.rows, slice):
             shape = (len(range(*self.rows.indices(shape[0]))), *shape[1:])
-        elif self.rows is not None:
-            shape = (len(self.rows), *shape[1:])
+        elif self.rows and shape[:1] != (self.rows.heads * self.rows.head_dim,):
+            raise self._unlike(stored, self.rows.heads, self.rows.head_dim)
         return (1, *shape) if self.is_row and len(shape) == 1 else shape
+
+    def _unlike(self, stored: tuple[int, ...], heads: int, rows: int) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {self.source} is {list(stored)}, config says {heads} heads of {rows} rows"
+        )
+
+    def format(self, stored: str) -> str:
+        """Of what it shows of a tensor of format `stored`: blocks and groups of values lie along
+        columns, so that a transposed matrix has none."""
+        return "F32" if self.heads and self.transposed and stored not in PLAIN else stored
 
     def of(self, raw: RawTensor) -> RawTensor:
         """What it shows of the stored tensor. Raises CheckpointError."""
@@ -84,8 +118,7 @@ class View:
             raw = raw.matrix(self.matrix.number)
         if self.heads:
             raw = raw.of_heads(*self.heads[:3])
-            if self.transposed and raw.format not in PLAIN:
-                raw = as_plain(raw, "F32")
+            raw = as_plain(raw, self.format(raw.format))
         if self.transposed:
             if raw.format not in PLAIN or len(raw.shape) < 2:
                 raise CheckpointError(
@@ -93,7 +126,7 @@ class View:
                 )
             raw = raw.transposed()
         if self.rows is not None:
-            raw = raw.rows(self.rows)
+            raw = raw.rows(self.rows if isinstance(self.rows, slice) else self.rows.order())
         return raw if raw.shape == shape else raw.as_row()
 
 
@@ -137,7 +170,19 @@ class ViewedCheckpoint:
     def layout(self, name: str) -> Layout:
         view = self._views[name]
         format, shape = self._checkpoint.layout(view.source)
-        return Layout(format, view.shape(shape))
+        return Layout(view.format(format), view.shape(shape))
+
+    def source(self, name: str) -> str:
+        """The stored tensor that it is of."""
+        return self._views[name].source
+
+    def expanded(self) -> Collection[str]:
+        """The tensors that are float32 because their stored format has no transpose."""
+        return [
+            name
+            for name, view in self._views.items()
+            if view.transposed and self._checkpoint.layout(view.source).format not in PLAIN
+        ]
 
     def tensor(self, name: str) -> RawTensor:
         if name not in self._views:
@@ -161,11 +206,12 @@ def _first(view: View | None, stored: Collection[str]) -> View | None:
 
 def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]:
     """Views of modules that are stored one above the other in the module `source`: each name with
-    its number of rows, in order. `prefix` comes before all names."""
+    its number of rows, in order. `prefix` comes before all names. The last one has all rows that
+    are left, so that a source with too many is found out by its shape."""
     views: dict[str, View] = {}
-    begin = 0
+    begin, last = 0, list(parts)[-1]
     for name, count in parts.items():
-        rows = slice(begin, begin + count)
+        rows = slice(begin, None if name == last else begin + count)
         for leaf in ("weight", "bias"):
             views[f"{prefix}{name}.{leaf}"] = View(f"{prefix}{source}.{leaf}", rows)
         begin += count
@@ -188,11 +234,3 @@ def first_of(*places: View) -> View:
         found = replace(place, fallback=found)
     assert found is not None
     return found
-
-
-def halves_first(heads: int, head_dim: int, rotary_dim: int) -> NDArray[np.int64]:
-    """The order of rows for rope over two halves, where they are stored for rope over neighbours:
-    of the first `rotary_dim` rows of each head the even ones come first."""
-    one = np.arange(head_dim)
-    one[:rotary_dim] = one[:rotary_dim].reshape(-1, 2).T.reshape(-1)
-    return (np.arange(heads)[:, None] * head_dim + one).reshape(-1)

@@ -14,12 +14,10 @@ from types import MappingProxyType, TracebackType
 
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
-from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights.format import PIECE_VALUES, VALUES, RawTensor, row_runs
 from pdserve.engine.weights.plain import PLAIN, empty
 from pdserve.engine.weights.quantize import quantize_into, quantized_empty
 from pdserve.engine.weights.unpack import unpack_into
-
-PIECE_VALUES = 1 << 22  # of one task
 
 # Left in old files by frameworks, and computed by every decoder itself.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -132,7 +130,10 @@ class WeightLoader:
         return merkle_root({name: future.result() for name, future in self._leaves.items()})
 
     def _start(self, name: str) -> None:
-        raw = self._checkpoint.tensor(name)
+        try:
+            raw = self._checkpoint.tensor(name)
+        except ValueError as error:  # of numpy: parts whose sizes do not go together
+            raise CheckpointError(f"tensor {name}: {error}") from error
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
             self._leaves[name].add_done_callback(lambda _: self._release(name))
@@ -147,13 +148,11 @@ class WeightLoader:
             self.expanded_bytes += result.nbytes
         else:
             result = quantized_empty(raw.shape, format)
-        values = math.prod(raw.shape)
-        rows = max(1, PIECE_VALUES * raw.shape[0] // max(1, values))
         pieces = [
             self._pool.submit(
                 self._convert, name, raw.rows(some), self._quantized.get(name), result.rows(some)
             )
-            for some in (slice(at, at + rows) for at in range(0, raw.shape[0], rows))
+            for some in row_runs(raw.shape, PIECE_VALUES)
         ]
         self._pending[name] = _Pending(result, pieces)
 

@@ -1,4 +1,4 @@
-"""Whether a model bears keys of 8 bits, as far as its biases tell."""
+"""What is known of the error that keys of 8 bits cause in a model, before it computes anything."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,24 @@ from pdserve.engine.models.parts import Attention, HeadNorm, Linear
 from pdserve.engine.weights.format import Floats
 
 INT8_STEP = 1 / (127 * 12**0.5)  # deviation of what rounding to 8 bits changes, of the largest
-BORNE = 0.05  # of a score: weights, its e-th powers, then change by a twentieth
+LARGEST_ERROR = 0.05  # of a score: weights, its e-th powers, then change by a twentieth
+
+
+def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
+    """What to say of a model that is served with keys of 8 bits; empty: nothing. `vector` gives
+    biases by name."""
+    if config.latent:
+        return (
+            f"{config.architecture} caches one vector of a token; its dims with rope and its "
+            "latent dims then share one scale, and what that costs has not been measured"
+        )
+    error = int8_score_error(config, vector)
+    if error <= LARGEST_ERROR:
+        return ""
+    return (
+        "this model's keys have large biases, and rounding them to 8 bits changes attention scores "
+        f"by {error:.2g}; float16 does not"
+    )
 
 
 def int8_score_error(config: ModelConfig, vector: Callable[[str], Floats]) -> float:

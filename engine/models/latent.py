@@ -9,10 +9,7 @@ so that all heads attend over the vectors themselves, in prefill as in decode. A
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pdserve.engine.checkpoints.views import HeadRows, View, halves_first
+from pdserve.engine.checkpoints.views import HeadRows, RopeRows, View
 from pdserve.engine.models.parts import (
     Attention,
     HeadLinear,
@@ -32,13 +29,14 @@ NORM_EPS = 1e-6  # of both norms here, as transformers has it, whatever the othe
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Implements config.py's Latent. Sizes are of one head."""
+    """Implements config.py's Latent. Sizes are of one head, and in config.json they are called as
+    the comments say."""
 
-    q_rank: int  # of the queries' low-rank product; 0: they have one matrix
-    kv_rank: int  # values of the latent part
-    plain_dim: int  # of a query, without rope
-    rope_dim: int
-    value_dim: int
+    q_rank: int  # q_lora_rank: of the queries' low-rank product; 0: they have one matrix
+    kv_rank: int  # kv_lora_rank: values of the latent part
+    nope_dim: int  # qk_nope_head_dim: dims of a query without rope
+    rope_dim: int  # qk_rope_head_dim: dims of a query, and of the key of all heads, with rope
+    value_dim: int  # v_head_dim
     interleaved: bool  # checkpoints are for rope over neighbours
 
     @property
@@ -48,7 +46,7 @@ class LatentAttention:
 
     @property
     def q_dim(self) -> int:
-        return self.rope_dim + self.plain_dim
+        return self.rope_dim + self.nope_dim
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
         layer, attn = config.layers[n], f"model.layers.{n}.self_attn."
@@ -65,7 +63,7 @@ class LatentAttention:
             queries = (
                 Linear((weight("q_a_proj", self.q_rank, hidden), kv_a)),
                 SliceNorm(weight("q_a_layernorm", self.q_rank), 0, NORM_EPS),
-                HeadLinear(weight("q_b_proj", all_q, self.q_rank)),
+                HeadLinear(weight("q_b_proj", all_q, self.q_rank), rest=self.kv_dim),
             )
         else:
             queries = (Linear((weight("q_proj", all_q, hidden), kv_a)),)
@@ -77,7 +75,7 @@ class LatentAttention:
             *queries,
             SliceNorm(kv_norm, all_q + self.rope_dim, NORM_EPS),
             *rope,
-            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.plain_dim), self.rope_dim),
+            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.nope_dim), self.rope_dim),
             Attention(
                 Heads(heads, 1, self.kv_dim),
                 config.attn_scale,
@@ -92,8 +90,8 @@ class LatentAttention:
         """Rows are stored with rope's behind the others; k_b and v_b, but in GGUF, as the rows of
         one matrix, head by head."""
         views: dict[str, View] = {}
-        heads, plain = config.num_heads, self.plain_dim
-        queries = self._rope_first(heads, plain)
+        heads, nope = config.num_heads, self.nope_dim
+        queries = self._rope_first(heads, nope)
         for n in range(config.num_layers):
             attn = f"model.layers.{n}.self_attn."
             rows = {
@@ -102,17 +100,12 @@ class LatentAttention:
             }
             views |= {f"{attn}{m}.weight": View(f"{attn}{m}.weight", r) for m, r in rows.items()}
             both = f"{attn}kv_b_proj.weight"
-            of_keys = HeadRows(heads, 0, plain, plain + self.value_dim)
-            of_values = of_keys._replace(begin=plain, end=plain + self.value_dim)
+            of_keys = HeadRows(heads, 0, nope, nope + self.value_dim)
+            of_values = of_keys._replace(begin=nope, end=nope + self.value_dim)
             views[f"{attn}k_b_proj.weight"] = View(both, heads=of_keys, transposed=True)
             views[f"{attn}v_b_proj.weight"] = View(both, heads=of_values)
         return views
 
-    def _rope_first(self, heads: int, before: int) -> NDArray[np.int64]:
-        """The order of rows that puts those of rope before the `before` others of each head."""
-        dim = before + self.rope_dim
-        rope = np.arange(self.rope_dim)
-        if self.interleaved:
-            rope = halves_first(1, self.rope_dim, self.rope_dim)
-        one = np.concatenate((before + rope, np.arange(before)))
-        return (np.arange(heads)[:, None] * dim + one).reshape(-1)
+    def _rope_first(self, heads: int, before: int) -> RopeRows:
+        """Puts the rows of rope before the `before` others of each head."""
+        return RopeRows(heads, before + self.rope_dim, self.rope_dim, before, self.interleaved)

@@ -188,11 +188,7 @@ class NativeDecoder:
                 place = {"begin": part.begin, "heads": 1}
                 return [("head_norm", {"weight": weight, "eps": part.eps, **place})]
             case HeadLinear():
-                raw = weights(part.weight.name)
-                numbers = range(raw.shape[0] if len(raw.shape) > 2 else 0)
-                stack = [raw.matrix(n) for n in numbers] or [raw]
-                matrices = [self._pack(part.weight.name, one) for one in stack]
-                return [("head_linear", {"matrices": matrices, "kept": part.kept})]
+                return self._head_linear(part, weights)
             case Gate():
                 return [("gate", {"activation": part.activation})]
             case Activate():
@@ -222,6 +218,20 @@ class NativeDecoder:
         return (
             [linear] if first.columns is None else [("reorder", {"order": first.columns}), linear]
         )
+
+    def _head_linear(self, part: HeadLinear, weights: Weights) -> list[NativePart]:
+        """If its columns are stored in another order, that of all heads, the input of each head is
+        brought into it."""
+        raw = weights(part.weight.name)
+        stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
+        matrices = [self._pack(part.weight.name, one, raw.columns) for one in stack]
+        linear: NativePart = ("head_linear", {"matrices": matrices, "kept": part.kept})
+        if raw.columns is None:
+            return [linear]
+        head = np.concatenate((np.arange(part.kept), part.kept + raw.columns))
+        order = (np.arange(len(stack))[:, None] * len(head) + head).reshape(-1)
+        rest = np.arange(len(order), len(order) + part.rest)
+        return [("reorder", {"order": np.concatenate((order, rest))}), linear]
 
     def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
         """Asks for tensors in the order of the part."""

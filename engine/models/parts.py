@@ -90,12 +90,13 @@ class SliceNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Part):
-    """x begins with heads, one for each matrix of a stack. Of each the first `kept` values stay,
-    the others are the input of its matrix, whose outputs take their place; what x has behind the
-    heads stays."""
+    """A product with a matrix of its own for each head. x is [heads * (kept + inputs) + rest] and
+    becomes [heads * (kept + outputs) + rest]: the first `kept` values of a head stay, the others go
+    through the head's matrix, and what is behind the heads stays."""
 
     weight: TensorSpec  # [heads, outputs, inputs]; [outputs, inputs] of one head
     kept: int = 0
+    rest: int = 0
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return (self.weight,)

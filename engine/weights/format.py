@@ -3,8 +3,9 @@
 Everything is numpy: bfloat16 numbers are kept as the uint16 that holds their bits.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 VALUES, BLOCKS = "values", "blocks"  # the part of plain numbers, and of GGUF's blocks
+PIECE_VALUES = 1 << 22  # of a task of one thread
+CHUNK_VALUES = 1 << 18  # of float32 at a time: smaller ones are slower, larger ones take memory
+
+
+def row_runs(shape: tuple[int, ...], values: int) -> Iterator[slice]:
+    """All rows of a tensor in order, in runs of about `values` values, at least a row each."""
+    step = max(1, values // max(1, math.prod(shape[1:])))
+    return (slice(at, at + step) for at in range(0, shape[0], step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Block formats whose values are levels of 8 bits times a scale for each group of a block.
+"""Block formats whose values are whole numbers of 8 bits times a scale for each group of a block.
 
-A codebook or a packing of three levels is of no use to kernels: they get the levels.
+Kernels read neither codebooks nor three levels packed in a byte: they get the whole numbers.
 """
 
 import os
@@ -14,34 +14,38 @@ from numpy.typing import NDArray
 
 from pdserve.engine.weights.bits import Bytes
 from pdserve.engine.weights.by_gguf import gguf_expand
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.format import (
+    BLOCKS,
+    CHUNK_VALUES,
+    BlockFormat,
+    Floats,
+    RawTensor,
+    row_runs,
+)
 from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
-
-CHUNK_VALUES = 1 << 18  # of one task
 
 
 @dataclass(frozen=True)
 class LevelFormat(BlockFormat):
-    """`scales` gives float32 [blocks, groups]; each value is a whole multiple of its own, within
-    127."""
+    """A block has `groups` groups of block_values / groups values. A value is n * scale, where
+    scale is that of its group and n is a whole number from -127 to 127."""
 
-    scales: Callable[[Bytes], Floats]
+    scales: Callable[[Bytes], Floats]  # uint8 [blocks, block_bytes] -> float32 [blocks, groups]
 
     def packable(self, raw: RawTensor) -> RawTensor:
-        """As INT8: the same values, exactly."""
+        """The same values as INT8: CODES uint8 [rows, columns], which are n + 128, and SCALES
+        float32 [rows, columns / (block_values / groups)]."""
         blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
         scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
         codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
 
-        def convert(start: int) -> None:
-            some = slice(start, start + step)
+        def convert(some: slice) -> None:
             with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
                 scales[some] = self.scales(blocks[some])
                 codes[some] = self._codes(blocks[some], scales[some])
 
-        step = max(1, CHUNK_VALUES // self.block_values)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(convert, range(0, len(blocks), step)))
+            list(pool.map(convert, row_runs(codes.shape, CHUNK_VALUES)))
         rows = raw.shape[0]
         parts: dict[str, NDArray[Any]] = {
             CODES: codes.reshape(rows, -1),

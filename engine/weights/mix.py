@@ -1,11 +1,16 @@
 """Which format each matrix gets when a model is quantized to a type; pure.
 
 A type is a mix, as llama.cpp's of the same name is (src/llama-quant.cpp): the matrices whose error
-costs most get more bits. Q3_K, Q4_K and Q5_K are its _M mixes.
+costs most get more bits. Q3_K, Q4_K and Q5_K are its _M mixes. Rows that fit no mix are another
+matter: see FALLBACK.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
+
+from pdserve.engine.weights.plain import PLAIN
 
 TYPES = {name.lower(): name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")} | {
     f"q{bits}k": f"Q{bits}_K" for bits in range(2, 7)
@@ -15,7 +20,7 @@ ALIASES = {"q4": "q4_0", "q5": "q5_0", "q8": "q8_0"} | {
 }
 FALLBACK = "Q8_0"  # for rows that are no multiple of a type's block
 BLOCK_VALUES = {name: 256 if name.endswith("K") else 32 for name in TYPES.values()}
-MANY_HEADS = 4  # so many query heads share a value head: its matrix is small
+LAYERS_OF_70B = 80  # of Llama 2 and 3 70B and Qwen 2.5 72B
 
 
 class MatrixRole(Enum):
@@ -23,19 +28,94 @@ class MatrixRole(Enum):
 
     HEAD = "head"  # or a tied embedding
     KEY = "k"
-    VALUE = "v"
-    QKV = "q, k and v in one"
+    VALUE = "v"  # or q, k and v in one
     OUTPUT = "attention's output"
     DOWN = "down"
     OTHER = "other"
 
 
-class ModelSize(NamedTuple):
-    """What a mix depends on."""
+class StoredMatrix(NamedTuple):
+    """A stored matrix, or a stack of them."""
 
+    name: str
+    role: MatrixRole
+    layer: int
+    format: str
+    columns: int
+
+
+class Mix(NamedTuple):
+    """A type, and what its choice of formats depends on in a model."""
+
+    type: str  # one of TYPES
     num_layers: int
-    shared_heads: int  # query heads of one kv head
-    has_experts: bool
+    n_gqa: int  # query heads of one kv head
+    num_experts: int  # of a layer; 0: it has none
+
+    def wanted(self, role: MatrixRole, layer: int) -> str:
+        """The format of a matrix whose rows fit it."""
+        main = TYPES[self.type]
+        if main == "Q8_0":
+            return main
+        if role is MatrixRole.HEAD:
+            return "Q6_K"
+        if self.num_experts == 8:  # Mixtral's number: attention is small beside them
+            if role in (MatrixRole.KEY, MatrixRole.VALUE):
+                return "Q8_0"
+            if role is MatrixRole.OUTPUT:
+                return "Q5_K" if main in ("Q2_K", "Q3_K", "Q4_K") else main
+        if role is MatrixRole.VALUE:
+            format = self._of_value(main, layer)
+            grown = self.num_layers == LAYERS_OF_70B and self.n_gqa > 1  # v is small in these
+            return "Q5_K" if grown and format in ("Q3_K", "Q4_K") else format
+        match main, role:
+            case "Q2_K", MatrixRole.OUTPUT | MatrixRole.DOWN:
+                return "Q3_K"
+            case "Q3_K", MatrixRole.DOWN:
+                return "Q5_K" if layer < self.num_layers // 16 else "Q4_K"
+            case "Q3_K", MatrixRole.OUTPUT:
+                return "Q4_K"
+            case "Q4_K" | "Q5_K", MatrixRole.DOWN if self._is_costly(layer):
+                return "Q6_K"
+        return main
+
+    def _of_value(self, main: str, layer: int) -> str:
+        match main:
+            case "Q2_K":
+                return "Q4_K" if self.n_gqa >= 4 else "Q3_K"
+            case "Q3_K":
+                return "Q5_K" if layer < 2 else "Q4_K"
+            case "Q4_K" | "Q5_K" if self._is_costly(layer):
+                return "Q6_K"
+        return main
+
+    def _is_costly(self, layer: int) -> bool:
+        """The first and the last eighth of the layers, and every third between."""
+        eighth, last = self.num_layers // 8, 7 * self.num_layers // 8
+        return layer < eighth or layer >= last or (layer - eighth) % 3 == 2
+
+    def plan(self, matrices: Iterable[StoredMatrix]) -> "FormatPlan":
+        """The formats of a model's matrices."""
+        plan = FormatPlan({}, Counter(), Counter())
+        for name, role, layer, stored, columns in matrices:
+            if stored not in PLAIN:
+                plan.kept[stored] += 1
+                continue
+            wanted = self.wanted(role, layer)
+            format = fitting(wanted, columns)
+            if format != wanted:
+                plan.unfit[f"{columns} columns do not fit {wanted}: {format or 'as stored'}"] += 1
+            if format:
+                plan.formats[name] = format
+        return plan
+
+
+class FormatPlan(NamedTuple):
+    """Which matrices are quantized, and why others are not."""
+
+    formats: dict[str, str]  # new ones, by name
+    unfit: Counter[str]  # matrices by what does not fit
+    kept: Counter[str]  # matrices that are quantized already, by their format
 
 
 def find_type(name: str) -> str:
@@ -47,43 +127,6 @@ def find_type(name: str) -> str:
     return found
 
 
-def mixed(type: str, role: MatrixRole, layer: int, model: ModelSize) -> str:
-    """The format of one matrix in a model of `type`, if its rows fit."""
-    main = TYPES[type]
-    if main == "Q8_0":
-        return main
-    if role is MatrixRole.HEAD:
-        return "Q6_K"
-    if role in (MatrixRole.KEY, MatrixRole.VALUE) and model.has_experts:  # small beside the experts
-        return "Q8_0"
-    if role is MatrixRole.OUTPUT and model.has_experts and main in ("Q2_K", "Q3_K", "Q4_K"):
-        return "Q5_K"
-    match main, role:
-        case "Q2_K", MatrixRole.VALUE:
-            return "Q4_K" if model.shared_heads >= MANY_HEADS else "Q3_K"
-        case "Q2_K", MatrixRole.OUTPUT | MatrixRole.DOWN:
-            return "Q3_K"
-        case "Q3_K", MatrixRole.VALUE:
-            return "Q5_K" if layer < 2 else "Q4_K"
-        case "Q3_K", MatrixRole.DOWN:
-            return "Q5_K" if layer < model.num_layers // 16 else "Q4_K"
-        case "Q3_K", MatrixRole.OUTPUT | MatrixRole.QKV:
-            return "Q4_K"
-        case "Q4_K", MatrixRole.QKV:
-            return "Q5_K"
-        case "Q5_K", MatrixRole.QKV:
-            return "Q6_K"
-        case "Q4_K" | "Q5_K", MatrixRole.VALUE | MatrixRole.DOWN if _costly(layer, model):
-            return "Q6_K"
-    return main
-
-
 def fitting(format: str, columns: int) -> str | None:
     """The format, or the one for rows that do not fit it; None: rows of `columns` fit neither."""
     return next((f for f in (format, FALLBACK) if columns % BLOCK_VALUES[f] == 0), None)
-
-
-def _costly(layer: int, model: ModelSize) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
-    eighth, last = model.num_layers // 8, 7 * model.num_layers // 8
-    return layer < eighth or layer >= last or (layer - eighth) % 3 == 2

@@ -5,14 +5,20 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.format import (
+    BLOCKS,
+    CHUNK_VALUES,
+    BlockFormat,
+    Floats,
+    RawTensor,
+    row_runs,
+)
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 
 VERSION = 2  # raise it with any change of a result
 QUANTIZED = frozenset(_native.quantized_formats())
-CHUNK_VALUES = 1 << 18  # of float32 in memory at a time
 
 
 def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
@@ -35,9 +41,7 @@ def quantize_into(raw: RawTensor, out: RawTensor) -> None:
     """Writes the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
     a value that is not finite, or too large for a float16 scale."""
     assert raw.shape == out.shape, (raw.shape, out.shape)
-    step = max(1, CHUNK_VALUES // max(1, int(np.prod(raw.shape[1:]))))
-    for start in range(0, raw.shape[0], step):
-        some = slice(start, start + step)
+    for some in row_runs(raw.shape, CHUNK_VALUES):
         _write(unpack(raw.rows(some)), out.format, out.parts[BLOCKS][some])
 
 

@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.format import VALUES, Floats, RawTensor
+from pdserve.engine.weights.format import CHUNK_VALUES, VALUES, Floats, RawTensor, row_runs
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN, empty, widened, write_rounded
-
-CHUNK_VALUES = 1 << 18  # smaller pieces are slower, larger ones only take memory
 
 
 def unpack(raw: RawTensor) -> Floats:
@@ -28,11 +26,8 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
     """Writes the values of `raw` into `out` of raw.shape as plain numbers of `format`, a range of
     rows at a time; each value is rounded once."""
     assert out.shape == raw.shape, (out.shape, raw.shape)
-    row_values = out[:1].size
     order = None if raw.columns is None else np.argsort(raw.columns)
-    step = max(1, CHUNK_VALUES // max(1, row_values))
-    for start in range(0, len(out), step):
-        some = slice(start, start + step)
+    for some in row_runs(out.shape, CHUNK_VALUES):
         part = raw.rows(some)
         if raw.format not in PLAIN:
             with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here

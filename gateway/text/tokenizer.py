@@ -7,6 +7,7 @@ rendered prompt that its template wrote do. Immutable once built, so threads may
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import tokenizers
@@ -151,10 +152,11 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if _FIRST in state:
         without = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
         rest.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), without)
-    added = first.get_added_tokens_decoder()
-    for token_id in sorted(added):
-        token = added[token_id]
-        (rest.add_special_tokens if token.special else rest.add_tokens)([token])
+    added = sorted(first.get_added_tokens_decoder().items())
+    # In order of their ids, which follow from it, and as few calls as may be: each looks at all.
+    for special, run in groupby((token for _, token in added), lambda token: bool(token.special)):
+        (rest.add_special_tokens if special else rest.add_tokens)(list(run))
+    for token_id, token in added:
         if rest.token_to_id(token.content) != token_id:
             raise UnsupportedTokenizer(
                 f"tokenizer.json: id {token_id} of {token.content!r} is not its"

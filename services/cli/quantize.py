@@ -1,5 +1,6 @@
 """`pdserve quantize MODEL OUT` writes a quantized copy of a GGUF model."""
 
+import errno
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ MEGABYTE = 1_000_000
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Returns 1 with a message if the model cannot be read, or the file not written."""
     from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
-    from pdserve.engine.checkpoints.resolve import resolve
+    from pdserve.engine.checkpoints.hub import HubModel
+    from pdserve.engine.checkpoints.resolve import find, resolve
     from pdserve.engine.checkpoints.source import CheckpointError
     from pdserve.engine.weights.mix import find_type
     from pdserve.services.local.progress import progress_on
@@ -26,6 +28,14 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     target = Path(positionals["out"])
     view = progress_on(sys.stderr)
     try:
+        # What can be refused is refused before anything is downloaded.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "it exists already", str(target))
+        found = find(positionals["model"])
+        if isinstance(found, HubModel) and found.file is None:
+            raise CheckpointError(
+                f"{found.repo} is a repository: name a GGUF file of it, as {found.repo}:file.gguf"
+            )
         source = resolve(positionals["model"], view.update).path
         if source.is_dir():
             raise CheckpointError(

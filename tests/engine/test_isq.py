@@ -56,7 +56,7 @@ def held(model: Path, type: str = "") -> dict[str, Any]:
     spec = find_spec(opened.hf_config)
     config = spec.parse(opened.hf_config)
     checkpoint = spec.view(opened, config)
-    quantized = isq_formats(type, config, checkpoint.layout) if type else {}
+    quantized = isq_formats(type, config, checkpoint) if type else {}
     shapes = tensor_shapes(config)
     with WeightLoader(
         checkpoint, shapes, None, 2, False, False, lambda fraction: None, quantized
@@ -80,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return made
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("type", TYPES)
 def test_the_weights_are_those_of_the_written_file(
     models: dict[str, tuple[Path, Path]], arch: str, type: str, tmp_path: Path
@@ -95,8 +95,8 @@ def test_the_weights_are_those_of_the_written_file(
         formats[raw.format] += 1
         if raw.format != "F32":
             np.testing.assert_array_equal(raw.parts[BLOCKS], written[name].parts[BLOCKS], name)
-    assert formats[TYPES[type]] >= 8
-    assert counted[TYPES[type]] >= 8
+    assert formats[TYPES[type]] >= 5
+    assert counted[TYPES[type]] >= 5
     assert seen == sorted(seen)
     assert seen[-1] == 1
     with pytest.raises(FileExistsError):
@@ -167,10 +167,13 @@ def test_rows_that_do_not_fit_are_told(tmp_path: Path, caplog: pytest.LogCapture
 def test_fused_matrices_are_quantized_by_what_they_do(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
-    raws = held(models["phi3"][0], "q4k")
+    """One that holds q, k and v has the format of v, as in the file that is written."""
+    raws = held(models["phi3"][0], "q3k")
     formats = {name.split(".")[-2]: raw.format for name, raw in raws.items() if ".1." in name}
-    assert formats["q_proj"] == formats["gate_proj"] == formats["o_proj"] == "Q4_K"
-    assert held(models["phi3"][0], "q3k")["model.layers.0.self_attn.v_proj.weight"].format == "Q5_K"
+    assert formats["q_proj"] == formats["k_proj"] == formats["v_proj"] == "Q5_K"
+    assert formats["gate_proj"] == formats["up_proj"] == "Q3_K"
+    apart = held(models["llama"][0], "q3k")["model.layers.1.self_attn.q_proj.weight"]
+    assert apart.format == "Q3_K"
 
 
 def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -206,7 +209,9 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
         ("blk.3.ffn_down_exps.weight", (MatrixRole.DOWN, 3)),
         ("blk.3.ffn_down.7.weight", (MatrixRole.DOWN, 3)),  # Mixtral's first files
         ("blk.3.attn_q.weight", (MatrixRole.OTHER, 3)),
+        ("blk.3.attn_qkv.weight", (MatrixRole.VALUE, 3)),
         ("blk.3.ffn_gate_inp.weight", None),
+        ("blk.3.ssm_in.weight", None),
         ("blk.3.attn_norm.weight", None),
         ("blk.3.attn_q.bias", None),
         ("rope_freqs.weight", None),

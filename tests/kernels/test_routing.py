@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Glm4MoeConfig, MiniMaxM2Config, MixtralConfig, Qwen2MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    Qwen2MoeConfig,
+)
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -46,6 +55,23 @@ ROUTERS: dict[str, tuple[Any, Any, ExpertRouting]] = {
         MiniMaxM2TopKRouter,
         MiniMaxM2Config(num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, hidden_size=EXPERTS),
         ExpertRouting(TOP_K, "sigmoid", True),
+    ),
+    "deepseek_v2": (
+        DeepseekV2TopkRouter,
+        DeepseekV2Config(
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=TOP_K,
+            hidden_size=EXPERTS,
+            routed_scaling_factor=16.0,
+            topk_method="group_limited_greedy",
+            **GROUPS,
+        ),
+        ExpertRouting(TOP_K, scale=16.0, groups=8, kept_groups=3),
+    ),
+    "gpt_oss": (
+        GptOssTopKRouter,
+        GptOssConfig(num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, hidden_size=EXPERTS),
+        ExpertRouting(TOP_K, normalized=True),
     ),
 }
 
@@ -91,9 +117,12 @@ def test_choices_equal_transformers(name: str, choose: Any) -> None:
         if name == "minimax":
             _, counts, chosen = router(logits, correction)
         else:
+            if name == "gpt_oss":  # its bias is part of the logits
+                router.bias.copy_(0.5 * torch.randn(EXPERTS, generator=generator))
             if correction is not None:
                 router.e_score_correction_bias.copy_(correction)
-            _, counts, chosen = router(logits)
+            made, counts, chosen = router(logits)
+            logits = made if name == "gpt_oss" else logits
     ours = choose(logits, correction, routing)
     same = (ours[0].sort(-1).values == chosen.sort(-1).values).all(-1)
     scores = torch.sigmoid(logits) if correction is not None else torch.softmax(logits, -1)
@@ -103,7 +132,8 @@ def test_choices_equal_transformers(name: str, choose: Any) -> None:
         values = ranks[row, sorted(lost)]
         assert routing.groups > 1 or values.max() - values.min() < NEAR, (row, lost)
     assert (~same).sum() <= 2
-    torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], atol=1e-6, rtol=0)
+    close = {"atol": 1e-6 * routing.scale, "rtol": 0}
+    torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], **close)
     assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, "choices vary"
 
 

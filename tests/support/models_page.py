@@ -35,6 +35,12 @@ chunks, in company and on more threads (tests/engine/models/test_native_invarian
 Models that go by another name load as what their files are: Yi and DeepSeek-R1-Distill-Llama as
 Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
 """
+METHODS_TAIL = """
+On the native kernels weights are computed with as they are stored. What is expanded to float32 is
+counted in the log: matrices of experts whose columns are stored in another order (desc_act of
+GPTQ), and the key half of `kv_b_proj` of latent attention, which is transposed; `--isq` quantizes
+that half anew.
+"""
 FORMATS_HEAD = """
 ## GGUF types
 
@@ -45,11 +51,17 @@ QUANTIZING = """
 ## Quantizing
 
 `--isq TYPE` quantizes plain weights (float32, bfloat16, float16) while a model loads;
-`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Vectors,
-routers of experts and what is quantized already stay as they are. Rows that are no multiple of a
-type's block become Q8_0, or stay. q2k to q5k are mixes, as llama.cpp's types Q2_K and Q3_K_M to
-Q5_K_M are: some of the value, down and output matrices get more bits. The head is Q6_K, or Q8_0
-of q8_0.
+`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Both give
+a matrix the same format (tests/engine/test_isq.py). What is quantized already stays as it is, and
+so do vectors, routers of experts and, in a file, matrices whose names are not known.
+
+A type is a mix, as llama.cpp's of its name is, q3k to q5k as Q3_K_M to Q5_K_M: the head is Q6_K
+(Q8_0 of q8_0), and q2k to q5k give some of the value, down and output matrices more bits. With 8
+experts the key and value matrices are Q8_0 in every type, and attention's output is Q5_K in q2k to
+q4k. A matrix of q, k and v in one counts as a value matrix. tests/engine/weights/test_mix.py
+compares all this with what llama-quantize says. Two things differ: rows that are no multiple of a
+type's block become Q8_0, or stay; and `--isq` counts no layers behind a model's own (MTP), which
+the GGUF of GLM 4.5 has, where it asks for the first and the last eighth of the layers.
 
 The types are {known}; q4, q5 and q8 stand for
 q4_0, q5_0 and q8_0, and q4_k or q4_k_m for q4k.
@@ -73,6 +85,7 @@ def _lines() -> Iterator[str]:
     yield TESTS.rstrip()
     yield "\n## Quantized safetensors\n"
     yield from _table(("`quant_method`", "what it is", "module"), _methods())
+    yield METHODS_TAIL.rstrip()
     yield FORMATS_HEAD
     yield from _table(("type", "in the file", "in memory"), _formats())
     yield QUANTIZING.format(known=", ".join(TYPES)).rstrip()

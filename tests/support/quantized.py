@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Parts = dict[str, Tensor]
+QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")  # how the names of its matrices end
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 COMPRESSORS = {
     "pack-quantized": PackedQuantizationCompressor,
@@ -50,7 +51,7 @@ def write_quantized(source: Path, stored: Path, rounded: Path, how: Quantized) -
     parts: Parts = {}
     values: Parts = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(QUANTIZED):
             made, values[name] = how.quantize(tensor)
             prefix = name.removesuffix("weight")
             parts |= {prefix + part: array.contiguous() for part, array in made.items()}

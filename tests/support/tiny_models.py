@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 BOS, TURN, EOS = "<|begin|>", "<|im_start|>", "<|im_end|>"  # ids 256, 257, 258
@@ -268,6 +269,25 @@ def write_tiny(
     generation = {"bos_token_id": 256, "eos_token_id": [258], "do_sample": False}
     (path / "generation_config.json").write_text(json.dumps(generation))
     return path
+
+
+def add_mtp(path: Path) -> None:
+    """Adds a layer that predicts further tokens to the model in folder `path`: the last one once
+    more, with what such layers have in addition."""
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    tensors, count = load_file(file), config["num_hidden_layers"]
+    last, more = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    hidden = config["hidden_size"]
+    added = {name.replace(last, more): t for name, t in tensors.items() if name.startswith(last)}
+    added |= {f"{more}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
+    added |= {
+        f"{more}eh_proj.weight": torch.ones((hidden, 2 * hidden)),
+        f"{more}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{more}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        f"{more}shared_head.norm.weight": torch.ones(hidden),
+    }
+    save_file(tensors | {name: t.clone() for name, t in added.items()}, file)
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:

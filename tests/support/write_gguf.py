@@ -42,11 +42,13 @@ ARCHS = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "Glm4MoeLiteForCausalLM": "deepseek2",
 }
-SIGMOID = (
-    "Glm4MoeForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Glm4MoeLiteForCausalLM",
+# Of which the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs of
+# the other two name it. That of GLM 4.7 Flash does not.
+SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+MTP = re.compile(
+    r"model\.layers\.(\d+)\."
+    r"(eh_proj|embed_tokens|enorm|hnorm|shared_head\.head|shared_head\.norm)\.weight"
 )
 EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
 GPT_OSS = re.compile(
@@ -77,11 +79,16 @@ def write_gguf(
     keys; "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        stored |= load_file(file)
     arch = ARCHS[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=max_tensors_per_part)
-    _write_config(writer, config, absorbed)
+    num_layers = 1 + max(int(found[1]) for found in map(LAYER.match, stored) if found)
+    _write_config(writer, config, absorbed, num_layers)
     _write_tokenizer(writer, source, config, metadata)
-    held = _write_tensors(writer, source, config, arch, GGMLQuantizationType[kind], absorbed)
+    names = gguf.get_tensor_name_map(_model_arch(arch), num_layers)
+    held = _write_tensors(writer, stored, config, arch, names, GGMLQuantizationType[kind], absorbed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,11 +101,15 @@ def write_gguf(
     return target
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], absorbed: bool) -> None:
+def _write_config(
+    writer: gguf.GGUFWriter, config: dict[str, Any], absorbed: bool, num_layers: int
+) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_name("tiny")
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(num_layers)
+    if num_layers > config["num_hidden_layers"]:
+        writer.add_nextn_predict_layers(num_layers - config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -257,17 +268,14 @@ def _write_tokenizer(
 
 def _write_tensors(
     writer: gguf.GGUFWriter,
-    source: Path,
+    stored: dict[str, torch.Tensor],
     config: dict[str, Any],
     arch: str,
+    names: gguf.TensorNameMap,
     kind: GGMLQuantizationType,
     absorbed: bool,
 ) -> dict[str, torch.Tensor]:
     """Returns Hugging Face name -> the float32 values that the file holds."""
-    names = gguf.get_tensor_name_map(_model_arch(arch), config["num_hidden_layers"])
-    stored: dict[str, torch.Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        stored |= load_file(file)
     held: dict[str, torch.Tensor] = {}
     generator = np.random.default_rng(0)
     stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
@@ -286,6 +294,8 @@ def _write_tensors(
             continue
         asked = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(asked, try_suffixes=(".weight", ".bias"))
+        if mtp := MTP.fullmatch(hf_name):  # not in the table of each architecture that has them
+            name = f"blk.{mtp[1]}.nextn.{mtp[2].replace('.', '_')}.weight"
         if hf_name.endswith("shared_expert_gate.weight"):  # as most files have it
             values = values[0]
         assert name is not None, hf_name

@@ -22,19 +22,26 @@ class WrongFile(NamedTuple):
     cause: str
 
 
+LLAMA, LATENT, GPT_OSS = "hf", "latent", "gpt_oss"  # folders of good models
+GOOD = ("hf", "model.gguf", "latent", "latent.gguf", "gpt_oss", "gpt_oss.gguf")
+
+
 def good_models(folder: Path) -> None:
-    """What the wrong ones are made of: a directory and a GGUF file."""
-    write_tiny(folder / "hf", "llama")
-    write_gguf(folder / "hf", folder / "model.gguf", "Q8_0")
+    """What the wrong ones are made of: directories and GGUF files."""
+    write_tiny(folder / LLAMA, "llama")
+    write_gguf(folder / LLAMA, folder / "model.gguf", "Q8_0")
+    for name, arch in ((LATENT, "deepseek_v3"), (GPT_OSS, "gpt_oss")):
+        write_tiny(folder / name, arch)
+        write_gguf(folder / name, folder / f"{name}.gguf")
 
 
 # --- directories
 
 
-def directory(change: Callable[[Path], Any]) -> Callable[[Path], Path]:
+def directory(change: Callable[[Path], Any], base: str = LLAMA) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        change(folder / "hf")
-        return folder / "hf"
+        change(folder / base)
+        return folder / base
 
     return make
 
@@ -49,10 +56,10 @@ def without(name: str) -> Callable[[Path], Path]:
 
 
 def config(**changes: Any) -> Callable[[Path], Path]:
-    return document("config.json", **changes)
+    return document("config.json", LLAMA, **changes)
 
 
-def document(name: str, **changes: Any) -> Callable[[Path], Path]:
+def document(name: str, base: str, **changes: Any) -> Callable[[Path], Path]:
     """Fields of a JSON file are changed; None removes one."""
 
     def change(path: Path) -> None:
@@ -60,7 +67,7 @@ def document(name: str, **changes: Any) -> Callable[[Path], Path]:
         kept = {key: value for key, value in held.items() if value is not None}
         (path / name).write_text(json.dumps(kept))
 
-    return directory(change)
+    return directory(change, base)
 
 
 def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], Path]:
@@ -77,6 +84,21 @@ def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callabl
         save_file(held, path / "model.safetensors")
 
     return directory(change)
+
+
+def tensor(
+    base: str, name: str, alter: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Callable[[Path], Path]:
+    """One tensor of model `base` is replaced or removed."""
+
+    def change(path: Path) -> None:
+        held = load_file(path / "model.safetensors")
+        made = alter(held.pop(name))
+        save_file(
+            held if made is None else {**held, name: made.contiguous()}, path / "model.safetensors"
+        )
+
+    return directory(change, base)
 
 
 def data(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> Callable[..., Path]:
@@ -244,11 +266,12 @@ def rewritten(
     keys: Callable[[dict[str, Any]], Any] = lambda keys: None,
     tensors: Callable[[dict[str, Any]], Any] = lambda tensors: None,
     name: str = "model.gguf",
+    base: str = "model.gguf",
 ) -> Callable[[Path], Path]:
     """The file with other metadata or tensors; a key that is changed to None is left out."""
 
     def make(folder: Path) -> Path:
-        reader = gguf.GGUFReader(folder / "model.gguf")
+        reader = gguf.GGUFReader(folder / base)
         fields = {key: f for key, f in reader.fields.items() if not key.startswith("GGUF.")}
         values = {key: field.contents() for key, field in fields.items()}
         held = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
@@ -282,6 +305,21 @@ def keys(**changes: Any) -> Callable[[Path], Path]:
     """Names have __ for a dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return rewritten(lambda held: held.update(dotted))
+
+
+def gguf_of(
+    base: str, key: str = "", value: Any = None, **cut: Callable[[Any], Any]
+) -> Callable[[Path], Path]:
+    """GGUF file `base` with another value of a key, or tensors of layer 1 that are changed."""
+
+    def change(held: dict[str, Any]) -> None:
+        for stem, alter in cut.items():
+            name = f"blk.1.{stem}.weight"
+            held[name] = (alter(held[name][0]), held[name][1])
+
+    return rewritten(
+        lambda held: held.update({key: value} if key else {}), change, base=f"{base}.gguf"
+    )
 
 
 def patched(at: int, value: bytes) -> Callable[[Path], Path]:
@@ -350,6 +388,129 @@ GGUF_FILES = {
         rewritten(name="model-00001-of-00003.gguf"), "2 of 3 parts are missing"
     ),
 }
+
+
+# --- latent attention and gpt-oss: their matrices are taken apart by sizes of the config
+
+
+def sized(base: str, **changes: Any) -> Callable[[Path], Path]:
+    return document("config.json", base, **changes)
+
+
+AT = "model.layers.1.self_attn."
+EXPERTS = "model.layers.1.mlp.experts."
+LATENTS = {
+    "latent: dims without rope without end": WrongFile(
+        sized(LATENT, qk_nope_head_dim=1 << 30), r"kv_b_proj.weight is \[102, 24\], config says 3 h"
+    ),
+    "latent: dims without rope": WrongFile(
+        sized(LATENT, qk_nope_head_dim=17), "kv_b_proj.weight .* config says 3 heads of 35 rows"
+    ),
+    "latent: a latent part without end": WrongFile(
+        sized(LATENT, kv_lora_rank=1 << 28),
+        r"config says \[3, 268435456, 16\]",
+    ),
+    "latent: a longer latent part": WrongFile(
+        sized(LATENT, kv_lora_rank=25),
+        r"k_b_proj.weight is \[3, 24, 16\], config says \[3, 25, 16\]",
+    ),
+    "latent: values": WrongFile(sized(LATENT, v_head_dim=20), "3 heads of 36 rows"),
+    "latent: a rank of queries": WrongFile(sized(LATENT, q_lora_rank=21), r"config says \[21\]"),
+    "latent: queries in one": WrongFile(
+        sized(LATENT, q_lora_rank=None), "it lacks .*self_attn.q_proj.weight"
+    ),
+    "latent: odd rope": WrongFile(sized(LATENT, qk_rope_head_dim=7), "rope over 7"),
+    "latent: more heads": WrongFile(sized(LATENT, num_attention_heads=6), "config says 6 heads of"),
+    "latent: more experts": WrongFile(sized(LATENT, n_routed_experts=12), "it lacks 24 tensors"),
+    "latent: groups": WrongFile(sized(LATENT, n_group=3), "8 experts in 3 groups"),
+    "latent: no dense layer": WrongFile(
+        sized(LATENT, first_k_dense_replace=0), "it lacks .*mlp.experts.0"
+    ),
+    "latent: rows of queries": WrongFile(
+        tensor(LATENT, f"{AT}q_b_proj.weight", lambda t: t[:-1]),
+        f"{AT}q_b_proj.weight .* config says 3 heads of 28 rows",
+    ),
+    "latent: rows of keys and values": WrongFile(
+        tensor(LATENT, f"{AT}kv_b_proj.weight", lambda t: torch.cat((t, t[:3]))),
+        f"{AT}kv_b_proj.weight .* config says 3 heads of 34 rows",
+    ),
+    "latent: no keys and values": WrongFile(
+        tensor(LATENT, f"{AT}kv_b_proj.weight", lambda t: None), "it lacks 2 tensors: .*k_b_proj"
+    ),
+    "latent gguf: the latent part": WrongFile(
+        gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", 32), r"config says \[3, 32, 16\]"
+    ),
+    "latent gguf: keys": WrongFile(
+        gguf_of(LATENT, "deepseek2.attention.key_length_mla", 30), "config says"
+    ),
+    "latent gguf: a negative size": WrongFile(
+        gguf_of(LATENT, "deepseek2.attention.key_length_mla", 5), "qk_nope_head_dim=-7"
+    ),
+    "latent gguf: experts": WrongFile(
+        gguf_of(LATENT, "deepseek2.expert_count", 12), "config says 12 matrices"
+    ),
+    "latent gguf: values": WrongFile(
+        gguf_of(LATENT, attn_v_b=lambda blocks: blocks[:2]),
+        f"{AT}v_b_proj.weight is .*, config says .3, 18, 24.",
+    ),
+    "latent gguf: no rank": WrongFile(
+        gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", None), "kv_lora_rank|values of 24 dims"
+    ),
+    "latent gguf: layers behind": WrongFile(
+        gguf_of(LATENT, "deepseek2.nextn_predict_layers", 3), "num_hidden_layers=0"
+    ),
+}
+GPT_OSSES = {
+    "gpt-oss: more experts": WrongFile(
+        sized(GPT_OSS, num_local_experts=6), "config says 6 matrices|config says .6, 48."
+    ),
+    "gpt-oss: experts of a token": WrongFile(
+        sized(GPT_OSS, num_experts_per_tok=9), "num_experts_per_tok=9"
+    ),
+    "gpt-oss: the size of experts": WrongFile(
+        sized(GPT_OSS, intermediate_size=80), r"experts.0.*, config says \[.*80.*\]"
+    ),
+    "gpt-oss: another gate": WrongFile(
+        sized(GPT_OSS, swiglu_limit=3.0), "swiglu_limit=3.0: want 7"
+    ),
+    "gpt-oss: head dims": WrongFile(sized(GPT_OSS, head_dim=22), "config says"),
+    "gpt-oss: heads without end": WrongFile(
+        sized(GPT_OSS, num_attention_heads=1 << 30), "config says"
+    ),
+    "gpt-oss: a short gate": WrongFile(
+        tensor(GPT_OSS, f"{EXPERTS}gate_up_proj", lambda t: t[:, :, :-2]),
+        f"{EXPERTS}0.*_proj.weight is .71, 48., config says .72, 48.",
+    ),
+    "gpt-oss: fewer experts": WrongFile(
+        tensor(GPT_OSS, f"{EXPERTS}down_proj", lambda t: t[:4]), "config says 5 matrices"
+    ),
+    "gpt-oss: a flat gate": WrongFile(
+        tensor(GPT_OSS, f"{EXPERTS}gate_up_proj", lambda t: t[0]), "config says 5 matrices"
+    ),
+    "gpt-oss: sinks": WrongFile(
+        tensor(GPT_OSS, f"{AT}sinks", lambda t: t[:2]), rf"{AT}sinks is \[2\], config says \[3\]"
+    ),
+    "gpt-oss: no sinks": WrongFile(
+        tensor(GPT_OSS, f"{AT}sinks", lambda t: None), f"it lacks 1 tensors: {AT}sinks"
+    ),
+    "gpt-oss: a short bias": WrongFile(
+        tensor(GPT_OSS, f"{EXPERTS}down_proj_bias", lambda t: t[:, 1:]),
+        r"down_proj.bias is \[47\], config says \[48\]",
+    ),
+    "gpt-oss gguf: more experts": WrongFile(
+        gguf_of(GPT_OSS, "gpt-oss.expert_count", 6), "config says 6 matrices|config says .6, 48."
+    ),
+    "gpt-oss gguf: a window of text": WrongFile(
+        gguf_of(GPT_OSS, "gpt-oss.attention.sliding_window", "x"), "sliding_window='x'"
+    ),
+    "gpt-oss gguf: experts of another size": WrongFile(
+        gguf_of(GPT_OSS, ffn_gate_exps=lambda blocks: blocks[:, :-1]),
+        f"{EXPERTS}0.gate_proj.weight is .71, 48., config says .72, 48.",
+    ),
+    "gpt-oss gguf: scaling without a factor": WrongFile(
+        gguf_of(GPT_OSS, "gpt-oss.rope.scaling.factor", None), "rope.scaling.factor is missing"
+    ),
+}
 OTHERS = {
     "no such file": WrongFile(
         lambda folder: folder / "nowhere.gguf", "neither an existing GGUF file"
@@ -358,4 +519,4 @@ OTHERS = {
         lambda folder: folder / "hf" / "model.safetensors", "does not begin with .GGUF"
     ),
 }
-WRONG_FILES = DIRECTORIES | GGUF_FILES | OTHERS
+WRONG_FILES = DIRECTORIES | GGUF_FILES | LATENTS | GPT_OSSES | OTHERS

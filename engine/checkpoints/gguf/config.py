@@ -67,6 +67,8 @@ def common_config(
     config: dict[str, Any] = {
         hf: one_number(metadata, f"{arch}.{key}") for key, hf in REQUIRED.items()
     }
+    if f"{arch}.nextn_predict_layers" in metadata:  # block_count counts them too
+        config["num_hidden_layers"] -= one_number(metadata, f"{arch}.nextn_predict_layers")
     epsilons = [key for key in EPSILONS if f"{arch}.{key}" in metadata]
     for key in epsilons or EPSILONS:
         config[EPSILONS[key]] = one_number(metadata, f"{arch}.{key}")

@@ -42,22 +42,40 @@ TENSORS = {
     "blk.{n}.ffn_gate_shexp": "model.layers.{n}.mlp.shared_experts.gate_proj",
     "blk.{n}.ffn_up_shexp": "model.layers.{n}.mlp.shared_experts.up_proj",
     "blk.{n}.ffn_down_shexp": "model.layers.{n}.mlp.shared_experts.down_proj",
+    # Of layers that predict further tokens (MTP).
+    "blk.{n}.nextn.eh_proj": "model.layers.{n}.eh_proj",
+    "blk.{n}.nextn.embed_tokens": "model.layers.{n}.embed_tokens",
+    "blk.{n}.nextn.enorm": "model.layers.{n}.enorm",
+    "blk.{n}.nextn.hnorm": "model.layers.{n}.hnorm",
+    "blk.{n}.nextn.shared_head_head": "model.layers.{n}.shared_head.head",
+    "blk.{n}.nextn.shared_head_norm": "model.layers.{n}.shared_head.norm",
 }
-# What matrices do that a mix of formats treats apart. Routers are left as they are.
+# The matrices that are quantized, and what each does that a mix of formats treats apart. All others
+# stay as they are: routers, tables of positions, convolutions, what is not known.
 ROLES = {
+    "attn_q": MatrixRole.OTHER,
     "attn_k": MatrixRole.KEY,
     "attn_v": MatrixRole.VALUE,
-    "attn_k_b": MatrixRole.VALUE,
-    "attn_v_b": MatrixRole.VALUE,
-    "attn_kv_b": MatrixRole.VALUE,
-    "attn_qkv": MatrixRole.QKV,
+    "attn_qkv": MatrixRole.VALUE,
     "attn_output": MatrixRole.OUTPUT,
+    "attn_q_a": MatrixRole.OTHER,
+    "attn_q_b": MatrixRole.OTHER,
+    "attn_kv_a_mqa": MatrixRole.OTHER,
+    "attn_kv_b": MatrixRole.VALUE,
+    "attn_k_b": MatrixRole.OTHER,
+    "attn_v_b": MatrixRole.OTHER,
+    "ffn_gate": MatrixRole.OTHER,
+    "ffn_up": MatrixRole.OTHER,
     "ffn_down": MatrixRole.DOWN,
+    "ffn_gate_exps": MatrixRole.OTHER,
+    "ffn_up_exps": MatrixRole.OTHER,
+    "ffn_gate_up_exps": MatrixRole.OTHER,
     "ffn_down_exps": MatrixRole.DOWN,
+    "ffn_gate_shexp": MatrixRole.OTHER,
+    "ffn_up_shexp": MatrixRole.OTHER,
     "ffn_down_shexp": MatrixRole.DOWN,
 }
 OF_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.\d+)?\.weight")
-NOT_QUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")
 # Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
@@ -108,6 +126,6 @@ def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
     of_layer = OF_LAYER.fullmatch(gguf_name)
-    if of_layer is None or of_layer[2] in NOT_QUANTIZED or of_layer[2].endswith("norm"):
+    if of_layer is None or of_layer[2] not in ROLES:
         return None
-    return ROLES.get(of_layer[2], MatrixRole.OTHER), int(of_layer[1])
+    return ROLES[of_layer[2]], int(of_layer[1])

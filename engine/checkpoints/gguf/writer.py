@@ -1,10 +1,11 @@
-"""Writes a quantized copy of a GGUF model. Any architecture: what is not understood is copied."""
+"""Writes a quantized copy of a GGUF model of any architecture: the matrices whose names are known
+(ROLES of mapping.py) are quantized, all else is copied.
+"""
 
 import errno
-import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,11 @@ from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.weights.format import BLOCKS, RawTensor
-from pdserve.engine.weights.mix import TYPES, ModelSize, fitting, mixed
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.checkpoints.source import CheckpointError, Layout
+from pdserve.engine.weights.format import BLOCKS, PIECE_VALUES, RawTensor, row_runs
+from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
-PIECE_VALUES = 1 << 22  # of one task
 # Not copied: the writer's own, and of how the model was split.
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
 OWN_GROUPS = ("GGUF.", "split.")
@@ -42,7 +41,8 @@ def quantize_gguf(
     metadata, stored = readers[0].metadata, merge(readers)
     if not isinstance(metadata.get("general.architecture"), str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
-    formats = _formats(type, metadata, stored)
+    layouts = {name: Layout(info.format, info.shape) for name, (_, info) in stored.items()}
+    formats = new_formats(type, metadata, layouts)
     if not formats:
         found = ", ".join(sorted({info.format for _, info in stored.values()}))
         raise CheckpointError(f"{source}: there is nothing to quantize ({found})")
@@ -57,26 +57,29 @@ def quantize_gguf(
     return counted
 
 
-def _formats(type: str, metadata: dict[str, Any], stored: dict[str, Place]) -> dict[str, str]:
-    """The new format of each tensor that gets one."""
+def new_formats(
+    type: str, metadata: Mapping[str, Any], stored: Mapping[str, Layout]
+) -> dict[str, str]:
+    """The format of each tensor that gets another one, by GGUF's names."""
+    is_tied = "output.weight" not in stored
+    placed = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
+    matrices = (
+        StoredMatrix(name, *found, layout.format, layout.shape[-1])
+        for name, layout, found in placed
+        if found and len(layout.shape) > 1 and 0 not in layout.shape
+    )
+    return _mix(type, metadata).plan(matrices).formats
 
+
+def _mix(type: str, metadata: Mapping[str, Any]) -> Mix:
     def number(key: str) -> int:
         """0 if the file does not say, or not in one number for all layers."""
         found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
         return found if isinstance(found, int) and found > 0 else 0
 
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
-    shared_heads = heads // kv_heads if kv_heads else 1
-    about = ModelSize(number("block_count"), shared_heads, number("expert_count") > 0)
-    found: dict[str, str] = {}
-    for name, (_, info) in stored.items():
-        placed = tensor_role(name, tied="output.weight" not in stored)
-        if placed is None or len(info.shape) < 2 or info.format not in PLAIN or 0 in info.shape:
-            continue
-        format = fitting(mixed(type, *placed, about), info.shape[-1])
-        if format:
-            found[name] = format
-    return found
+    n_gqa = heads // kv_heads if kv_heads else 1
+    return Mix(type, number("block_count"), n_gqa, number("expert_count"))
 
 
 def _write(
@@ -133,8 +136,7 @@ def _quantized(
 ) -> NDArray[np.uint8]:
     """The blocks, made by all threads."""
     out = quantized_empty(raw.shape, format)
-    rows = max(1, PIECE_VALUES * raw.shape[0] // math.prod(raw.shape))
-    pieces = (slice(at, at + rows) for at in range(0, raw.shape[0], rows))
+    pieces = row_runs(raw.shape, PIECE_VALUES)
     try:
         list(pool.map(lambda some: quantize_into(raw.rows(some), out.rows(some)), pieces))
     except ValueError as error:

@@ -70,10 +70,10 @@ FORMATS = (INT4, INT8, FP8, FP4)
 
 
 def scales_of(raw: RawTensor) -> Floats:
-    """The scale of each group, float32 [rows, groups]."""
+    """The scale of each group, float32 [..., rows, groups]."""
     stored = raw.parts[SCALES]
     if DIVISORS in raw.parts:
-        found: Floats = E4M3[stored] / raw.parts[DIVISORS][:, None]
+        found: Floats = E4M3[stored] / raw.parts[DIVISORS][..., None]
         return found
     return widened(stored, NAMES[stored.dtype])
 

@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import ARCHITECTURES, write_tiny
+from tiny_models import ARCHITECTURES, add_mtp, write_tiny
 from viewed import assert_same_tensors
 from write_gguf import write_gguf
 
+from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.load import open_checkpoint
+from pdserve.engine.load import find_mapping, load_model, open_checkpoint
 from pdserve.engine.models.config import ModelConfig
 
 # The format cannot state gemma's own attention scale.
@@ -42,7 +43,8 @@ def config_of(path: Path) -> ModelConfig:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_same_config_and_tensors(arch: str, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", arch, **OWN.get(arch, {}))
-    gguf = write_gguf(folder, tmp_path / "model.gguf")
+    scores = {"deepseek2.expert_gating_func": 2} if arch == "glm4_moe_lite" else {}
+    gguf = write_gguf(folder, tmp_path / "model.gguf", **scores)
     assert_same_tensors(gguf, folder)
     got, expected = config_of(gguf), config_of(folder)
     if arch == "mistral":  # is written as llama, which has no window
@@ -113,6 +115,57 @@ def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
     assert expected is not None
     assert rope.attention_factor == pytest.approx(expected.attention_factor)
     assert replace(rope, attention_factor=expected.attention_factor) == expected
+
+
+def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 5e4}
+    folder = write_tiny(tmp_path / "hf", "gpt_oss", rope_parameters=plain)
+    config = config_of(write_gguf(folder, tmp_path / "m.gguf"))
+    assert config.layers == config_of(folder).layers
+    rope = config.layers[0].rope
+    assert rope is not None
+    assert (rope.theta, rope.kind) == (5e4, "default")
+    metadata = dict(GgufReader(tmp_path / "m.gguf").metadata)
+    del metadata["gpt-oss.rope.freq_base"]  # llama.cpp then has 10,000
+    assert find_mapping("gpt-oss")[1].config(metadata)["rope_theta"] == 10_000
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "deepseek_v3", "deepseek_v2"])
+def test_layers_that_predict_further_tokens_are_left_out(arch: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", arch)
+    before = config_of(folder)
+    add_mtp(folder)
+    file = write_gguf(folder, tmp_path / "m.gguf")
+    assert "blk.3.nextn.eh_proj.weight" in GgufReader(file).tensors
+    assert config_of(file).layers == config_of(folder).layers == before.layers
+    assert_same_tensors(file, folder)
+    load_model(EngineConfig(model=str(file)), lambda *_: None)
+
+
+@pytest.mark.parametrize("has_mtp", [False, True])
+@pytest.mark.parametrize("has_size", [False, True])
+def test_glm_flash_is_known_by_its_size(has_size: bool, has_mtp: bool, tmp_path: Path) -> None:
+    """Its files do not say that scores are sigmoids; the number of tokens may be in one key or be
+    the length of the list."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    folder = write_tiny(
+        tmp_path / "hf", "glm4_moe_lite", vocab_size=154_880, num_hidden_layers=47, **sizes
+    )
+    if has_mtp:
+        add_mtp(folder)
+    file = write_gguf(folder, tmp_path / "m.gguf")
+    reader = GgufReader(file)
+    assert "deepseek2.expert_gating_func" not in reader.metadata
+    metadata = dict(reader.metadata)
+    if not has_size:
+        del metadata["deepseek2.vocab_size"]
+    config = find_mapping("deepseek2")[1].config(metadata)
+    assert (config["architectures"], config["scoring_func"]) == (
+        ["Glm4MoeLiteForCausalLM"],
+        "sigmoid",
+    )
+    if has_size:
+        assert config_of(file).layers == config_of(folder).layers
 
 
 def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
@@ -438,3 +439,20 @@ def test_quantized_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> 
     expanded = loaded_tensors(tmp_path / "m.gguf", "F32")
     for name, values in expanded.items():
         assert np.array_equal(unpack(checkpoint.tensor(name)), values.numpy())
+
+
+def test_parts_that_do_not_go_together_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What numpy says of them is no traceback."""
+    path, name = write_tiny(tmp_path / "model", "llama"), "model.layers.1.mlp.up_proj.weight"
+    whole = DirectoryCheckpoint.tensor
+
+    def tensor(self: DirectoryCheckpoint, asked: str) -> RawTensor:
+        if asked == name:
+            raise ValueError("cannot reshape array of size 7")
+        return whole(self, asked)
+
+    monkeypatch.setattr(DirectoryCheckpoint, "tensor", tensor)
+    with pytest.raises(CheckpointError, match=f"^{path}: tensor {name}: cannot reshape"):
+        load(path)

@@ -1,5 +1,6 @@
 """Tensors under other names than a model asks for, in stacks, and those of no model at all."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,17 @@ def test_the_first_of_several_places_that_is_there(tmp_path: Path) -> None:
     assert set(viewed.names()) == {"a", "b"}
     np.testing.assert_array_equal(unpack(viewed.tensor("a")), tensors["experts.up.weight"][1])
     np.testing.assert_array_equal(unpack(viewed.tensor("b")), tensors["gate.weight"][1:3])
+
+
+def test_a_fused_matrix_with_rows_that_nobody_asks_for(tmp_path: Path) -> None:
+    """A config of fewer heads would take rows of k for v."""
+    path = write_tiny(tmp_path, "phi3", num_key_value_heads=3)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"v_proj.weight is \[120, 72\], config says \[24, 72"
+    ):
+        load(path)
 
 
 @pytest.mark.parametrize("arch", ["glm4_moe", "minimax_m2", "llama"])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wrong_files import WRONG_FILES, good_models
+from wrong_files import GOOD, WRONG_FILES, good_models
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError
@@ -19,13 +19,13 @@ from pdserve.engine.load import load_model
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     good_models(folder)
-    for name in ("hf", "model.gguf"):
+    for name in GOOD:
         load_model(EngineConfig(model=str(folder / name)), lambda *_: None)
     return folder
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(WRONG_FILES) >= 80
+    assert len(WRONG_FILES) >= 140
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
@@ -40,7 +40,16 @@ def test_the_message_names_path_and_cause(name: str, good: Path, tmp_path: Path)
     assert len(message) < 1500
 
 
-@pytest.mark.parametrize("name", ["mlx", "cut data", "gguf: architecture"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlx",
+        "cut data",
+        "gguf: architecture",
+        "latent: dims without rope without end",
+        "gpt-oss: a flat gate",
+    ],
+)
 def test_a_worker_says_it_and_ends(name: str, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "copy")
     path = WRONG_FILES[name].make(tmp_path / "copy")

@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from paged_runner import read_config
 from tiny_models import write_tiny
+from transformers import GptOssConfig
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.config import UnsupportedModel
@@ -37,6 +39,28 @@ def test_the_older_rope_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]
     old = without(configs["llama"], "rope_parameters", rope_theta=5e5, rope_scaling=scaling)
     assert parse_config(old) == parse_config(new)
     assert parse_config(new).layers[0].rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "theta", "factor"),
+    [
+        ({}, 150_000, 32),
+        ({"rope_theta": 5e4}, 5e4, 32),
+        ({"rope_theta": 5e4, "rope_scaling": None}, 5e4, 32),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, 5e4, 1),
+        ({"rope_theta": 5e4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 5e4, 2),
+    ],
+)
+def test_rope_of_gpt_oss_is_that_of_transformers(
+    given: dict[str, Any], theta: float, factor: float, tmp_path: Path
+) -> None:
+    """A config that names theta alone keeps it, and has the scaling of the releases."""
+    theirs = GptOssConfig(**copy.deepcopy(given)).rope_parameters
+    assert (theirs["rope_theta"], theirs.get("factor", 1)) == (theta, factor)
+    config = read_config(write_tiny(tmp_path, "gpt_oss"))
+    rope = parse_config(without(config, "rope_parameters", **given)).layers[0].rope
+    assert rope is not None
+    assert (rope.theta, rope.factor) == (theta, factor)
 
 
 def test_the_older_gemma_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:

@@ -30,12 +30,22 @@ def test_the_default_is_near_float32_where_keys_have_large_biases(tmp_path: Path
     assert found["int8"].kl > 0.01, "the biases are not large enough to tell anything"
 
 
-def test_the_default_takes_the_bytes_of_bf16() -> None:
-    assert NativeBackend.default_kv_dtype == "float16"
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek_v3"])
+def test_the_default_takes_the_bytes_of_bf16(arch: str, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", arch)
+    groups = [
+        load_model(
+            EngineConfig(model=str(model), kv_dtype=kv_dtype), lambda *_: None
+        ).decoder.kv_groups
+        for kv_dtype in ("auto", "bf16")
+    ]
+    for default, bf16 in zip(*groups, strict=True):
+        assert (default.dtype, bf16.dtype) == (NativeBackend.default_kv_dtype, "bfloat16")
+        assert default.block_bytes(32) == bf16.block_bytes(32) > 0
 
 
 @pytest.mark.parametrize(("largest", "said"), [(200.0, True), (1.0, False)])
-def test_int8_is_warned_of_where_a_model_cannot_bear_it(
+def test_int8_is_warned_of_where_biases_are_large(
     largest: float, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_biased(tmp_path / "model", largest)
@@ -44,6 +54,16 @@ def test_int8_is_warned_of_where_a_model_cannot_bear_it(
         load_model(EngineConfig(model=str(model), kv_dtype=kv_dtype), lambda *_: None)
         warned = [r for r in caplog.records if "rounding them to 8 bits changes" in r.getMessage()]
         assert len(warned) == (said and kv_dtype == "int8")
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_int8_of_latent_attention_is_warned_of_by_name(
+    kv_dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_tiny(tmp_path / "model", "deepseek_v3")
+    load_model(EngineConfig(model=str(model), kv_dtype=kv_dtype), lambda *_: None)
+    said = "--kv-dtype int8: DeepseekV3ForCausalLM caches one vector of a token"
+    assert (said in caplog.text) == (kv_dtype == "int8")
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen2"])

@@ -1,14 +1,17 @@
 """Latent attention: how files keep its matrices, its cache, and what of it is refused. Its logits
 are compared with transformers' in test_architectures.py."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_kit import ask, of, run, tokens
-from quantized import Quantized, compressed, fp8, gptq, write_quantized
+from paged_runner import PagedRunner
+from quantized import QUANTIZED, Quantized, awq, compressed, fp8, gptq, write_quantized
 from tiny_models import write_tiny
 from viewed import assert_same_tensors, viewed
 from write_gguf import write_gguf
@@ -18,11 +21,11 @@ from pdserve.engine.api.request import Finished
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.views import HeadRows, View
+from pdserve.engine.checkpoints.views import HeadRows, RopeRows, View
 from pdserve.engine.isq import isq_formats
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.load import find_spec, open_checkpoint
+from pdserve.engine.load import LoadedModel, find_spec, load_model, open_checkpoint
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
@@ -41,8 +44,19 @@ WIDE = {
 HOW: dict[str, Quantized] = {
     "fp8": fp8("block"),
     "gptq ordered": gptq(4, 32, ordered=True),
+    "awq": awq(32),
     "int4": compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    "nvfp4": compressed(
+        "nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16, type="float"
+    ),
+    "mxfp4": compressed(
+        "mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32, type="float"
+    ),
 }
+
+
+def load(path: Path, **options: Any) -> LoadedModel:
+    return load_model(EngineConfig(model=str(path), **options), lambda *_: None)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -51,9 +65,34 @@ def test_quantized_matrices_are_taken_apart(how: str, tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", "deepseek_v3", **WIDE)
     write_quantized(source, tmp_path / "stored", tmp_path / "rounded", HOW[how])
     stored = viewed(tmp_path / "stored")
-    formats = {stored.tensor(name).format for name in stored.names()}
-    assert len(formats) == 2, formats
+    formats = {name: stored.layout(name).format for name in stored.names()}
+    assert len(set(formats.values())) == 2, formats
+    plain = {name for name, format in formats.items() if format == "F32"}
+    turned = {f"model.layers.{n}.self_attn.k_b_proj.weight" for n in range(3)}
+    assert {name for name in plain if name.endswith(QUANTIZED)} == turned == {*stored.expanded()}
     assert_same_tensors(tmp_path / "stored", tmp_path / "rounded")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_quantized_matrices_compute_what_their_values_do(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says which weights became float32."""
+    source = write_tiny(tmp_path / "source", "deepseek_v3", **WIDE)
+    write_quantized(source, tmp_path / "stored", tmp_path / "rounded", HOW[how])
+    found, exact = (
+        PagedRunner(load(tmp_path / name, kv_dtype="float32").decoder).step({"x": range(40)})["x"]
+        for name in ("stored", "rounded")
+    )
+    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
+    assert caplog.text.count("3 weights are kept as float32: what they are stored as has no") == 1
+    if how == "gptq ordered":  # 3 matrices of 9 experts in 2 layers: each has an order of its own
+        assert "54 weights of INT4 are kept as float32" in caplog.text
+    else:
+        assert caplog.text.count("kept as float32") == 1
+    caplog.clear()
+    load(tmp_path / "stored", isq="q8_0")  # of which they are what is left to quantize
+    assert "has no transpose" not in caplog.text
 
 
 def test_files_of_before_absorption_are_the_same_model(tmp_path: Path) -> None:
@@ -131,23 +170,23 @@ def test_its_matrices_are_quantized_in_place(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", "deepseek_v3", **WIDE)
     checkpoint = viewed(path)
     config = parse_config(open_checkpoint(path).hf_config)
-    formats = isq_formats("q4_0", config, checkpoint.layout)
+    formats = isq_formats("q4_0", config, checkpoint)
     attn = {n.split(".")[-2]: f for n, f in formats.items() if "layers.1.self_attn" in n}
     assert attn == {
         "q_a_proj": "Q4_0",
         "kv_a_proj_with_mqa": "Q4_0",
         "q_b_proj": "Q4_0",
-        "k_b_proj": "Q8_0",  # beside experts, as values are
-        "v_b_proj": "Q8_0",
+        "k_b_proj": "Q4_0",
+        "v_b_proj": "Q4_0",
         "o_proj": "Q4_0",
     }
-    answers = []
-    for kernels in ("native", "reference"):
-        options = EngineConfig(
-            model=str(path), isq="q4_0", kernels=kernels, kv_dtype="float32", kv_tokens=512
-        )
-        answers.append(tokens(run(build_engine(options)[0], ask("x", [1, 2, 3], max_tokens=8))))
-    assert answers[0] == answers[1]
+    found, exact = (
+        PagedRunner(load(path, isq="q4_0", kernels=kernels, kv_dtype="float32").decoder).step(
+            {"x": range(40)}
+        )["x"]
+        for kernels in ("native", "reference")
+    )
+    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
 
 
 def test_heads_of_another_number_are_refused() -> None:
@@ -158,6 +197,29 @@ def test_heads_of_another_number_are_refused() -> None:
     for shape in ((25, 8), (24,), (3, 8, 8)):
         with pytest.raises(CheckpointError, match="config says 3 heads of 8 rows"):
             view.shape(shape)
+
+
+def test_the_order_of_rows_fits_all_of_them() -> None:
+    view = View("q_b", RopeRows(2, 5, 4, 1))
+    values = np.arange(10, dtype=np.float32)[:, None]
+    raw = RawTensor({VALUES: values}, "F32", (10, 1))
+    assert unpack(view.of(raw)).ravel().tolist() == [1, 3, 2, 4, 0, 6, 8, 7, 9, 5]
+    for shape in ((11, 1), (9, 1), ()):
+        with pytest.raises(CheckpointError, match="config says 2 heads of 5 rows"):
+            view.shape(shape)
+
+
+@pytest.mark.parametrize(
+    ("arch", "field"),
+    [("deepseek_v3", "qk_nope_head_dim"), ("deepseek_v3", "kv_lora_rank"), ("glm4", "head_dim")],
+)
+def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path) -> None:
+    """They are compared with the file before anything is as large as they say."""
+    path = write_tiny(tmp_path / "model", arch)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {field: 1 << 28}))
+    with pytest.raises(CheckpointError, match=r"model: .* is \[.*config says"):
+        load(path)
 
 
 @pytest.mark.parametrize(

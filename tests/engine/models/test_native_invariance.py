@@ -50,12 +50,17 @@ FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
         "qwen3-int8",
         "qwen2_moe-bf16",
         "deepseek_v3-bf16",
+        "gpt_oss-bf16",
+        "gpt_oss-mxfp4",
         "deepseek_v2-int8",
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     """A tiny model of each architecture, in a format of its own."""
     arch, _, dtype = request.param.partition("-")
+    format = FORMATS[arch]
+    if dtype == "mxfp4":  # the weights, in GGUF
+        format, dtype = "MXFP4", ""
     if dtype == "int8":  # the keys and values
         path = write_tiny(tmp_path_factory.mktemp(request.param), arch)
         return EngineConfig(model=str(path), kernels="native", kv_dtype="int8")
@@ -72,7 +77,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if dtype:
         kv_dtype = "auto" if dtype == "bf16" else "float32"
         return EngineConfig(model=str(path), weights=dtype, kernels="native", kv_dtype=kv_dtype)
-    gguf = write_gguf(path, folder / "m.gguf", FORMATS[arch])
+    scores = {"deepseek2.expert_gating_func": 2} if arch == "glm4_moe_lite" else {}
+    gguf = write_gguf(path, folder / "m.gguf", format, **scores)
     return EngineConfig(model=str(gguf), kernels="native")
 
 

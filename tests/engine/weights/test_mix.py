@@ -1,22 +1,19 @@
 """Which format a matrix gets, beside what llama.cpp's mixes give it."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import gguf
 import pytest
 
+from pdserve.engine.checkpoints.gguf.writer import new_formats
+from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.mix import (
-    BLOCK_VALUES,
-    TYPES,
-    MatrixRole,
-    ModelSize,
-    find_type,
-    fitting,
-    mixed,
-)
+from pdserve.engine.weights.mix import BLOCK_VALUES, TYPES, find_type, fitting
 from pdserve.engine.weights.quantize import QUANTIZED
 
-DENSE = ModelSize(num_layers=16, shared_heads=3, has_experts=False)
-MIXTURE = ModelSize(num_layers=16, shared_heads=4, has_experts=True)
+GOLDEN = json.loads((Path(__file__).parent / "golden_mixes.json").read_text())
 
 
 def test_every_type_can_be_quantized_to() -> None:
@@ -41,41 +38,67 @@ def test_names_that_are_not_known(name: str) -> None:
         find_type(name)
 
 
-@pytest.mark.parametrize("type", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6k"])
-def test_types_of_one_format_but_for_the_head(type: str) -> None:
-    for role in MatrixRole:
-        head = "Q8_0" if type == "q8_0" else "Q6_K"
-        assert mixed(type, role, 5, DENSE) == (head if role is MatrixRole.HEAD else TYPES[type])
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("model", GOLDEN)
+def test_mixes_are_those_of_llama_cpp(model: str, type: str) -> None:
+    """The table is what llama-quantize says; tests/support/golden_mixes.py has the command."""
+    metadata, shapes, formats = GOLDEN[model].values()
+    num_layers = metadata[f"{metadata['general.architecture']}.block_count"]
+    expected = {
+        place: format
+        for name, runs in formats[type].items()
+        for place, format in in_layers(name, runs, num_layers)
+    }
+    stored = {
+        name: Layout("F32", tuple(shapes[kind]))
+        for kind in shapes
+        for name, _ in in_layers(kind, "0:F32", num_layers)
+        if name in expected  # leading layers have no experts
+    }
+    assert stored.keys() == expected.keys()
+    made = new_formats(type, metadata, stored)
+    assert {name: made.get(name, "F32") for name in stored} == expected
+    if type == "q4k":
+        assert "Q6_K" in expected.values()
 
 
-def layers_of(type: str, role: MatrixRole, format: str, model: ModelSize = DENSE) -> list[int]:
-    return [n for n in range(model.num_layers) if mixed(type, role, n, model) == format]
+def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]]:
+    """A name of each layer and its format; of `name` itself if it is of no layer."""
+    begins = {int(layer): format for layer, format in (run.split(":") for run in runs.split())}
+    format = ""
+    for n in range(num_layers if "{n}" in name else 1):
+        format = begins.get(n, format)
+        if format != "-":
+            yield name.replace("{n}", str(n)), format
 
 
-def test_the_costly_matrices_of_k_types_get_more_bits() -> None:
-    for type in ("q4k", "q5k"):
-        for role in (MatrixRole.VALUE, MatrixRole.DOWN):  # in llama.cpp's use_more_bits(n, 16)
-            assert layers_of(type, role, "Q6_K") == [0, 1, 4, 7, 10, 13, 14, 15]
-        assert layers_of(type, MatrixRole.OUTPUT, TYPES[type]) == list(range(16))
-    assert layers_of("q3k", MatrixRole.VALUE, "Q5_K") == [0, 1]
-    assert layers_of("q3k", MatrixRole.DOWN, "Q5_K") == [0]
-    assert layers_of("q3k", MatrixRole.OUTPUT, "Q4_K") == list(range(16))
-    assert layers_of("q2k", MatrixRole.VALUE, "Q3_K") == list(range(16))
-    assert layers_of("q2k", MatrixRole.VALUE, "Q4_K", DENSE._replace(shared_heads=4)) == list(
-        range(16)
-    )
-    assert mixed("q4k", MatrixRole.QKV, 3, DENSE) == "Q5_K"
-    assert mixed("q5k", MatrixRole.QKV, 3, DENSE) == "Q6_K"
-
-
-def test_attention_beside_experts_is_small() -> None:
-    assert (
-        mixed("q2k", MatrixRole.VALUE, 3, MIXTURE)
-        == mixed("q4_0", MatrixRole.KEY, 3, MIXTURE)
-        == "Q8_0"
-    )
-    assert mixed("q4k", MatrixRole.OUTPUT, 3, MIXTURE) == "Q5_K"
-    assert mixed("q4k", MatrixRole.OTHER, 3, MIXTURE) == "Q4_K"
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("attn_q", True),
+        ("attn_qkv", True),
+        ("ffn_gate_exps", True),
+        ("ffn_gate_inp", False),
+        ("ffn_gate_inp_shexp", False),
+        ("ssm_conv1d", False),
+        ("ssm_in", False),
+        ("time_mix_w1", False),
+        ("attn_rel_b", False),
+        ("laurel_l", False),
+        ("altup_correct_coef", False),
+        ("per_layer_model_proj", False),
+        ("shortconv.conv", False),
+        ("indexer.attn_k", False),
+    ],
+)
+def test_what_is_not_known_is_copied(name: str, is_known: bool) -> None:
+    stored = {
+        f"blk.0.{name}.weight": Layout("F16", (8, 256)),
+        "blk.0.attn_k.weight": Layout("F16", (8, 256)),
+    }
+    made = new_formats("q4_0", {"general.architecture": "some"}, stored)
+    assert (f"blk.0.{name}.weight" in made) == is_known
+    assert "blk.0.attn_k.weight" in made
 
 
 def test_rows_that_do_not_fit() -> None:

@@ -8,8 +8,9 @@ import tracemalloc
 import pytest
 import tokenizers
 from hard_strings import HARD_STRINGS
-from tiny_spm import spm_tokenizer
+from tiny_spm import spm_metadata, spm_tokenizer
 
+from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.special import MAX_SPECIAL_CHARS
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
@@ -221,3 +222,24 @@ def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> N
 def test_unusable_files_say_why(data: bytes, reason: str) -> None:
     with pytest.raises(UnsupportedTokenizer, match=reason):
         Tokenizer(data, TextCard(1))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_many_added_tokens_take_no_long_time(apart: bool) -> None:
+    """5,000 of them, as reserved tokens of real models; `apart`: of two kinds, one behind the
+    other. The tokenizer that goes on with a text gets them all, with their ids."""
+    data = json.loads(tokenizer_json(spm_metadata()))
+    first = len(data["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] += [
+        {"id": first + n, "content": f"<reserved_{n}>", "special": not apart or n < 2500, **flags}
+        for n in range(5000)
+    ]
+    content, card = json.dumps(data).encode(), TextCard(first + 5000)
+    began = time.process_time()
+    made = Tokenizer(content, card)
+    assert time.process_time() - began < 1
+    for n in (0, 2499, 2500, 4999):
+        text = f"hello<s><reserved_{n}>hello"
+        ids = made.encode(text, add_special_tokens=False, parse_special=True)
+        assert first + n in ids

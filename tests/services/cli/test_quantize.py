@@ -52,3 +52,27 @@ def test_what_cannot_be_done(
     assert error.startswith("pdserve quantize: ")
     assert says in error
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "out", "says"),
+    [
+        ("org/name", "out.gguf", "org/name is a repository: name a GGUF file of it, as org/name:"),
+        ("org/name@main", "out.gguf", "org/name is a repository"),
+        ("org/name:file.gguf", "plain.gguf", "it exists already"),
+        ("org/name", "plain.gguf", "it exists already"),
+    ],
+)
+def test_nothing_is_downloaded_for_what_cannot_be_done(
+    plain: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    out: str,
+    says: str,
+) -> None:
+    asked = []
+    monkeypatch.setattr("pdserve.engine.checkpoints.resolve.download", lambda *to: asked.append(to))
+    assert main(["quantize", model, str(plain.with_name(out))]) == 1
+    assert says in capsys.readouterr().err
+    assert not asked
