@@ -50,8 +50,11 @@ def start(name: str, model: Path, home: Path | None = None) -> Contender:
     return Contender(called, words, PEERS / "logs" / f"{called.replace(' ', '-')}.log")
 
 
-def compared(names: list[str] | None, pairs: int, any_load: bool, home: Path) -> dict[str, Any]:
-    """Ratios of now to before, by work."""
+def compared(
+    names: list[str] | None, pairs: int, any_load: bool, commit: str = BEFORE
+) -> dict[str, Any]:
+    """Ratios of now to a commit, by work."""
+    home = earlier.build(commit)
     cores = machine.pin()
     works = {(r.ours, r.work) for r in ROWS if names is None or r.name in names}
     rows = tuple(Row("", work, name, before(name), Bound(LEAST, 1.0)) for name, work in works)
@@ -78,7 +81,7 @@ def compared(names: list[str] | None, pairs: int, any_load: bool, home: Path) ->
         }
     return {
         "ok": all(work["ok"] for work in found.values()),
-        "before": BEFORE,
+        "before": commit,
         "least_median": LEAST,
         "pairs": pairs,
         "load_by_others": [round(load, 3) for load in loads],
@@ -92,8 +95,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*")
     parser.add_argument("--any-load", action="store_true")
     args = parser.parse_args()
-    home = earlier.build(BEFORE)
-    figures = compared(args.rows, args.pairs, args.any_load, home)
+    figures = compared(args.rows, args.pairs, args.any_load)
     print(json.dumps(figures))
     return 0 if figures["ok"] else 1
 
