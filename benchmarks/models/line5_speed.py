@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("structure", "cpu")]
 
-from line9_speed import compared
+from line9_speed import compared  # noqa: E402
 
 BEFORE = "f14d795"
 ROWS = ["decode_x1_llamacpp", "decode_x8_llamacpp", "decode_x32_llamacpp", "prefill_512_q4_0"]
