@@ -42,9 +42,8 @@ def build_engine(
     spec = KvSpec(config.block_size, decoder.kv_groups)
     progress("warming up", 0.0)
     most = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
-    trial = backend.kv_cache(spec, (blocks_for(most, spec.block_size),) * len(spec.groups))
-    measured = measure(decoder, trial, most)
-    del trial
+    trial = (blocks_for(most, spec.block_size),) * len(spec.groups)
+    measured = measure(decoder, backend.kv_cache(spec, trial), most)
     chunk_size = config.chunk_size or measured.chunk_size
     num_blocks = _num_blocks(config, backend, spec, card.context_len, chunk_size)
     context_len = min(card.context_len, num_blocks * spec.block_size)

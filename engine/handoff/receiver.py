@@ -49,6 +49,7 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.block_pool import num_blocks
 from pdserve.engine.kv.codec import spec_digest
 from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
 from pdserve.engine.transport.base import KvTransport, Payload
@@ -185,7 +186,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _granted(self, incoming: IncomingHandoff) -> None:
         assert incoming.bitmap is not None  # set by the grant, like the reservation
         assert incoming.reservation is not None
-        blocks = sum(map(len, incoming.reservation.blocks))
+        blocks = num_blocks(incoming.reservation.blocks)
         self._note(incoming, RecordKind.TAKEN, blocks, incoming.bitmap.num_missing)
         self._advance(incoming, Reserved())
         self._commit_if_complete(incoming)

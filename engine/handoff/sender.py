@@ -53,6 +53,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
 )
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.kv.block_pool import num_blocks
 from pdserve.engine.kv.codec import encode_spec, spec_digest
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
@@ -176,7 +177,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
     ) -> None:
         """Sends KV of the first `num_tokens` tokens of a request that the engine holds. Its blocks
         are freed if decode gets them all; otherwise it keeps them. Raises KeyError."""
-        blocks = sum(map(len, self._engine.held_blocks(key)))
+        blocks = num_blocks(self._engine.held_blocks(key))
         outgoing = self._open(ticket, address, num_tokens, deadline, receiver, key)
         outgoing.cached_tokens = outgoing.num_computed = num_tokens
         outgoing.times.picked = outgoing.times.computed = self._clock()
@@ -239,7 +240,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             case Scheduled(_, cached_tokens):
                 outgoing.cached_tokens = cached_tokens
                 outgoing.times.picked = self._clock()
-                blocks = sum(map(len, self._engine.held_blocks(outgoing.key)))
+                blocks = num_blocks(self._engine.held_blocks(outgoing.key))
                 self._note(outgoing, RecordKind.TAKEN, blocks)
                 self._advance(outgoing, Picked())
             case PrefillComputed(_, num_tokens, done):

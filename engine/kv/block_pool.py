@@ -36,6 +36,11 @@ class BlockCounts:
         return self.free + self.used + self.cached + self.reserved
 
 
+def num_blocks(tables: Iterable[Iterable[int]]) -> int:
+    """How many blocks these tables have, without the null block."""
+    return sum(block != NULL_BLOCK for table in tables for block in table)
+
+
 class BlockPool:
     """Gives out blocks 1..num_blocks. It evicts the least recently released cached block first."""
 

@@ -69,14 +69,23 @@ def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
 
 
 def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int) -> tuple[int, ...]:
-    """Blocks of each group's pool where a group with full attention has `num_blocks`: a window
-    group has no more than `max_running` prompts need while they are computed."""
-    return tuple(
-        min(num_blocks, max_running * window_blocks(group.window, chunk_size, spec.block_size))
-        if group.kind == "window"
-        else num_blocks
-        for group in spec.groups
-    )
+    """Blocks of each group's pool where a group with full attention has `num_blocks`.
+
+    Beside such a group, one of a window has no more than this for each row of a full batch: what a
+    chunk needs, and one window more, for what is in the prefix cache, parked or on its way from a
+    prefill worker.
+    """
+    if all(group.kind == "window" for group in spec.groups):
+        return (num_blocks,) * len(spec.groups)  # these say how much the worker holds
+
+    def size(group: LayerGroup) -> int:
+        if group.kind != "window":
+            return num_blocks
+        needed = window_blocks(group.window, chunk_size, spec.block_size)
+        kept = blocks_for(group.window, spec.block_size) + 1
+        return min(num_blocks, max_running * (needed + kept))
+
+    return tuple(map(size, spec.groups))
 
 
 def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:

@@ -1,9 +1,10 @@
 """Gives sequences their blocks in every layer group at once, all groups or none. Pure.
 
 A new sequence gets blocks for its whole prompt in groups with full attention. In a window group it
-gets as many as a chunk and the window before it need, and gives back what the window has passed for
-as many further on; so the pool of such a group may be smaller (spec.pool_sizes), and a prompt that
-has its blocks is not stopped half way by others that have theirs.
+gets as many new ones as a chunk and the window before it need, and gives back what the window has
+passed for as many further on; so the pool of such a group may be smaller (spec.pool_sizes). Blocks
+that others share are not free when one gives them back. Then it waits for the others, which joined
+later, are behind it, and have blocks of their own to go on with.
 
 The JobTable alone calls what gives or takes blocks; its docstring says who frees which. A block is
 written by one sequence only: one that is shared or in the prefix cache is copied before the first
@@ -83,7 +84,8 @@ class BlockTables:
         return max(0, position - window + 1) // self.block_size if window else 0
 
     def most_at_once(self, num_blocks: int, window: int) -> int:
-        """How many of its `num_blocks` blocks a sequence has at once in a group of this window."""
+        """How many of `num_blocks` blocks that are still to be filled a sequence needs at once in a
+        group of this window."""
         if not window:
             return num_blocks
         return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))

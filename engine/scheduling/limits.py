@@ -15,7 +15,7 @@ class EngineLimits:
     vocab_size: int
     context_len: int  # tokens, prompt and answer together
     block_size: int
-    num_blocks: int  # per layer group
+    num_blocks: int  # of a layer group with full attention
     max_running: int  # rows of a batch
     chunk_size: int  # tokens; chunks end at its multiples
     step_tokens: int = 0  # 0: max_running + chunk_size

@@ -16,13 +16,14 @@ from pdserve.kernels import reference as reference_kernels
 
 WINDOW, CHUNK, BLOCK = 8, 16, 4
 NEED = window_blocks(WINDOW, CHUNK, BLOCK)
+KEPT = blocks_for(WINDOW, BLOCK) + 1
 
 
 def windowed(max_running: int = 2, **options: int) -> Engine:
     engine = fake_engine(
         num_blocks=400, window=WINDOW, chunk_size=CHUNK, max_running=max_running, **options
     )
-    assert engine.kv.num_blocks == (400, max_running * NEED)
+    assert engine.kv.num_blocks == (400, max_running * (NEED + KEPT))
     return engine
 
 
@@ -117,12 +118,67 @@ def test_a_model_of_windows_alone() -> None:
     for num_blocks, max_running in itertools.product((NEED, 64), (1, 3)):
         limits = EngineLimits(64, 256, BLOCK, num_blocks, max_running, CHUNK)
         kv = KvCache(spec, pool_sizes(spec, num_blocks, max_running, CHUNK))
+        assert kv.num_blocks == (num_blocks,)
         engine = Engine(FakeDecoder(spec), kv, limits, reference_kernels)
         length = min(200, num_blocks * BLOCK - 8)
         prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(length)] for i in range(4)}
         events = run(engine, *(ask(key, prompt) for key, prompt in prompts.items()))
         assert tokens(events) == {(k, 0): reference(p, spec, 8) for k, p in prompts.items()}
         assert_at_rest(engine)
+
+
+def test_the_memory_that_windows_save() -> None:
+    """Gemma 3 270M: 3 of its 18 layers see everything, the others 512 tokens."""
+    full = LayerGroup(tuple(range(3)), "full", 0, 1, 256, "float16", 0, 1)
+    window = LayerGroup(tuple(range(3, 18)), "window", 512, 1, 256, "float16", 0, 1)
+    spec, num_blocks = KvSpec(16, (full, window)), 64 * 8192 // 16
+    whole = spec.pool_bytes((num_blocks, num_blocks))
+    for chunk, times in ((128, 3.48), (512, 3.07), (2048, 2.07)):
+        saved = whole / spec.pool_bytes(pool_sizes(spec, num_blocks, 64, chunk))
+        assert saved == pytest.approx(times, abs=0.01)
+
+
+@pytest.mark.parametrize("max_running", [1, 2])
+def test_a_hit_at_a_blocks_border_fits(max_running: int) -> None:
+    """Its window and what a chunk needs are more than what runs has at any other time."""
+    engine = windowed(max_running, context_len=400)
+    common = ids_from(1, 96)
+    run(engine, ask("first", common, max_tokens=1))
+    longer = [*common, *ids_from(3, 100)]
+    events = run(engine, ask("b", longer), ask("c", ids_from(4, 10)))
+    spec = fake_spec(BLOCK, WINDOW)
+    assert tokens(events)["b", 0] == reference(longer, spec, 8)
+    assert tokens(events)["c", 0] == reference(ids_from(4, 10), spec, 8)
+    assert engine.stats().prefix_hits == 96
+    assert_at_rest(engine)
+
+
+def test_a_resumed_request_of_a_whole_batch_fits_beside_its_hit() -> None:
+    engine = windowed(max_running=3, context_len=400)
+    prompt = [*ids_from(1, 100), *ids_from(7, 60)]
+    run(engine, ask("first", prompt[:100], max_tokens=1))
+    states = tuple(ChoiceState(tuple(ids_from(n, 60))) for n in range(3))
+    events = run(engine, ask("a", prompt, n=3, choices=states, max_tokens=64))
+    spec = fake_spec(BLOCK, WINDOW)
+    assert tokens(events) == {
+        ("a", n): reference([*prompt, *states[n].generated_ids], spec, 4) for n in range(3)
+    }
+    assert engine.stats().prefix_hits > 0
+
+
+def test_hand_offs_fit_beside_a_full_batch() -> None:
+    engine = fake_engine(num_blocks=2000, window=32, chunk_size=CHUNK, max_running=4)
+    for number in range(4):
+        engine.submit(ask(f"r{number}", ids_from(number, 60), max_tokens=100))
+    for _ in range(20):
+        engine.step()
+    assert engine.stats().running == 4
+    made = [engine.reserve(ask(f"h{n}", ids_from(n + 30, 120))) for n in range(4)]
+    assert None not in made
+    for _ in range(40):
+        engine.step()
+    assert engine.stats().preemptions == 0
+    assert engine.stats().running == 4
 
 
 def test_a_resumed_request_with_long_choices_fits() -> None:

@@ -48,11 +48,11 @@ def _engine(
         "max_running": 8,
         "chunk_size": 16,
     }
-    made = EngineLimits(**(options | limits))
+    bounds = EngineLimits(**(options | limits))
     return Engine(
         model or FakeDecoder(spec),
-        KvCache(spec, pool_sizes(spec, num_blocks, made.max_running, made.chunk_size)),
-        made,
+        KvCache(spec, pool_sizes(spec, num_blocks, bounds.max_running, bounds.chunk_size)),
+        bounds,
         reference,
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
