@@ -6,6 +6,7 @@ worker.
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 
@@ -143,7 +144,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         for task in watching:
             task.cancel()
         http.should_exit = True
-        http.config.timeout_graceful_shutdown = int(grace_s)
+        http.config.timeout_graceful_shutdown = math.ceil(grace_s)
         await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
         await client.close()
         await service.catalog.close()

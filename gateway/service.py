@@ -153,9 +153,11 @@ class Service:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
         for name in asked.variables:
             if name not in self._template_kwargs:
-                known = ", ".join(sorted(self._template_kwargs)) or "none"
-                text = f"chat_template_kwargs may have {known}, not {quoted(name)}"
+                known = ", ".join(sorted(self._template_kwargs)) or "no names"
+                text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
+        allowed = {k: v for k, v in asked.suggested.items() if k in self._template_kwargs}
+        asked = replace(asked, variables={**allowed, **asked.variables}, suggested={})
         chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
         most = _most_chars(chars, model, "messages")
         await self.rates.check_text(owner)
@@ -238,10 +240,12 @@ class Service:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 text = prompt
-                ids: Sequence[int] = await self.text_ids(
+                whole = await self.text_ids(
                     model, prompt, "prompt", owner, add_special_tokens=asked.add_special_tokens
                 )
-                ids = _kept(ids, asked.kept_tokens, asked.sampling, model)
+                ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
+                if len(ids) < len(whole):
+                    text = await self._echo_text(asked, model, ids, owner)
             else:
                 ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
                 _check_len(len(ids), model, "prompt")
@@ -265,8 +269,9 @@ class Service:
 def _kept(
     ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
 ) -> Sequence[int]:
-    """The last `kept` ids of a prompt; with -1 as many as leave room for the answer asked for.
-    Raises ServiceError for another number that is not from 1 to the model's context."""
+    """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
+    room for the answer asked for. Raises ServiceError for another number that is not from 1 to the
+    model's context."""
     if kept is None:
         return ids
     most = model.card.context_len - (sampling.max_tokens or 1)
@@ -275,7 +280,10 @@ def _kept(
     if not 1 <= kept <= model.card.context_len:
         limits = f"-1, or from 1 to {model.card.context_len}"
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
-    return ids[-kept:]
+    if len(ids) <= kept:
+        return ids
+    bos = ids[:1] if ids[0] == model.text.vocabulary.card.bos_id else ids[:0]
+    return [*bos, *ids[len(ids) - kept + len(bos) :]]
 
 
 def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -71,8 +71,8 @@ def create_app(
 
 
 def _lenient(app: ASGIApp) -> ASGIApp:
-    """HEAD is answered as GET, of which the server sends no body, and a path may end with a
-    slash."""
+    """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
+    is ignored."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -133,7 +133,7 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         if status == 404:
             known = dialect_of(dialects, request.url.path).not_offered
             message = f"unknown URL: {what}"
-            if request.url.path.startswith(known):
+            if f"{request.url.path}/".startswith(known):
                 message = f"{what} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
         if status == 405:

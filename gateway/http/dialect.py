@@ -67,7 +67,8 @@ class Dialect(Protocol):
     """Beginnings of the paths on which errors have this dialect's shape."""
 
     not_offered: tuple[str, ...]
-    """Beginnings of paths that the API has elsewhere and this server does not offer."""
+    """Beginnings of paths, each with a slash at its end, that the API has elsewhere and this server
+    does not offer."""
 
     def add_routes(self, app: FastAPI) -> None:
         """Mount the API's routes."""

@@ -36,12 +36,12 @@ class OpenAiDialect:
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
     not_offered: tuple[str, ...] = tuple(
-        f"/v1/{route}"
+        f"/v1/{route}/"
         for route in (
-            "assistants", "audio", "batches", "chat/completions/", "chatkit", "containers",
-            "conversations", "edits", "embeddings", "evals", "files", "fine_tuning", "images",
-            "moderations", "organization", "realtime", "responses", "skills", "threads", "uploads",
-            "vector_stores", "videos",
+            "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
+            "conversations", "edits", "embeddings", "engines", "evals", "files", "fine-tunes",
+            "fine_tuning", "images", "moderations", "organization", "realtime", "responses",
+            "skills", "threads", "uploads", "vector_stores", "videos",
         )
     )  # fmt: skip
 

@@ -10,99 +10,49 @@ from typing import Any
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
 
+# fmt: off
+# Fields of completions, which a chat has not, and of a chat, which completions have not.
+ELSEWHERE = ("echo", "prompt", "messages", "top_logprobs", "max_completion_tokens")
+
+# Those of REFUSED that change a prompt.
+OF_PROMPTS = ("tools", "functions", "documents", "chat_template")
+
 # Refused unless the value is one of these. Where the name is another server's, it is said whose.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(ELSEWHERE, NOTHING),
     **dict.fromkeys(
         (
             # OpenAI
-            "suffix",
-            "tools",
-            "functions",
-            "audio",
-            "web_search_options",
-            "store",
+            "suffix", "tools", "functions", "audio", "web_search_options", "store",
             # vLLM
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-            "structured_outputs",
-            "structural_tag",
-            "use_beam_search",
-            "chat_template",
-            "chat_template_kwargs",
-            "prompt_embeds",
-            "lora_request",
-            "documents",
-            "continue_final_message",
-            "prompt_token_ids",
-            "truncate_prompt_tokens",
-            "prompt_logprobs",
-            "return_token_ids",
-            "return_tokens_as_token_ids",
-            "logprob_token_ids",
-            "allowed_token_ids",
-            "bad_words",
-            "logits_processors",
-            "mm_processor_kwargs",
-            "media_io_kwargs",
-            "kv_transfer_params",
-            "vllm_xargs",
-            "repetition_detection",
-            "thinking_token_budget",
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs",
+            "structural_tag", "use_beam_search", "chat_template", "chat_template_kwargs",
+            "prompt_embeds", "lora_request", "documents", "continue_final_message",
+            "prompt_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "return_token_ids",
+            "return_tokens_as_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words",
+            "logits_processors", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params",
+            "vllm_xargs", "repetition_detection", "thinking_token_budget",
             # SGLang
-            "regex",
-            "ebnf",
-            "json_schema",
-            "stop_regex",
-            "no_stop_trim",
-            "custom_logit_processor",
-            "custom_params",
-            "lora_path",
-            "session_params",
-            "return_hidden_states",
-            "return_routed_experts",
-            "input_ids",
-            "input_embeds",
-            "image_data",
-            "video_data",
-            "audio_data",
-            "return_logprob",
+            "regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "custom_logit_processor",
+            "custom_params", "lora_path", "session_params", "return_hidden_states",
+            "return_routed_experts", "input_ids", "input_embeds", "image_data", "video_data",
+            "audio_data", "return_logprob",
             # llama.cpp
-            "grammar",
-            "grammar_lazy",
-            "lora",
-            "id_slot",
-            "input_prefix",
-            "input_extra",
-            "samplers",
-            "dry_sequence_breakers",
-            "response_fields",
-            "return_progress",
-            "post_sampling_probs",
-            "return_tokens",
-            "multimodal_data",
-            # text-generation-inference
-            "adapter_id",
-            "decoder_input_details",
-            "watermark",
-            "details",
-            "parameters",
-            "inputs",
+            "grammar", "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
+            "samplers", "dry_sequence_breakers", "response_fields", "return_progress",
+            "post_sampling_probs", "return_tokens", "multimodal_data", "n_discard",
+            # text-generation-inference, Mistral, Hugging Face, text-generation-webui
+            "adapter_id", "decoder_input_details", "watermark", "details", "parameters", "inputs",
+            "safe_prompt", "bad_words_ids", "penalty_alpha", "guidance_scale", "early_stopping",
+            "banned_tokens", "banned_strings",
             # Ollama
-            "options",
-            "format",
-            "images",
-            "raw",
-            "think",
+            "options", "format", "images", "raw", "think", "system",
+            # Of thinking: GLM, DeepSeek, Qwen, llama.cpp, OpenRouter
+            "thinking", "enable_thinking", "thinking_budget", "reasoning", "reasoning_format",
+            "reasoning_budget",
         ),
         NOTHING,
-    ),
-    # Of completions, in a chat; of a chat, in completions.
-    **dict.fromkeys(
-        ("echo", "prompt", "messages", "top_logprobs", "max_completion_tokens"), NOTHING
     ),
     "best_of": (None, 1),
     "tool_choice": (None, "none", "auto"),
@@ -114,6 +64,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
     "length_penalty": (None, 1.0),
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "truncation_side": (None, "left"),
+    "repeat_last_n": (None, -1),
     "repeat_penalty": (None, 1.0),
     "typical_p": (None, 1.0),
     "tfs_z": (None, 1.0),
@@ -137,13 +92,21 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_n_tokens": (None, 0),
     "top_logprobs_num": (None, 0),
 }
+# fmt: on
 
 # Other servers' names of fields that this one serves.
 OTHER_NAMES: dict[str, str] = {
+    "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "random_seed": "seed",
+    "n_cmpl": "n",
+    "stop_words": "stop",
+    "stop_token": "stop",
+    "prompt_truncate_len": "truncate_prompt_tokens",
     "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
@@ -157,12 +120,11 @@ IGNORED: frozenset[str] = frozenset(
         # OpenAI
         "user", "metadata", "service_tier", "parallel_tool_calls", "prediction",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
-        "reasoning",
         # vLLM, SGLang
         "request_id", "rid", "priority", "session_id", "stream_reasoning",
         # llama.cpp
         "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
-        "repeat_last_n", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+        "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
         # Ollama
         "keep_alive",
     )
@@ -176,7 +138,8 @@ def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[st
         if name in served:
             continue
         if name in REFUSED and not _asks_nothing(value, REFUSED[name]):
-            return name, f"{name} is not supported by this server{_instead(name, served)}"
+            what = "a field of this request" if name in ELSEWHERE else "supported by this server"
+            return name, f"{name} is not {what}{_instead(name, served)}"
         if name in OTHER_NAMES and name not in REFUSED and value is not None:
             return name, f"{name} is not known here{_instead(name, served)}"
     return None

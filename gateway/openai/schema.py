@@ -6,7 +6,7 @@ are not served is in fields.py.
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
-from pdserve.gateway.openai.fields import IGNORED, REFUSED, refused_field
+from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
 from pdserve.gateway.text.messages import TemplateInput
@@ -69,6 +69,14 @@ def _prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
 
 
+def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (given or {}).items():
+        if not isinstance(value, str | int | float | None):
+            what = "a string, a number, a boolean or null"
+            raise ValueError(f"{name[:40]!r} must be {what}")
+    return given
+
+
 def _few(name: str) -> BeforeValidator:
     """Refuses too many entries of a field unseen: an error for each takes long."""
     most = MAX_ENTRIES[name]
@@ -85,6 +93,7 @@ class Body(BaseModel):
     """Strict types: no "5" for 5, no true for 1, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    generates: ClassVar[bool] = False  # otherwise only what changes a prompt is looked at
 
 
 class StreamOptions(Body):
@@ -95,6 +104,7 @@ class StreamOptions(Body):
 class Sampling(Body):
     """The fields that chat and plain completions share."""
 
+    generates = True
     model: str = ""
     n: int | None = None
     stream: bool | None = None
@@ -153,6 +163,8 @@ class Message(Body):
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
+    function_call: None = None  # not served
+    prefix: Literal[False] | None = None  # not served: continue_final_message is
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -167,26 +179,33 @@ class ConversationBody(Body):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = Field(
-        None, max_length=MAX_TEMPLATE_KWARGS
-    )
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Field(max_length=MAX_TEMPLATE_KWARGS),
+        AfterValidator(_scalars),
+    ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
 
     def conversation(self) -> TemplateInput:
         """Raises ServiceError for fields that contradict each other."""
+        if self.add_special_tokens:
+            text = "add_special_tokens: the chat template writes every special token of a chat"
+            raise refuse("add_special_tokens", text)
         opens = self.add_generation_prompt
-        variables = dict(self.chat_template_kwargs or {})
+        suggested: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", self.reasoning_effort)
+            suggested["reasoning_effort"] = self.reasoning_effort
             if self.reasoning_effort == "none":
-                variables.setdefault("enable_thinking", False)
+                suggested["enable_thinking"] = False
         continues = bool(self.continue_final_message)
         with client_errors():
             return TemplateInput(
                 [message.as_template() for message in self.messages],
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,
-                variables=variables,
+                variables=self.chat_template_kwargs or {},
+                suggested=suggested,
             )
 
 
@@ -196,13 +215,9 @@ class ChatBody(ConversationBody, Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    add_special_tokens: bool | None = None
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
-        if self.add_special_tokens:
-            text = "add_special_tokens: the chat template writes every special token of a chat"
-            raise refuse("add_special_tokens", text)
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
@@ -262,7 +277,7 @@ class TokenizeChatBody(ConversationBody):
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
-    """Raises ServiceError as `parse` does."""
+    """The body of /tokenize, by which of the two it has. Raises ServiceError as `parse` does."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise refuse("prompt", "give either prompt or messages")
     if body.get("messages") is None:
@@ -285,7 +300,8 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
     if len(body) > MAX_FIELDS:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-    if refused := refused_field(body, kind.model_fields):
+    asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
+    if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)
     try:
         parsed = kind.model_validate(body)

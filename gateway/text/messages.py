@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import from_json
+
 from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -18,6 +20,7 @@ class TemplateInput:
     add_generation_prompt: bool = True  # opens the assistant's turn
     continue_final_message: bool = False  # leaves the last message open, for the answer to go on
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
+    suggested: Mapping[str, Any] = field(default_factory=dict)  # likewise, where they are allowed
     tools: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -30,42 +33,61 @@ class TemplateInput:
                 "continue_final_message",
             )
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != "assistant":
+        if last.get("role") != "assistant" or last.get("tool_calls"):
             raise TextError(
-                "continue_final_message needs a last message of the assistant",
+                "continue_final_message needs a last message of the assistant without tool calls",
                 "continue_final_message",
             )
 
 
 def normalized(
-    messages: Sequence[Mapping[str, Any]], *, knows_developer: bool
+    messages: Sequence[Mapping[str, Any]], *, knows_developer: bool, knows_null: bool = False
 ) -> list[dict[str, Any]]:
     """Messages with a known role and a content that is one string; other fields are kept.
 
     Text parts are joined by line breaks. `developer` becomes `system` for a template that does not
-    know it. Raises TextError that names the field.
+    know it, and the content of a turn that only calls tools is empty for one that does not ask
+    whether there is any. Raises TextError that names the field.
     """
     if not messages:
         raise TextError("messages must not be empty", "messages")
     return [
-        _message(message, f"messages[{index}]", knows_developer)
+        _message(message, f"messages[{index}]", knows_developer, knows_null)
         for index, message in enumerate(messages)
     ]
 
 
-def _message(message: Mapping[str, Any], param: str, knows_developer: bool) -> dict[str, Any]:
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with the arguments of their tool calls as JSON text."""
+
+    def written(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _message(
+    message: Mapping[str, Any], param: str, knows_developer: bool, knows_null: bool
+) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         known = ", ".join(ROLES)
         raise TextError(f"unknown role {role!r:.60}; it must be one of {known}", f"{param}.role")
     content = message.get("content")
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        content = ""
+    only_calls = content is None and role == "assistant" and bool(message.get("tool_calls"))
     if role == "developer" and not knows_developer:
         role = "system"
-    made = {**message, "role": role, "content": _text(content, f"{param}.content")}
-    if message.get("tool_calls"):
-        made["tool_calls"] = _tool_calls(message["tool_calls"], f"{param}.tool_calls")
+    text = (None if knows_null else "") if only_calls else _text(content, f"{param}.content")
+    made = {**message, "role": role, "content": text}
+    calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
+    if calls:
+        made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
     return made
 
 
@@ -78,11 +100,11 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise TextError("a tool call needs a function with a name", f"{param}[{index}]")
-        arguments = function.get("arguments")
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
+            try:  # bounds the depth, and takes no NaN
+                arguments = from_json(arguments, allow_inf_nan=False)
+            except ValueError:
                 arguments = None
         if not isinstance(arguments, Mapping):
             where = f"{param}[{index}].function.arguments"

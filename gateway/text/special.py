@@ -27,8 +27,18 @@ _FIELDS = frozenset(
     ("role", "content", "name", "type", "text", "id", "tool_calls", "tool_call_id", "function",
      "arguments", "reasoning_content", "parameters", "properties", "description", "required",
      "items", "enum", "default", "title", "anyOf", "oneOf", "allOf", "additionalProperties",
-     "return", "strict", "nullable", "format")
+     "return", "strict", "nullable", "format", "messages", "tools", "enable_thinking", "thinking",
+     "reasoning_effort")
 )  # fmt: skip
+
+# Values that templates compare and write out, under keys whose values are such words alone.
+_WORDS = {
+    "role": frozenset(("system", "developer", "user", "assistant", "tool")),
+    "type": frozenset(
+        ("function", "text", "object", "string", "number", "integer", "boolean", "array", "null")
+    ),
+    "reasoning_effort": frozenset(("none", "minimal", "low", "medium", "high", "xhigh")),
+}
 
 
 class SpecialTokens:
@@ -104,13 +114,15 @@ class SpecialTokens:
         return mark.join(text[start:end] for start, end in pairwise(borders)) if cuts else text
 
     def guard_all(self, value: Any, mark: str) -> Any:
-        """`guard` of every text in JSON data, keys too unless templates look them up."""
+        """`guard` of every text in JSON data, keys too, but for the words that templates know."""
         if isinstance(value, str):
             return self.guard(value, mark)
         if isinstance(value, Mapping):
             return {
-                k if k in _FIELDS else self.guard(k, mark): self.guard_all(v, mark)
-                for k, v in value.items()
+                key if key in _FIELDS else self.guard(key, mark): item
+                if isinstance(item, str) and item in _WORDS.get(key, ())
+                else self.guard_all(item, mark)
+                for key, item in value.items()
             }
         if isinstance(value, list | tuple):
             return [self.guard_all(item, mark) for item in value]

@@ -20,7 +20,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import TemplateInput, normalized
+from pdserve.gateway.text.messages import TemplateInput, normalized, with_text_arguments
 from pdserve.gateway.text.special import unused_mark
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 
@@ -58,21 +58,8 @@ class ChatTemplate:
         template itself raises."""
         if self._template is None:
             raise TextError("this model has no chat template; use completions", "messages")
-        messages = normalized(asked.messages, knows_developer="developer" in self._source)
-        plain: dict[str, Any] = {**asked.variables, "messages": messages}
-        plain["tools"] = list(asked.tools) if asked.tools else None
-        mark = unused_mark(self._source, *_texts(plain))
-        values = {
-            **{name: self._special.guard_all(value, mark) for name, value in plain.items()},
-            **self._tokens,
-            "add_generation_prompt": asked.add_generation_prompt,
-        }
-        end = ""
-        if asked.continue_final_message:
-            end = unused_mark(self._source, mark, *_texts(plain))
-            values["messages"][-1]["content"] += end
         try:
-            marked = self._template.render(values)
+            return self._render(self._template, asked)
         except jinja2.TemplateError as error:
             raise TextError(str(error.message or error), "messages") from None
         except (TextError, MemoryError):
@@ -81,6 +68,35 @@ class ChatTemplate:
             raise TextError("the messages are nested too deeply", "messages") from None
         except Exception as error:  # whatever Python raises for values the template did not expect
             raise TextError(f"the chat template fails on them: {error}", "messages") from None
+
+    def _render(self, template: jinja2.Template, asked: TemplateInput) -> Rendered:
+        messages = normalized(
+            asked.messages,
+            knows_developer="developer" in self._source,
+            knows_null=" is none" in self._source or " is not none" in self._source,
+        )
+        try:
+            return self._filled(template, asked, messages)
+        except TypeError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+        # DeepSeek's templates write arguments as the text that the model has written.
+        return self._filled(template, asked, with_text_arguments(messages))
+
+    def _filled(
+        self, template: jinja2.Template, asked: TemplateInput, messages: list[dict[str, Any]]
+    ) -> Rendered:
+        variables = {**asked.variables, "messages": messages}
+        variables["tools"] = list(asked.tools) if asked.tools else None
+        mark = unused_mark(self._source, *_texts(variables))
+        values = self._special.guard_all(variables, mark)
+        end = ""
+        if asked.continue_final_message:
+            end = unused_mark(self._source, mark, *_texts(variables))
+            values["messages"][-1]["content"] += end
+        marked = template.render(
+            {**values, **self._tokens, "add_generation_prompt": asked.add_generation_prompt}
+        )
         if end:
             marked, found, _ = marked.rpartition(end)
             if not found:

@@ -1,6 +1,6 @@
 """Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
@@ -51,9 +52,10 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         open_metrics: bool = True,
         text_pool: Any = None,
         rates: RateLimits | None = None,
+        template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
         **guard: Any,
     ) -> ASGIApp:
-        service = make_service(router, limits, text_pool, rates)
+        service = make_service(router, limits, text_pool, rates, template_kwargs)
         dialects = [OpenAiDialect(service, bounds, BodyReader(bounds))]
         return create_app(
             dialects,

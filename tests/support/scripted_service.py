@@ -1,6 +1,7 @@
 """The gateway's Service over a router that answers from a script."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fake_router import FakeRouter
@@ -18,6 +19,7 @@ def scripted_service(
     limits: AdmissionLimits | None = None,
     text_pool: Any = None,
     rates: RateLimits | None = None,
+    template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
 ) -> Service:
     """Within a running loop."""
     return Service(
@@ -29,5 +31,5 @@ def scripted_service(
         asyncio.get_running_loop().time,
         timeout_s=600.0,
         queue_timeout_s=60.0,
-        template_kwargs=GatewaySettings().template_kwargs,
+        template_kwargs=template_kwargs,
     )

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fake_router import FakeRouter, saying
+from http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.gateway import service as service_module
@@ -160,3 +161,17 @@ async def test_a_compressed_body_is_refused(make_http):
         headers = {"content-type": "application/json", "content-encoding": coding}
         reply = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
         assert reply.status_code == status, reply.text
+
+
+async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_http):
+    client = make_http(saying("x"))
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    plain = (await client.post("/tokenize", json=body)).json()
+    more = {
+        "max_completion_tokens": 5,
+        "top_logprobs": 1,
+        "response_format": {"type": "json_object"},
+    }
+    assert (await client.post("/tokenize", json={**body, **more})).json() == plain
+    for name, value in (("tools", [{}]), ("add_special_tokens", True), ("chat_template", "x")):
+        check(await client.post("/tokenize", json={**body, name: value}), 400, name)

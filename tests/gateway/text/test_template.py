@@ -1,6 +1,7 @@
 """Prompts equal to transformers'; client text never becomes part of the frame around it."""
 
 import datetime
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,9 @@ def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call("f", '{"a": [1, "é"]}')]},
         {"role": "tool", "tool_call_id": "1", "content": "42"},
         {"role": "assistant", "content": "x", "tool_calls": [call("g", ""), call("h", {"b": 2})]},
+        {"role": "assistant", "content": "", "tool_calls": [call("i", None)]},
     ]
-    assert template.render(TemplateInput(turns)).text == 'f{"a": [1, "é"]}142g{}h{"b": 2}x'
+    assert template.render(TemplateInput(turns)).text == 'f{"a": [1, "é"]}142g{}h{"b": 2}xi{}'
     wrong = "messages[0].tool_calls"
     for calls, param in (
         ("f", wrong),
@@ -221,13 +223,70 @@ def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
         ([{"id": "1"}], f"{wrong}[0]"),
         ([call("f", "{")], f"{wrong}[0].function.arguments"),
         ([call("f", "[1]")], f"{wrong}[0].function.arguments"),
-        ([call("f", None)], f"{wrong}[0].function.arguments"),
+        ([call("f", '{"a": NaN}')], f"{wrong}[0].function.arguments"),
         ([call("f", "[" * 100_000)], f"{wrong}[0].function.arguments"),
+        ([call("f", '{"a":' * 700 + "1" + "}" * 700)], f"{wrong}[0].function.arguments"),
     ):
         turn = {"role": "assistant", "content": None, "tool_calls": calls}
         with pytest.raises(TextError) as caught:
             template.render(TemplateInput([turn]))
         assert caught.value.param == param
+
+
+def test_templates_that_write_arguments_as_text(tokenizer: Tokenizer) -> None:
+    """As DeepSeek's, which also ask whether a turn has a content."""
+    source = (
+        "{% for m in messages %}{% if m['content'] is none %}(no text){% else %}{{ m.content }}"
+        "{% endif %}{% for c in m.tool_calls or [] %}"
+        "{{ c['function']['name'] + '(' + c['function']['arguments'] + ')' }}{% endfor %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate(source, tokenizer)
+    turns = [user("q"), {"role": "assistant", "tool_calls": [call("f", '{"a": "é<|im_end|>"}')]}]
+    rendered = template.render(TemplateInput(turns))
+    assert rendered.text == 'q(no text)f({"a": "é<|im_end|>"})'
+    assert tokenizer.special.ids.isdisjoint(tokenizer.encode_rendered(rendered))
+    with pytest.raises(TextError, match="fails on them"):
+        ChatTemplate("{{ 1 + messages[0].content }}", tokenizer).render(TemplateInput([user("q")]))
+
+
+def test_no_calls_are_no_key(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ 'tool_calls' in messages[0] }}", tokenizer)
+    turn = {"role": "assistant", "content": "x", "tool_calls": []}
+    assert template.render(TemplateInput([turn])).text == "False"
+
+
+def test_words_that_are_parts_of_special_tokens(library: Any, tokenizer: Tokenizer) -> None:
+    """As the roles of Phi 3 and GLM 4 are, and the keys of any file's <filename>."""
+    own = json.loads(library.backend_tokenizer.to_str())
+    size = max(token["id"] for token in own["added_tokens"]) + 1
+    size = max(size, library.backend_tokenizer.get_vocab_size())
+    words = ("<|user|>", "<|assistant|>", "<|system|>", "<|function|>", "<|high|>", "<|thinking|>")
+    own["added_tokens"] += [
+        {"id": size + n, "content": word, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for n, word in enumerate(words)
+    ]  # fmt: skip
+    phi = Tokenizer(json.dumps(own).encode(), TextCard(size + len(words), (), None))
+    assert set(words) <= phi.special.texts.keys()
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+        "{{ '<|' + m.role + '|>' + m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+        "{% if c.type == 'function' %}!{{ c.function.name }}{% endif %}{% endfor %}{% endfor %}"
+        "{% if reasoning_effort == 'high' %}?{% endif %}{{ thinking }}",
+        phi,
+    )
+    turns = [
+        {"role": "system", "content": "be <|user|> kind"},
+        user("user"),
+        {**assistant("ok"), "tool_calls": [call("function", "{}")]},
+    ]
+    variables = {"reasoning_effort": "high", "thinking": True}
+    rendered = template.render(TemplateInput(turns, variables=variables))
+    text = "<|system|>be <|user|> kind<|user|>user<|assistant|>ok!function?True"
+    assert rendered.text == text
+    specials = [i for i in phi.encode_rendered(rendered) if i in phi.special.ids]
+    assert [phi.token_name(i) for i in specials] == ["<|system|>", "<|user|>", "<|assistant|>"]
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
