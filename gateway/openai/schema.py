@@ -22,7 +22,7 @@ from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
-from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.messages import EFFORTS, TemplateInput
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -30,7 +30,6 @@ log = logging.getLogger("pdserve.gateway.http")
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
 MAX_FIELDS = 1024  # of a body, unknown ones too

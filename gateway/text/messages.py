@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+from pdserve.gateway.text.messages import EFFORTS, ROLES
 
 MAX_SPECIAL_CHARS = 1024  # of one special token; those of today have at most some 40
 
@@ -33,11 +34,11 @@ _FIELDS = frozenset(
 
 # Values that templates compare and write out, under keys whose values are such words alone.
 _WORDS = {
-    "role": frozenset(("system", "developer", "user", "assistant", "tool")),
+    "role": frozenset(ROLES),
     "type": frozenset(
         ("function", "text", "object", "string", "number", "integer", "boolean", "array", "null")
     ),
-    "reasoning_effort": frozenset(("none", "minimal", "low", "medium", "high", "xhigh")),
+    "reasoning_effort": frozenset(EFFORTS),
 }
 
 
