@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
+from pdserve.gateway.text.parts import ContentPart, TextPart
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import (
@@ -46,17 +47,6 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """A piece of the answer's text."""
-
-    text: str
-
-
-# The kinds of content that an answer can have.
-ContentPart = TextPart
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """What is new in one choice. `finish` is "stop" or "length", set on the last one."""
 
@@ -66,11 +56,6 @@ class Delta:
     num_tokens: int  # generated and counted so far
     finish: str | None
     ids: tuple[int, ...] = ()  # of the tokens that this delta counts
-
-
-def text_of(content: Sequence[ContentPart]) -> str:
-    """The text of a content, for answers that have nothing else."""
-    return "".join(part.text for part in content)
 
 
 def scored(

@@ -11,12 +11,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.choice import Choice, ContentPart, Delta, ScoredToken, TextPart, score_prompt
+from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
 from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.text.parts import ContentPart, TextPart
 from pdserve.protos.common_pb2 import (
     CANCELLED,
     INTERNAL,

@@ -9,11 +9,11 @@ from uuid import uuid4
 import grpc
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import text_of
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.parts import text_of
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase

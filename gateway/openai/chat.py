@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, text_of
+from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import ChatBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import ChatCompletionRequest, Service
+from pdserve.gateway.text.parts import text_of
 
 
 class ChatReply:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import ContentPart, ScoredToken, text_of
+from pdserve.gateway.choice import ScoredToken
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import CompletionBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service, TextCompletionRequest
+from pdserve.gateway.text.parts import ContentPart, text_of
 
 
 class CompletionReply:

@@ -1,0 +1,36 @@
+"""The kinds of content that an answer has; pure data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A piece of the call of a tool; the first one of a call has its id and name."""
+
+    index: int  # of the call in its choice, from 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # a piece of a JSON object's text
+
+
+ContentPart = TextPart | ReasoningPart | ToolCallPart
+
+
+def text_of(content: Sequence[ContentPart]) -> str:
+    """The text of a content, without reasoning and calls."""
+    return "".join(part.text for part in content if isinstance(part, TextPart))
