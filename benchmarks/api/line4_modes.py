@@ -1,5 +1,5 @@
-"""Line 4: 200 requests over all fields get byte-identical answers, usage and cached tokens included,
-from a system with separate prefill and from one whose decode workers compute prompts themselves."""
+"""Line 4: 200 requests over all fields get byte-identical answers, usage and cached tokens too,
+from a system with separate prefill and from one whose decode workers compute prompts."""
 
 import json
 import sys

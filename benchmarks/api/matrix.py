@@ -25,11 +25,13 @@ SCHEMA = {
 }
 TOOL = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}
 
+USAGE_IN_CHUNKS = {"include_usage": True, "continuous_usage_stats": True}
+
 # Values of each field that both endpoints have.
 SHARED: dict[str, list[Any]] = {
     "n": [1, 2],
     "stream": [False, True],
-    "stream_options": [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}],
+    "stream_options": [{"include_usage": True}, USAGE_IN_CHUNKS],
     "temperature": [0, 0.7, 1.5],
     "top_p": [0.5, 1.0],
     "top_k": [1, 40, -1],
