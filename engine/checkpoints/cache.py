@@ -15,7 +15,7 @@ from pathlib import Path
 from pdserve.engine.checkpoints.source import TextFiles
 
 DIGEST_RULES = "1"  # raise it when what a digest is taken of changes
-TEXT_RULES = "2"  # raise it when what is read of a tokenizer changes
+TEXT_RULES = "3"  # raise it when what is read of a tokenizer changes
 
 
 class FileCache:

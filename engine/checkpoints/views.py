@@ -13,6 +13,7 @@ from pdserve.engine.checkpoints.source import (
     Checkpoint,
     CheckpointError,
     Layout,
+    StoredPooling,
     TextFiles,
     unknown_tensor,
 )
@@ -196,6 +197,9 @@ class ViewedCheckpoint:
     def text_files(self) -> TextFiles:
         return self._checkpoint.text_files()
 
+    def pooling(self) -> StoredPooling | None:
+        return self._checkpoint.pooling()
+
 
 def _first(view: View | None, stored: Collection[str]) -> View | None:
     """The view itself or the first of those behind it whose source is there."""
@@ -225,6 +229,14 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
         for ours, theirs in names.items()
         for leaf in ("weight", "bias")
     }
+
+
+def under_model(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model without a head, whose names do not begin with "model." as those of
+    a model with one do; any other as it is."""
+    if "embed_tokens.weight" not in checkpoint.names():
+        return checkpoint
+    return ViewedCheckpoint(checkpoint, {f"model.{n}": View(n) for n in checkpoint.names()})
 
 
 def first_of(*places: View) -> View:
