@@ -8,7 +8,7 @@ from operator import mul
 from struct import pack
 
 
-def shaped(values: Sequence[float], dimensions: int | None, normalizes: bool) -> array[float]:
+def shaped(values: Sequence[float], dimensions: int | None, normalizes: bool) -> "array[float]":
     """The first `dimensions` numbers (None: all), of length 1 if that is wanted; float32."""
     kept = values[:dimensions]
     length = math.hypot(*kept) if normalizes else 1.0

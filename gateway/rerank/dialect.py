@@ -61,12 +61,11 @@ async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str
     id_ = f"rerank-{caller.request_id}"
     scored = await score(service, body.request(), replace(caller, request_id=id_))
     order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
-    texts = body.texts
     results: list[dict[str, Any]] = []
     for n in order[: body.top_n or None]:
-        result = {"index": n, "relevance_score": scored.scores[n]}
+        result: dict[str, Any] = {"index": n, "relevance_score": scored.scores[n]}
         if body.return_documents is not False:
-            result["document"] = {"text": texts[n]}
+            result["document"] = {"text": body.documents[n]}
         results.append(result)
     return {"id": id_, "model": scored.model, "usage": _usage(scored), "results": results}
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, Field
 
 from pdserve.gateway.openai.schema import Body
 from pdserve.gateway.rerank.scores import ScoreRequest
@@ -20,11 +20,15 @@ def _as_list(value: Any) -> Any:
     return given
 
 
-Texts = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1), FailFast()]
+def _documents(value: Any) -> Any:
+    """Texts, also of objects that have one."""
+    given = _as_list(value)
+    if not isinstance(given, list):
+        return given
+    return [one["text"] if isinstance(one, dict) and "text" in one else one for one in given]
 
 
-class Document(Body):
-    text: str
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)]
 
 
 class ScoringBody(Body):
@@ -56,21 +60,15 @@ class RerankBody(ScoringBody):
     """Body of /rerank and /v1/rerank."""
 
     query: str
-    documents: Annotated[
-        list[str | Document], BeforeValidator(_as_list), Field(min_length=1), FailFast()
-    ]
+    documents: Annotated[list[str], Field(min_length=1), BeforeValidator(_documents)]
     top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
     return_documents: bool | None = None
     max_tokens_per_doc: None = None  # not served: truncate_prompt_tokens is
     max_chunks_per_doc: None = None  # not served
     rank_fields: None = None  # not served
 
-    @property
-    def texts(self) -> list[str]:
-        return [given if isinstance(given, str) else given.text for given in self.documents]
-
     def request(self) -> ScoreRequest:
-        return self._request("Rerank (Score)", [self.query], self.texts, ("query", "documents"))
+        return self._request("Rerank (Score)", [self.query], self.documents, ("query", "documents"))
 
 
 class ScoreBody(ScoringBody):

@@ -11,6 +11,7 @@ from pdserve.gateway.openai.embeddings import embedding_ids
 from pdserve.gateway.pooling.runs import PreparedInputs
 from pdserve.gateway.pooling.vectors import cosine
 from pdserve.gateway.rerank.prompt import judging_ids
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored
 
     async def tokenized(model: ServedModel) -> list[Sequence[int]]:
         if model.card.pooling:
+            if asked.instruction is not None:
+                raise refuse("instruction", "instruction: the model embeds, it takes none")
             texts = ((asked.queries, of_query), (asked.documents, of_document))
             return [
                 ids
