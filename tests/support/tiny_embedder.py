@@ -77,6 +77,12 @@ class Oracle:
         self._pooling = pooling
         self._model = transformers.AutoModel.from_pretrained(path, attn_implementation="eager")
 
+        self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text alone."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     @torch.inference_mode()
     def pooled(self, ids: Sequence[int]) -> torch.Tensor:
         """float32 [hidden], not normalized."""
