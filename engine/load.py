@@ -18,14 +18,14 @@ from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.label import quantization_label
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
-from pdserve.engine.checkpoints.views import under_model
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.isq import isq_formats
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
 from pdserve.engine.models.layer import HEAD, HEAD_BIAS, tensor_shapes
 from pdserve.engine.models.rope import BY_CONTEXT
-from pdserve.engine.task import Task, find_task, score_ids
+from pdserve.engine.models.spec import under_model
+from pdserve.engine.task import ModelTask, find_task, score_ids
 from pdserve.engine.weights.mix import find_type
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def _card(
     checkpoint: Checkpoint,
     text: TextFiles,
     model: ModelConfig,
-    task: Task,
+    task: ModelTask,
     quantized: Mapping[str, str],
     digest: str,
 ) -> CardData:

@@ -13,7 +13,7 @@ CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # what says 
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ModelTask:
     """What a model is for; without pooling and score ids it generates."""
 
     pooling: StoredPooling | None = None  # of an embedding model
@@ -33,7 +33,7 @@ class Task:
         return replace(model, tied_head=True, head_bias=False, context_len=most)
 
 
-def find_task(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Task:
+def find_task(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> ModelTask:
     """Raises ValueError for options that contradict each other, CheckpointError for a model that
     cannot do what it is asked for."""
     for field, value in CAUSAL.items():
@@ -48,13 +48,13 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) 
     if asked in ("generate", "score"):
         if not has_head:
             raise CheckpointError(f"--task {asked}: the model has no head, it can only embed")
-        return Task(scores=asked == "score")
+        return ModelTask(scores=asked == "score")
     stored = checkpoint.pooling() if config.pooling == "auto" else None
     if asked == "auto" and stored is None and has_head:
-        return Task()
+        return ModelTask()
     # Vectors of a model whose files say nothing are normalized, as vLLM does.
     default = StoredPooling("last" if config.pooling == "auto" else config.pooling, normalizes=True)
-    return Task(stored or default)
+    return ModelTask(stored or default)
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:

@@ -231,14 +231,6 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
     }
 
 
-def under_model(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a model without a head, whose names do not begin with "model." as those of
-    a model with one do; any other as it is."""
-    if "embed_tokens.weight" not in checkpoint.names():
-        return checkpoint
-    return ViewedCheckpoint(checkpoint, {f"model.{n}": View(n) for n in checkpoint.names()})
-
-
 def first_of(*places: View) -> View:
     """The first of these whose source is there."""
     found: View | None = None
