@@ -77,7 +77,7 @@ class StepProgress:
         job = sequence.job
         self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
-            job.prompt_scores += outcome.scores
+            job.prompt_scores[row.start :] = outcome.scores  # once more after a preemption
         if job.pooled is not None and outcome.states is not None:
             job.pooled.take(outcome.states, row.first_output)
         if sequence.is_prefix:
