@@ -93,7 +93,8 @@ def _load(
             ", ".join(turned[:3]),
             ", ..." * (len(turned) > 3),
         )
-    decoder, digest = _load_weights(checkpoint, model, backend, quantized, progress)
+    cache = DigestCache(part=" without head" if task.kind else "")
+    decoder, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
     card = _card(config, found, checkpoint, text, model, task, quantized, digest)
     return LoadedModel(decoder, backend, card)
 
@@ -129,10 +130,10 @@ def _load_weights(
     model: ModelConfig,
     backend: Backend,
     quantized: Mapping[str, str],
+    cache: DigestCache,
     progress: Progress,
 ) -> tuple[ModelDecoder, str]:
     """(decoder, weights digest)."""
-    cache = DigestCache()
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     doing = "quantizing weights" if quantized else "loading weights"

@@ -8,26 +8,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-LAST, MEAN = "last", "mean"
-KINDS = (LAST, MEAN)
-
 
 class PooledState:
-    """Takes the final hidden states of a prompt in order, from token 0 on."""
+    """The mean of the final hidden states of a prompt, or the last one alone."""
 
     def __init__(self, kind: str) -> None:
-        self.kind: Final = kind
+        """`kind`: "mean" or "last"."""
+        # The states of all tokens count, so that none may come from the prefix cache.
+        self.needs_all: Final = kind == "mean"
         self._total: NDArray[np.float64] | None = None
         self._count = 0
 
-    @property
-    def needs_all(self) -> bool:
-        """Whether the states of all tokens count, so that none may come from the prefix cache."""
-        return self.kind == MEAN
-
     def take(self, states: NDArray[np.float32], start: int) -> None:
-        """float32 [tokens, hidden], of token `start` on; for LAST only that of the last token is
-        wanted. A prompt that begins anew, after a preemption, does so with token 0."""
+        """float32 [tokens, hidden], of token `start` on: the next ones, or if only the last one
+        counts, that one. A prompt that begins anew, after a preemption, does so with token 0."""
         if self._total is None or not start or not self.needs_all:
             self._total, self._count = np.zeros(states.shape[1]), 0
         for state in states:  # in this order, whatever numpy would choose

@@ -64,6 +64,20 @@ def test_a_head_that_is_stored_is_not_loaded(tmp_path: Path) -> None:
     assert torch.allclose(got, Oracle(path, "last").pooled(PROMPT), atol=1e-4, rtol=1e-4)
 
 
+def test_the_digest_is_of_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same whether or not the files were served for another task before."""
+    path = write_tiny(tmp_path / "m", "qwen3")
+    digests = []
+    for name, tasks in (("one", ["generate", "embed", "embed"]), ("two", ["embed", "generate"])):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        for task in tasks:
+            config = EngineConfig(model=str(path), task=task, **EXACT)
+            card = load_model(config, lambda *_: None).card
+            digests.append((task, card.weights_digest))
+    assert len(set(digests)) == 2
+    assert len({digest for _, digest in digests}) == 2
+
+
 def test_without_a_normalize_module(tmp_path: Path) -> None:
     card, _ = load(write_embedder(tmp_path / "m", normalizes=False))
     assert not card.normalizes
