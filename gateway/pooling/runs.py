@@ -5,6 +5,7 @@ Ownership: a run owns its requests at the router; closing it early cancels them 
 
 import asyncio
 import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ class PoolingRuns:
 
 
 def _embedding(event: RequestEvent) -> Sequence[float] | None:
-    return list(event.embedding.values) if event.HasField("embedding") else None
+    """As float32: a call may have thousands of them."""
+    return array("f", event.embedding.values) if event.HasField("embedding") else None
 
 
 def _score(event: RequestEvent, yes: int, no: int) -> float | None:

@@ -1,5 +1,6 @@
 """How well a document answers a query: what a reranker says, or how alike two embeddings are."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -76,7 +77,11 @@ async def _alike(
     vectors = await _in_order(service.pooling.embeddings(prepared))
     count = len(asked.queries)
     queries, documents = vectors[:count], vectors[count:]
-    return [cosine(_of(queries, n), vector) for n, vector in enumerate(documents)]
+    scores = []
+    for n, vector in enumerate(documents):
+        scores.append(cosine(_of(queries, n), vector))
+        await asyncio.sleep(0)  # a long vector takes part of a millisecond
+    return scores
 
 
 def _of(queries: Sequence[T], number: int) -> T:
