@@ -66,6 +66,7 @@ def build_engine(
             shared_step_tokens=max(LEAST_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
+            pooling=card.pooling,
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),

@@ -14,6 +14,7 @@ from typing import Any
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
+from pdserve.engine.execution.pooler import with_states
 from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
@@ -144,7 +145,7 @@ class Engine:
         blocks.
         """
         job = self.jobs.by_key.get(key)
-        if job is None or job.request.prefill_only or key in self.jobs.reserved:
+        if job is None or not job.request.generates or key in self.jobs.reserved:
             return None
         if len(job.sequences) != 1 or len(job.unfinished) != 1 or job.prompt_scores is not None:
             return None
@@ -197,6 +198,7 @@ class Engine:
         if not error:
             try:
                 outcomes = self._sampler.sample(plan.rows, pending.hidden, self.model.logits)
+                outcomes = with_states(plan.rows, outcomes, pending.hidden, self.model)
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"
@@ -226,8 +228,8 @@ class Engine:
         `sender`: digest of the KV identity that computes it, if it is not ours. Its blocks then
         match and enter the prefix cache for that pair of identities only.
         """
-        if request.prefill_only or request.params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt logprobs are computed where the prompt is", "prompt")
+        if request.prefill_only or request.needs_whole_prompt:
+            raise InvalidRequest("its output needs the prompt to be computed here", "prompt")
         key, order = self._refused
         job = self._new_job(request, order if key == request.key else None, sender)
         if not job.unfinished:
@@ -356,7 +358,8 @@ class Engine:
             self._arrivals += 1
             order = self._arrivals
         seed_hash = cache_seed(sender + self.kv_identity.digest, request.cache_salt)
-        return RequestState(request, order, self._clock(), max_tokens, seed_hash)
+        pooling = self.limits.pooling
+        return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

@@ -20,6 +20,7 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
@@ -89,9 +90,10 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.max_buffer_bytes,
         settings.stall_timeout_s,
     )
-    openai = OpenAiDialect(service, http_limits, BodyReader(http_limits))
+    bodies = BodyReader(http_limits)
+    openai = OpenAiDialect(service, http_limits, bodies)
     app = create_app(
-        [openai],
+        [RerankDialect(service, http_limits, bodies), openai],
         service,
         readiness,
         keys,

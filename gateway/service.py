@@ -5,7 +5,7 @@ counts in the limits and its line is in the log.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,9 +14,10 @@ from typing import TypeVar
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
-from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
@@ -90,6 +91,7 @@ class Service:
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
+        self.pooling = PoolingRuns(upstream, clock)
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
@@ -106,40 +108,80 @@ class Service:
         caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
         """The completion to run inside the block. Raises ServiceError."""
-        meter = Meter(self.metrics, caller, self._clock)
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
+        async with self._open(caller) as (admitted, meter):
+            try:
+                await self.rates.count_request(owner)
+                model = await self.catalog.get(asked.model)
+                _check_generates(model, "Completions" if text else "Chat Completions")
+                check(asked.sampling, model.card)
+                if isinstance(asked, ChatCompletionRequest):
+                    prompts = [await self._chat_prompt(asked, model, owner)]
+                else:
+                    prompts = await self._prompts(asked, model, owner)
+                num_tokens = sum(len(prompt.ids) for prompt in prompts)
+                await self.rates.count_tokens(owner, num_tokens)
+            finally:
+                caller.headers.update(await self.rates.headers(owner))
+            meter.begin(model.card.name, num_tokens)
+            yield PreparedCompletion(
+                id=caller.request_id,
+                model=model,
+                prompts=prompts,
+                sampling=asked.sampling,
+                admitted=admitted,
+                meter=meter,
+                timeout_s=self._timeout_s,
+                queue_timeout_s=self._queue_timeout_s,
+                continues=asked.continues,
+                echo=text is not None and text.echo,
+                echo_only=text is not None and text.echo_only,
+                cache_salt=caller.tenant.cache_salt(asked.cache_salt),
+                tenant=caller.tenant.id,
+            )
+
+    @asynccontextmanager
+    async def prepare_inputs(
+        self,
+        model_name: str,
+        tokenized: Callable[[ServedModel], Awaitable[Sequence[Sequence[int]]]],
+        cache_salt: bytes,
+        caller: Caller,
+    ) -> AsyncIterator[PreparedInputs]:
+        """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
+        owner = caller.tenant.id
+        async with self._open(caller) as (admitted, meter):
+            try:
+                await self.rates.count_request(owner)
+                model = await self.catalog.get(model_name)
+                inputs = await tokenized(model)
+                num_tokens = sum(map(len, inputs))
+                await self.rates.count_tokens(owner, num_tokens)
+            finally:
+                caller.headers.update(await self.rates.headers(owner))
+            meter.begin(model.card.name, num_tokens)
+            yield PreparedInputs(
+                id=caller.request_id,
+                model=model,
+                inputs=inputs,
+                admitted=admitted,
+                meter=meter,
+                timeout_s=self._timeout_s,
+                queue_timeout_s=self._queue_timeout_s,
+                cache_salt=caller.tenant.cache_salt(cache_salt),
+                tenant=owner,
+            )
+
+    @asynccontextmanager
+    async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
+        """Counts a request in the limits; its line is in the log at the end."""
+        meter = Meter(self.metrics, caller, self._clock)
+        owner = caller.tenant.id
         error: BaseException | None = None
         try:
             with self.limits.admit(owner) as admitted:
-                try:
-                    await self.rates.count_request(owner)
-                    model = await self.catalog.get(asked.model)
-                    check(asked.sampling, model.card)
-                    if isinstance(asked, ChatCompletionRequest):
-                        prompts = [await self._chat_prompt(asked, model, owner)]
-                    else:
-                        prompts = await self._prompts(asked, model, owner)
-                    num_tokens = sum(len(prompt.ids) for prompt in prompts)
-                    await self.rates.count_tokens(owner, num_tokens)
-                finally:
-                    caller.headers.update(await self.rates.headers(owner))
-                meter.begin(model.card.name, num_tokens)
-                yield PreparedCompletion(
-                    id=caller.request_id,
-                    model=model,
-                    prompts=prompts,
-                    sampling=asked.sampling,
-                    admitted=admitted,
-                    meter=meter,
-                    timeout_s=self._timeout_s,
-                    queue_timeout_s=self._queue_timeout_s,
-                    continues=asked.continues,
-                    echo=text is not None and text.echo,
-                    echo_only=text is not None and text.echo_only,
-                    cache_salt=caller.tenant.cache_salt(asked.cache_salt),
-                    tenant=caller.tenant.id,
-                )
+                yield admitted, meter
         except BaseException as caught:
             error = caught
             raise
@@ -172,13 +214,18 @@ class Service:
         owner: bytes,
         *,
         add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed."""
+        """The token ids of a text, special tokens in it parsed or taken as text."""
         most = _most_chars(len(text), model, param)
         await self.rates.check_text(owner)
         with client_errors():
             return await model.text.processes.text_ids(
-                owner, text, add_special_tokens=add_special_tokens, max_len=most
+                owner,
+                text,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+                max_len=most,
             )
 
     async def count(self, caller: Caller) -> None:
@@ -200,7 +247,7 @@ class Service:
         """The text of token ids, at most as many as the model's context has; owners take turns."""
         if len(ids) > model.card.context_len:
             raise _too_long(len(ids), model, param)
-        _check_ids(ids, model, param)
+        check_ids(ids, model, param)
         detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
         parts = await self._in_turn(ids, owner, detokenizer.push)
         return "".join((*parts, detokenizer.flush()))
@@ -262,7 +309,7 @@ class Service:
     ) -> str:
         if asked.echo:
             return await self.decode(model, ids, "prompt", owner, skip_special=False)
-        _check_ids(ids, model, "prompt")
+        check_ids(ids, model, "prompt")
         return ""
 
 
@@ -272,9 +319,13 @@ def _kept(
     """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
     room for the answer asked for. Raises ServiceError for another number that is not from 1 to the
     model's context."""
+    return kept_ids(ids, kept, model, model.card.context_len - (sampling.max_tokens or 1))
+
+
+def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int) -> Sequence[int]:
+    """Likewise, where `most` ids leave the room that is needed."""
     if kept is None:
         return ids
-    most = model.card.context_len - (sampling.max_tokens or 1)
     if kept == -1:
         kept = max(1, most)
     if not 1 <= kept <= model.card.context_len:
@@ -286,7 +337,18 @@ def _kept(
     return [*bos, *ids[len(ids) - kept + len(bos) :]]
 
 
-def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+def _check_generates(model: ServedModel, api: str) -> None:
+    if model.card.pooling or model.card.score_token_ids:
+        raise not_supported(api)
+
+
+def not_supported(api: str) -> ServiceError:
+    """What is said of a model that is for something else, in vLLM's words."""
+    return refuse("model", f"The model does not support {api} API")
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raises ServiceError for an id outside the vocabulary."""
     try:
         model.text.vocabulary.check_ids(ids)
     except TextError as error:
@@ -294,7 +356,12 @@ def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def _check_len(count: int, model: ServedModel, param: str) -> None:
-    if count >= model.card.context_len:
+    check_room(count, 1, model, param)
+
+
+def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
+    """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
+    if count + more > model.card.context_len:
         raise _too_long(count, model, param)
 
 

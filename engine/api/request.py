@@ -52,6 +52,7 @@ class Request:
 
     `key` names it inside the engine; services use the attempt in hex.
     `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
+    With `pool` nothing is generated: its one output is `Pooled`.
     `tenant`: whose it is; requests of several wait in turn.
     """
 
@@ -63,6 +64,17 @@ class Request:
     cache_salt: bytes = b""
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
     tenant: bytes = b""
+    pool: bool = False  # an embedding of prompt_ids is asked for
+
+    @property
+    def generates(self) -> bool:
+        """Whether its choices want tokens."""
+        return not (self.prefill_only or self.pool)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt is computed where its output is made: KV alone is not enough."""
+        return self.pool or self.params.prompt_logprobs is not None
 
 
 def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -131,6 +143,14 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """The pooled hidden state of the prompt, not normalized: hidden_size float32 numbers."""
+
+    key: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Every choice has ended and every block is back. The last event of a request.
 
@@ -159,7 +179,16 @@ class Evicted:
     key: str
 
 
-Event = Scheduled | PrefillComputed | NewTokens | PromptScored | Finished | RequestFailed | Evicted
+Event = (
+    Scheduled
+    | PrefillComputed
+    | NewTokens
+    | PromptScored
+    | Pooled
+    | Finished
+    | RequestFailed
+    | Evicted
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from pdserve.engine.api.request import FinishReason, Request, SamplingParams
 from pdserve.engine.api.sampling_bounds import BOUNDS
 from pdserve.engine.kv.spec import blocks_for
 
+NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -24,6 +26,7 @@ class EngineLimits:
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
+    pooling: str = ""  # of an embedding model, which generates nothing: "last" or "mean"
 
     def __post_init__(self) -> None:
         if not self.step_tokens:
@@ -62,9 +65,13 @@ class EngineLimits:
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 raise InvalidRequest("a token id is outside the vocabulary", "prompt")
-        if request.prefill_only:
+        if request.pool and not self.pooling:
+            raise InvalidRequest(NO_EMBEDDINGS, "model")
+        if self.pooling and not request.pool:
+            raise InvalidRequest("The model does not support text generation", "model")
+        if not request.generates:
             if params.prompt_logprobs is not None or request.choices:
-                raise InvalidRequest("a prefill alone has no choices and no logprobs", "prompt")
+                raise InvalidRequest("a prompt alone has no choices and no logprobs", "prompt")
             if prompt_len > self.context_len:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 0), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:

@@ -219,6 +219,11 @@ class Scheduler:
         end = min(total, (start // chunk + 1) * chunk)
         choices = sequence.choices if end == total else ()
         first_output = end - 1 if choices else end
-        if sequence.is_prefix and sequence.job.prompt_scores is not None:
+        job = sequence.job
+        if job.pooled is not None and end == total:
+            first_output = end - 1
+        if sequence.is_prefix and (
+            job.prompt_scores is not None or (job.pooled and job.pooled.needs_all)
+        ):
             first_output = start
         return Row(sequence, start, end, choices, first_output)

@@ -11,6 +11,7 @@ from pdserve.engine.api.request import (
     Finished,
     FinishReason,
     NewTokens,
+    Pooled,
     PrefillComputed,
     PromptScored,
     RequestFailed,
@@ -18,6 +19,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
+from pdserve.engine.scheduling.pooling import PooledState
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
@@ -32,7 +34,7 @@ class StepProgress:
     def start(self, job: RequestState) -> list[Event]:
         """Ends the choices that had ended before the request came to this engine."""
         events: list[Event] = []
-        if job.request.prefill_only:
+        if not job.request.generates:
             return events
         for choice in job.unfinished:
             ids = job.generated[choice]
@@ -75,7 +77,9 @@ class StepProgress:
         job = sequence.job
         self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
-            job.prompt_scores += outcome.scores
+            job.prompt_scores[row.start :] = outcome.scores  # once more after a preemption
+        if job.pooled is not None and outcome.states is not None:
+            job.pooled.take(outcome.states, row.first_output)
         if sequence.is_prefix:
             events.append(PrefillComputed(job.key, row.end, row.end == len(sequence.ids)))
         if row.end < len(sequence.ids):
@@ -83,6 +87,9 @@ class StepProgress:
         if sequence.is_prefix:
             if job.request.prefill_only:
                 self._jobs.hold(job)
+                return
+            if job.pooled is not None:
+                events += self._pool(job, job.pooled)
                 return
             if job.prompt_scores is not None:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
@@ -102,6 +109,14 @@ class StepProgress:
                 events.append(event)
         if ended and not job.unfinished:
             events += self._end(job)
+
+    def _pool(self, job: RequestState, pooled: PooledState) -> list[Event]:
+        """The end of a request whose prompt was to be pooled."""
+        values = pooled.values()
+        if values is None:
+            self._jobs.forget(job)  # so that no other request shares what may be wrong
+            return self.fail(job, "the hidden states are not finite")
+        return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:
         """Makes one sequence per unfinished choice; the first choice takes the prefix's own."""

@@ -42,13 +42,14 @@ def _public(error: Exception) -> HttpError:
 
 
 class Reply(Response):
-    """Sends a JSON object once it is there; nothing if the client has left before.
+    """Sends a JSON object, or what is its text already, once it is there; nothing if the client has
+    left before.
 
     A client that takes nothing of it for `stall_s` loses its connection.
     """
 
     def __init__(
-        self, work: Awaitable[dict[str, Any]], dialect: Dialect, limits: HttpLimits
+        self, work: Awaitable[dict[str, Any] | bytes], dialect: Dialect, limits: HttpLimits
     ) -> None:
         self._work = work
         self._dialect = dialect
@@ -63,7 +64,9 @@ class Reply(Response):
             if not working.done():
                 return
             try:
-                response = Response(to_json(working.result()), media_type="application/json")
+                found = working.result()
+                text = found if isinstance(found, bytes) else to_json(found)
+                response = Response(text, media_type="application/json")
             except Exception as error:
                 response = error_response(self._dialect, _public(error))
             await self._send(response, send)

@@ -15,6 +15,7 @@ from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
+from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.schema import (
@@ -32,14 +33,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAiDialect:
-    """/v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize, /detokenize."""
+    """/v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models, and vLLM's /tokenize,
+    /detokenize."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
     not_offered: tuple[str, ...] = tuple(
         f"/v1/{route}/"
         for route in (
             "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
-            "conversations", "edits", "embeddings", "engines", "evals", "files", "fine-tunes",
+            "conversations", "edits", "engines", "evals", "files", "fine-tunes",
             "fine_tuning", "images", "moderations", "organization", "realtime", "responses",
             "skills", "threads", "uploads", "vector_stores", "videos",
         )
@@ -68,6 +70,12 @@ class OpenAiDialect:
         async def completions(request: Request) -> Response:
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
+
+        @app.post("/v1/embeddings")
+        async def embeddings(request: Request) -> Response:
+            body = await self._read(request, EmbeddingBody)
+            reply = EmbeddingReply(service, body, caller_of(request))
+            return Reply(reply.whole(), self, self._limits)
 
         @app.post("/tokenize")
         async def tokenize_route(request: Request) -> Response:

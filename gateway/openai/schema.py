@@ -55,14 +55,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _prompt(value: Any) -> Any:
+def texts_or_ids(value: Any, most: int = MAX_PROMPTS, what: str = "prompts") -> Any:
+    """A list of texts or of lists of token ids, also if only one is given."""
     if isinstance(value, str):
         return [value]
     if _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
-        if len(value) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(value)}")
+        if len(value) > most:
+            raise ValueError(f"at most {most} {what}, not {len(value)}")
         if all(isinstance(prompt, str) for prompt in value) or all(map(_is_ids, value)):
             return value
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
@@ -234,7 +235,7 @@ class ChatBody(ConversationBody, Sampling):
 class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(_prompt)]
+    prompt: Annotated[Any, AfterValidator(texts_or_ids)]
     max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None

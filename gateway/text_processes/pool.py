@@ -70,10 +70,22 @@ class TextProcesses:
         return await self._ids(owner, TextMessage(head))
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
+        self,
+        owner: bytes,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_len: int,
+        parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed. See `_ids`."""
-        head = {"op": "text", "add_special_tokens": add_special_tokens, "max_len": max_len}
+        """The token ids of a text; without `parse_special`, what special tokens look like in it is
+        text. See `_ids`."""
+        head = {
+            "op": "text",
+            "add_special_tokens": add_special_tokens,
+            "parse_special": parse_special,
+            "max_len": max_len,
+        }
         return await self._ids(owner, TextMessage(head, [text.encode("utf-8", "surrogatepass")]))
 
     async def _ids(self, owner: bytes, message: TextMessage) -> list[int]:

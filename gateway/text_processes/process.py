@@ -165,7 +165,7 @@ def _ids(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
         return model.tokenizer.encode(
             asked.parts[0].decode("utf-8", "surrogatepass"),
             add_special_tokens=head["add_special_tokens"],
-            parse_special=True,
+            parse_special=head["parse_special"],
         )
     assert model.template is not None  # the gateway knows
     _set_timer(RENDER_SIGNAL, limits.render_s)

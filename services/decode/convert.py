@@ -7,6 +7,7 @@ from pdserve.engine.api.request import (
     ChoiceState,
     FinishReason,
     NewTokens,
+    Pooled,
     Request,
     SamplingParams,
     TokenLogprob,
@@ -38,6 +39,7 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
         choices,
         start.cache_salt,
         tenant=start.tenant,
+        pool=start.pool,
     )
 
 
@@ -75,6 +77,10 @@ def to_prompt_logprobs(
             position=start + 1,
             logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + SCORES_A_PART]],
         )
+
+
+def to_embedding(request: str, attempt: bytes, epoch: int, event: Pooled) -> pb.Embedding:
+    return pb.Embedding(request=request, attempt=attempt, epoch=epoch, values=event.values)
 
 
 def to_logprob(logprob: TokenLogprob) -> pb.TokenLogprob:

@@ -18,6 +18,7 @@ from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
@@ -56,7 +57,11 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(router, limits, text_pool, rates, template_kwargs)
-        dialects = [OpenAiDialect(service, bounds, BodyReader(bounds))]
+        bodies = BodyReader(bounds)
+        dialects = [
+            RerankDialect(service, bounds, bodies),
+            OpenAiDialect(service, bounds, bodies),
+        ]
         return create_app(
             dialects,
             service,

@@ -88,6 +88,11 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
         for add in (False, True):
             ids = await text.processes.text_ids(b"", words, add_special_tokens=add, max_len=99)
             assert ids == spm.encode(words, add_special_tokens=add, parse_special=True)
+            plain = await text.processes.text_ids(
+                b"", words, add_special_tokens=add, max_len=99, parse_special=False
+            )
+            assert plain == spm.encode(words, add_special_tokens=add, parse_special=False)
+            assert plain != ids or "<s>" not in words
             for skip in (False, True):
                 spelled = text.vocabulary.decode(ids, skip_special_tokens=skip)
                 assert spelled == spm.decode(ids, skip_special_tokens=skip)

@@ -29,11 +29,17 @@ class InProcessText:
         return await asyncio.to_thread(work)
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
+        self,
+        owner: bytes,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_len: int,
+        parse_special: bool = True,
     ) -> list[int]:
         def work() -> list[int]:
             return self._model.tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, parse_special=True
+                text, add_special_tokens=add_special_tokens, parse_special=parse_special
             )
 
         return await asyncio.to_thread(work)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_embedder import Oracle, write_embedder
 from tiny_models import write_tiny
 
 import pdserve
@@ -32,6 +33,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), max_waiting=4, **OPTIONS) as made:
         yield made
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_embeddings_are_those_of_transformers(tmp_path: Path, normalizes: bool) -> None:
+    path = write_embedder(tmp_path / "m", "qwen3", normalizes=normalizes)
+    oracle = Oracle(path, "last")
+    exact: dict[str, Any] = {"weights": "float32", "kernels": "reference"}
+    with LLM(str(path), max_waiting=4, **OPTIONS, **exact) as llm:
+        texts = [f"number {n}, " + "x" * n for n in range(10)]  # more than may wait at once
+        found = llm.embed(texts)
+        for text, vector in zip(texts, found, strict=True):
+            ids = [*oracle.encode(text), 258]
+            want = oracle.embedding(ids) if normalizes else oracle.pooled(ids)
+            assert vector == pytest.approx(want.tolist(), abs=1e-4)
+        (by_ids,) = llm.embed([*oracle.encode(texts[1]), 258])
+        assert by_ids == pytest.approx(found[1], abs=1e-5)
+        with pytest.raises(ContextLengthExceeded):
+            llm.embed(["a", "x" * 600])
+        with pytest.raises(InvalidRequest, match="does not support text generation"):
+            llm.generate("hello")
+        assert len(llm.embed("still here")) == 1
+
+
+def test_a_generating_model_embeds_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
+        llm.embed("hello")
 
 
 def test_it_is_the_package_s_api() -> None:
