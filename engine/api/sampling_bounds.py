@@ -64,6 +64,16 @@ BOUNDS: dict[str, Bounds] = {
 }
 MAX_CHOICES = int(BOUNDS["n"].api.high)  # of a request on the wire
 
-# How many entries a client's request may have in these lists; the engine needs no such bound.
-MAX_ENTRIES: dict[str, int] = {"stop": 16, "stop_token_ids": 128, "logit_bias": 1024}
+# How many entries a client's request may have in these lists; the engine needs no such bound of the
+# first three.
+MAX_ENTRIES: dict[str, int] = {
+    "stop": 16,
+    "stop_token_ids": 128,
+    "logit_bias": 1024,
+    "allowed_token_ids": 1024,
+    "bad_words": 256,
+    "logprob_token_ids": 128,
+}
 MAX_STOP_CHARS = 256  # of one stop string
+MAX_SEQUENCE_IDS = 64  # of a bad word, and of what begins or ends thinking or begins a grammar
+MAX_GRAMMAR_BYTES = 1 << 16  # of its source; a message with it and token ids has at most 256 KiB

@@ -47,6 +47,7 @@ class Pick(NamedTuple):
     token: int
     logprob: TokenLogprob | None = None
     error: str = ""
+    param: str = ""  # the request's field at fault; the error is fit for a client then
 
 
 class Outcome(NamedTuple):
@@ -54,3 +55,4 @@ class Outcome(NamedTuple):
 
     picks: tuple[Pick, ...] = ()  # one per choice of the row
     scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if asked for
+    is_late: bool = False  # its mask was not there: the row runs again, as if it had not run

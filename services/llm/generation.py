@@ -6,6 +6,7 @@ Invariant: a choice gives nothing after the delta that carries its finish reason
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import (
     Event,
     Finished,
@@ -98,7 +99,8 @@ class Generation:
         self._stopped: list[int] = []
 
     def take(self, event: Event) -> TextDelta | None:
-        """New text, if the event brings any. Raises GenerationError."""
+        """New text, if the event brings any. Raises GenerationError, and InvalidRequest for a
+        parameter that cannot be followed."""
         match event:
             case NewTokens() if self._choices[event.choice].finish is None:
                 return self._tokens(event)
@@ -109,6 +111,8 @@ class Generation:
                 self.done = True
             case RequestFailed():
                 self.done = True
+                if event.param:
+                    raise InvalidRequest(event.message, event.param)
                 raise GenerationError(event.message)
         return None
 
