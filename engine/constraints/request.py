@@ -74,7 +74,12 @@ class Constrainer:
         follower = None
         if params.grammar is not None and compiled is not None:
             follower = GrammarFollower(
-                params.grammar, compiled, generated, self._threads, lambda: self.wake()
+                params.grammar,
+                compiled,
+                generated,
+                vocab_size,
+                self._threads,
+                on_late=lambda: self.wake(),
             )
         return ChoiceConstraints(plain, follower)
 
@@ -117,13 +122,15 @@ class RequestConstraints:
         self._compiling = compiling
         self._deadline_s = deadline_s
         self._choices: list[ChoiceConstraints] = []  # all of them, or none as yet
+        self._begun = False
         if compiling is None:
             self._begin(None)
 
     def has_begun(self, now_s: float) -> bool:
         """Whether every choice is ready for its first token. Raises GrammarError."""
         if self._choices:
-            return all(c.grammar is None or c.grammar.is_done for c in self._choices)
+            self._begun = all(c.grammar is None or c.grammar.is_done for c in self._choices)
+            return self._begun
         if self._compiling is not None and self._compiling.done():
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
@@ -133,10 +140,8 @@ class RequestConstraints:
 
     def may_sample(self, choice: int) -> bool:
         """Whether its next token can be picked at the end of a step that begins now."""
-        if not self._choices:
-            return False
-        grammar = self._choices[choice].grammar
-        return grammar is None or grammar.is_awaited
+        grammar = self._choices[choice].grammar if self._begun else None
+        return self._begun and (grammar is None or grammar.is_awaited)
 
     def push(self, choice: int, token: int) -> bool:
         """A token was generated; whether nothing may follow it."""

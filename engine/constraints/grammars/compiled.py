@@ -33,7 +33,15 @@ def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int
 
     It takes about 10 us for each token of the vocabulary, in which no other thread runs Python.
     """
-    return LLTokenizer(tokenizer_json.decode(), n_vocab=vocab_size, eos_token=list(eos_ids))
+    if not eos_ids:
+        raise ValueError("the model has no eos token")
+    text, eos = tokenizer_json.decode(), list(eos_ids)
+    try:
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+    except ValueError as error:
+        if "too small" not in str(error):
+            raise
+        return LLTokenizer(text, eos_token=eos)  # it has more ids than the model
 
 
 class CompiledGrammar:
@@ -54,7 +62,8 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def buffer(self) -> Words:
-        """The tokens that may come first, in an array of the caller's."""
+        """The tokens that may come first, in an array of the caller's; it may have more words than
+        the model's vocabulary needs."""
         return self._first.copy()
 
 

@@ -37,11 +37,14 @@ class GrammarFollower:
         grammar: Grammar,
         compiled: CompiledGrammar,
         generated: list[int],
+        vocab_size: int,
         threads: MaskThreads,
         on_late: Callable[[], None],
     ) -> None:
-        """`on_late` is called, on another thread, when a mask is there that was given up on."""
+        """`on_late` is called, on another thread, when a mask is there that nobody waits for: the
+        first, and those that were given up on."""
         self._compiled = compiled
+        self._num_words = (vocab_size + 31) // 32
         self._threads = threads
         self._on_late = on_late
         self._search = SequenceSearch(grammar.begins_after) if grammar.begins_after else None
@@ -50,7 +53,8 @@ class GrammarFollower:
         self._unseen: list[int] = []  # that the matcher is still to follow
         self._done = Event()
         self._done.set()
-        self._is_late = self._is_slow = False
+        self._is_late = True  # nobody waits for the first mask
+        self._is_slow = False
         self.failure = ""
         self.stopped = False  # nothing may follow
         start = 0
@@ -75,7 +79,9 @@ class GrammarFollower:
 
     def allowed(self) -> Words | None:
         """Only when `is_done`."""
-        return self._words if self._search is None else None
+        if self._search is not None or self._words is None:
+            return None
+        return self._words[: self._num_words]
 
     @property
     def is_done(self) -> bool:
