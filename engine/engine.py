@@ -14,8 +14,8 @@ from typing import Any
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
+from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.grammars.compiler import GrammarCompiler
 from pdserve.engine.constraints.request import Constrainer, constrains
 from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
@@ -72,7 +72,7 @@ class Engine:
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
         token_s: float = 0.0,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise.
 

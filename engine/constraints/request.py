@@ -14,8 +14,8 @@ from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
 from pdserve.engine.constraints.bitmask import Words
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
+from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
-from pdserve.engine.constraints.grammars.compiler import GrammarCompiler
 from pdserve.engine.constraints.grammars.follower import GrammarFollower
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.thinking import ThinkingLimit
@@ -33,7 +33,7 @@ class Constrainer:
     """Makes the constraints of an engine's requests; owns the threads that grammars need."""
 
     def __init__(
-        self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarCompiler | None
+        self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarCache | None
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids

@@ -3,7 +3,7 @@
 Invariant: a choice gives nothing after the delta that carries its finish reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.api.errors import InvalidRequest
@@ -81,6 +81,7 @@ class Generation:
         stop: Sequence[str],
         min_tokens: int,
         *,
+        stop_ids: Collection[int],
         continues: bool,
     ) -> None:
         self.prompt_ids = tuple(prompt_ids)
@@ -90,6 +91,7 @@ class Generation:
                 ChoiceText(
                     tokenizer.incremental(continues=continues),
                     StopMatcher(stop, min_tokens=min_tokens),
+                    stop_ids=stop_ids,
                 )
             )
             for _ in range(num_choices)

@@ -1,13 +1,12 @@
 """Runs requests that may wait for a grammar, and makes grammars of patterns."""
 
-import time
+import threading
 from collections.abc import Callable
 
 from llguidance import LLMatcher
 
 from pdserve.engine.api.request import Event, Grammar, Request
 from pdserve.engine.engine import Engine
-from pdserve.engine.scheduling.plan import Plan
 
 LIMIT_S = 60.0
 Maker = Callable[..., Engine]
@@ -19,13 +18,14 @@ class Runner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.widths: list[int] = []
+        self._woken = threading.Event()
+        engine.wake_with(self._woken.set)
 
     def step(self) -> list[Event]:
         """The events of the next step; none while all requests wait."""
         plan = self.engine.schedule()
-        return [] if plan is None else self.run_plan(plan)
-
-    def run_plan(self, plan: Plan) -> list[Event]:
+        if plan is None:
+            return []
         self.widths.append(len(plan.rows))
         return list(self.engine.collect(self.engine.launch(plan)).events)
 
@@ -33,13 +33,11 @@ class Runner:
         for request in requests:
             self.engine.submit(request)
         events: list[Event] = []
-        deadline = time.monotonic() + LIMIT_S
         while self.engine.has_work:
-            assert time.monotonic() < deadline, "not at rest"
+            self._woken.clear()
             found = self.step()
             events += found
-            if not found:
-                time.sleep(0.0005)
+            assert found or self._woken.wait(LIMIT_S), "nothing wakes the engine"
         return events
 
 

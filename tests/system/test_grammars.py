@@ -1,4 +1,4 @@
-"""Grammars through a router with real workers: refused in words, and exact when decode is killed."""
+"""Grammars through a router with real workers: refused in words, and exact when decode dies."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
 
-PATTERN = "[a-f]{3}(-[0-9]{4}){60}!"
+PATTERN = "[a-f]{3}(-[0-9]{4}){190}!"
 LONG = [i * 7 % 250 for i in range(400)]  # its prefill is remote
 
 
@@ -29,11 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, rings: Path
-) -> Iterator[Cluster]:
-    shape = Shape(model, decodes=2)
-    with Cluster(tmp_path_factory.mktemp("cluster"), shape, rings) as cluster:
+def cluster(model: Path, rings: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), Shape(model), rings) as cluster:
         yield cluster
 
 
@@ -76,15 +73,13 @@ def test_a_killed_decode_worker_changes_no_token(
     for reply in generate(router, **params):
         ids += reply.tokens.ids
         if len(ids) > 60 and not at_kill:
-            busy = {boot for boot, load in cluster.loads().items() if load.running}
-            (victim,) = [p for p in cluster.of("decode") if p.boot in busy]
+            (victim,) = cluster.of("decode")
             cluster.kill(victim)
+            cluster.refill()
             at_kill = len(ids)
-    assert 60 < at_kill < len(calm) - 60, "the kill was not in the middle"
-    assert cluster.view().retries > retries
+    assert cluster.view().retries > retries, "it had ended before the kill"
+    assert 60 < at_kill < len(calm)
     assert ids == calm
-    cluster.refill()
-    cluster.wait_ready()
 
 
 @pytest.mark.parametrize(

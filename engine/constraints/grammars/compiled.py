@@ -9,19 +9,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
 from pdserve.engine.constraints.bitmask import Words
-
-# llguidance's own are several times as large. A token takes 10 ms at most with these, mostly 10 us.
-LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000,
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-    "precompute_large_lexemes": False,
-    "verbose_errors": False,
-}
 
 
 class GrammarError(Exception):
@@ -49,7 +38,7 @@ class CompiledGrammar:
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         """Raises GrammarError."""
-        limits = LLParserLimits(**LIMITS)
+        limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         raise_error(self._matcher)
         self._first = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.uint32)

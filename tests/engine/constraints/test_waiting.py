@@ -14,8 +14,8 @@ from grammar_kit import Maker, Runner, of_regex
 
 from pdserve.engine.api.request import Event, Finished, NewTokens, PrefillComputed, RequestFailed
 from pdserve.engine.constraints.grammars import follower
+from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
-from pdserve.engine.constraints.grammars.compiler import GrammarCompiler
 from pdserve.engine.constraints.request import COMPILE_S
 from pdserve.engine.thread import EngineThread
 
@@ -23,7 +23,7 @@ PATTERN = of_regex("[A-D]{6}")
 EOS = (62,)
 
 
-class SlowCompiler(GrammarCompiler):
+class SlowCompiler(GrammarCache):
     """Compiles nothing before `opened` is set."""
 
     def __init__(self, *vocabulary: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_request_that_leaves_while_its_grammar_is_compiled(compiler: SlowCompi
 
 
 def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path) -> None:
-    compiler = GrammarCompiler((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
     engine = fake_engine(grammars=compiler)
     good, bad = (
         engine.reserve(ask(key, [1], grammar=grammar))  # no KV to send
@@ -110,7 +110,7 @@ def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path
     )
     assert good is not None
     assert bad is not None
-    wait_until(lambda: all(f.done() for f in compiler._kept.values()), "both to be tried")
+    wait_until(lambda: compiler.compile(PATTERN.source).done(), "a grammar before its KV is here")
     engine.commit(good)
     engine.commit(bad)
     events = Runner(engine).run()
@@ -156,11 +156,11 @@ def test_a_mask_that_takes_far_too_long_fails_the_request(
 
 
 def test_equal_grammars_are_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
     futures: list[Future[CompiledGrammar]] = [compiler.compile(PATTERN.source) for _ in range(3)]
     assert len({id(future.result(60)) for future in futures}) == 1
     assert compiler.compile(of_regex("b").source).result(60) is not futures[0].result()
-    monkeypatch.setattr("pdserve.engine.constraints.grammars.compiler.MAX_KEPT", 1)
+    monkeypatch.setattr("pdserve.engine.constraints.grammars.cache.MAX_KEPT", 1)
     compiler.compile(of_regex("c").source).result(60)
     assert compiler.compile(PATTERN.source) is not futures[0]
     compiler.close()

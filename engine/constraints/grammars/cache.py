@@ -24,7 +24,7 @@ NUM_THREADS = 4  # they mostly wait for trials
 MAX_KEPT = 64  # compiled grammars
 
 
-class GrammarCompiler:
+class GrammarCache:
     """Grammars for one tokenizer. `load` may be called ahead, from a thread that may wait."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
