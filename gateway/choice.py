@@ -124,6 +124,7 @@ class Choice:
                 include_stop_str=sampling.include_stop,
                 min_tokens=sampling.min_tokens,
             ),
+            stop_ids={*vocabulary.card.eos_ids, *sampling.stop_token_ids},
             include_stop=sampling.include_stop,
             offset=offset,
         )

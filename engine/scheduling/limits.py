@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import FinishReason, Request, SamplingParams
 from pdserve.engine.api.sampling_bounds import BOUNDS
+from pdserve.engine.constraints.check import check_constraints
 from pdserve.engine.kv.spec import blocks_for
 
 NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
@@ -108,6 +109,7 @@ class EngineLimits:
         ):
             if value is not None and value > most:
                 raise InvalidRequest(f"{name} must be at most {most}, {what}", name)
+        check_constraints(params, self.vocab_size, self.eos_ids)
 
     def _pool_room(self, prompt_len: int, n: int) -> int:
         """Tokens that each of n choices can generate if the request has the pool to itself.

@@ -50,6 +50,7 @@ class Pick(NamedTuple):
     token: int
     logprob: TokenLogprob | None = None
     error: str = ""
+    param: str = ""  # the request's field at fault; the error is fit for a client then
 
 
 class Outcome(NamedTuple):
@@ -59,3 +60,4 @@ class Outcome(NamedTuple):
     scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if asked for
     # Of a row that is pooled: float32 [outputs, hidden], of tokens first_output .. end - 1.
     states: NDArray[np.float32] | None = None
+    is_late: bool = False  # its mask was not there: the row runs again, as if it had not run

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Final
 
 from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, prefix_of
+from pdserve.engine.constraints.request import RequestConstraints
 from pdserve.engine.scheduling.pooling import PooledState
 
 
@@ -55,6 +56,12 @@ class Sequence:
         """Tokens whose KV is still to be computed."""
         return len(self.ids) - self.num_computed
 
+    @property
+    def may_sample(self) -> bool:
+        """Whether the row of ids[-1], from which its choices sample, can be in a step."""
+        constraints = self.job.constraints
+        return constraints is None or all(constraints.may_sample(c) for c in self.choices)
+
 
 class RequestState:
     """One request, from submit to its last event."""
@@ -91,6 +98,7 @@ class RequestState:
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
         self.pooled = PooledState(pooling) if request.pool else None
+        self.constraints: RequestConstraints | None = None  # None: every token may be picked
 
     @property
     def unfinished(self) -> list[int]:

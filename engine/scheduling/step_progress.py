@@ -67,12 +67,24 @@ class StepProgress:
             events += self._end(job)
         return events
 
-    def fail(self, job: RequestState, message: str) -> list[Event]:
-        """Ends the whole job with an error."""
+    def stop(self, job: RequestState, choices: Seq[int]) -> list[Event]:
+        """Ends choices whose generated ids were complete when the request came to this engine."""
+        events: list[Event] = []
+        for choice in choices:
+            events += self._finish(job, choice, FinishReason.STOP)
+            self._drop(job, choice)
+        if not job.unfinished:
+            events += self._end(job)
+        return events
+
+    def fail(self, job: RequestState, message: str, param: str = "") -> list[Event]:
+        """Ends the whole job with an error; with `param` it is the client's."""
         self._jobs.end(job)
-        return [RequestFailed(job.key, message)]
+        return [RequestFailed(job.key, message, param)]
 
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
+        if outcome.is_late:
+            return
         sequence = row.sequence
         job = sequence.job
         self._jobs.advance(sequence, row.end)
@@ -98,8 +110,9 @@ class StepProgress:
         for pick in outcome.picks:
             if pick.error:
                 # Its KV may be what is wrong: requests that would share it must not fail as well.
-                self._jobs.forget(job)
-                events += self.fail(job, pick.error)
+                if not pick.param:
+                    self._jobs.forget(job)
+                events += self.fail(job, pick.error, pick.param)
                 return
         ended = False
         for choice, pick in zip(row.choices, outcome.picks, strict=True):
@@ -136,6 +149,8 @@ class StepProgress:
                 break
         sequence.ids.append(pick.token)
         reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
+        if job.constraints is not None and job.constraints.push(choice, pick.token):
+            reason = FinishReason.STOP
         if reason is not None:
             job.finish[choice] = reason
             self._jobs.end_sequence(sequence)

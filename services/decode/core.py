@@ -235,6 +235,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
             case Evicted():
                 self._forget(served)
                 self.leases.evicted(served)
+            case RequestFailed(_, message, param) if param:
+                self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message):
                 log.error("the engine gave up: %s", message, extra={"request": served.name})
                 self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))

@@ -207,7 +207,13 @@ class LLM:
             seed=secrets.randbits(63) if seed is None else seed,
         )
         generation = Generation(
-            ids, chosen.n, self.tokenizer, tuple(stop), chosen.min_tokens, continues=continues
+            ids,
+            chosen.n,
+            self.tokenizer,
+            tuple(stop),
+            chosen.min_tokens,
+            stop_ids={*self.card.eos_ids, *chosen.stop_token_ids},
+            continues=continues,
         )
         inbox = self._submit(request)
         return _SubmittedRequest(generation, inbox, lambda choices: self._abort(key, choices))

@@ -1,6 +1,7 @@
 """The in-process LLM on a tiny model: batches, stop strings, streams, and a clean end."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grammar_kit import of_regex
 from tiny_embedder import Oracle, write_embedder
 from tiny_models import write_tiny
 
@@ -199,3 +201,16 @@ def test_a_script_that_forgets_close_still_ends(folder: Path) -> None:
         [sys.executable, "-c", code], timeout=60, capture_output=True, text=True, env=env
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_grammars(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=1.0, max_tokens=60, n=3, grammar=of_regex("[a-d]{5}-[0-9]{2,4};")
+    )
+    first, again = (llm.generate("hi", params, seed=4)[0] for _ in range(2))
+    assert first == again
+    assert all(re.fullmatch("[a-d]{5}-[0-9]{2,4};", c.text) for c in first.completions)
+    assert {c.finish_reason for c in first.completions} == {"stop"}
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate("hi", SamplingParams(grammar=of_regex("(")))
+    assert refused.value.param == "grammar"
