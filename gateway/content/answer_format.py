@@ -4,9 +4,8 @@ The families are found in the model's chat template, or named by the gateway's s
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
@@ -18,6 +17,7 @@ from pdserve.gateway.text.parsing.family import (
     ToolFamily,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
+from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
@@ -97,7 +97,7 @@ def answer_format(
     return AnswerFormat(
         tools if _may_call(use) else None,
         reasoning,
-        {tool.name: _properties(tool.parameters) for tool in use.tools} if use else {},
+        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
         use.parallel if use else True,
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
@@ -115,16 +115,15 @@ def shaped(
         structure = sampling.structure
     elif sampling.structure is not None:
         param = sampling.structure.param
-        text = f"{param} cannot be combined with {structure.param} that have to be held to a form"
+        text = f"{param} cannot be combined with the form that {structure.param} asks for"
         raise refuse(param, text)
     if structure is None:
         return sampling
-    thinks = reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after)
-    if use is not None and structure is not sampling.structure and tools and tools.whole:
-        thinks = (
-            False  # its calls are told from its thoughts by what the structure itself begins with
-        )
-    after = reasoning.after if reasoning is not None and thinks else ""
+    after = ""
+    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
+        after = reasoning.after
+    if structure is not sampling.structure and tools is not None and tools.whole is not None:
+        after = ""  # a call of Harmony's is a message of its own, not part of the final one
     return replace(sampling, structure=structure, structure_after=after)
 
 
@@ -155,11 +154,6 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    found = (schema or {}).get("properties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _may_call(use: ToolUse | None) -> bool:

@@ -18,7 +18,7 @@ class FoundCall:
     arguments: str  # a JSON object's text
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments, by function
+Schemas = Mapping[str, Mapping[str, Any]]  # of each argument, by function
 Calls = Generator[FoundCall | None, None, None]  # None: needs more text
 
 

@@ -18,6 +18,7 @@ _OUTSIDE = {  # what matters outside of strings, by how these are quoted
     "python": re.compile(r"""["'{}\[\]()]"""),
     "gemma": re.compile(r'<\|"\|>|[{}\[\]]'),
 }
+_WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _HALF_QUOTE = re.compile(r'<(?:\|(?:"\|?)?)?\Z')  # may become a quote of Gemma's
 
 
@@ -143,13 +144,13 @@ class BlockReader:
 
     def _past_string(self, quote: str, at: int) -> Reading[int]:
         """The position after a string's end; a backslash hides the next character."""
+        pattern = _WITHIN[quote]
         while True:
-            quoted = self.text.find(quote, at)
-            escape = self.text.find("\\", at, quoted if quoted >= 0 else len(self.text))
-            if 0 <= escape < len(self.text) - 1:
-                at = escape + 2
-            elif quoted >= 0 and escape < 0:
-                return quoted + 1
+            found = pattern.search(self.text, at)
+            if found and found[0] == quote:
+                return found.end()
+            if found and found.end() < len(self.text):
+                at = found.end() + 1
             else:
-                at = escape if escape >= 0 else len(self.text)
+                at = found.start() if found else len(self.text)
                 yield from self.more()

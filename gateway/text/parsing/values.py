@@ -14,7 +14,9 @@ from pydantic_core import from_json
 from pdserve.gateway.text.parsing.reader import Malformed
 
 MAX_DEPTH = 64
-MAX_SCHEMA_DEPTH = 8  # to which a schema is searched for types
+MAX_SCHEMA_DEPTH = 4  # to which a schema is searched for types
+MAX_OPTIONS = 8  # that are looked at where it leaves a choice
+_CHOICES = ("anyOf", "oneOf", "allOf")
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -63,6 +65,34 @@ def typed(text: str, schema: Any) -> Any:
     return value if _type_of(value) & types else text
 
 
+def arguments_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of each argument that the schema of an object names, with the definitions that it
+    refers to in their place."""
+    whole = parameters or {}
+    named = whole.get("properties")
+    if not isinstance(named, Mapping):
+        return {}
+    return {name: _resolved(schema, whole, 0) for name, schema in named.items()}
+
+
+def _resolved(schema: Any, whole: Mapping[str, Any], depth: int) -> Any:
+    """As far as types go: a schema that is a reference, or a choice with some in it."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        _, place, *names = [*reference.split("/"), ""]
+        found = whole.get(place)
+        target = found.get(names[0]) if isinstance(found, Mapping) else None
+        return _resolved(target, whole, depth + 1)
+    choices = {
+        choice: [_resolved(option, whole, depth + 1) for option in options[:MAX_OPTIONS]]
+        for choice in _CHOICES
+        if isinstance(options := schema.get(choice), list)
+    }
+    return {**schema, **choices} if choices else schema
+
+
 def _type_of(value: Any) -> set[str]:
     match value:
         case bool():
@@ -88,13 +118,13 @@ def _types(schema: Any, depth: int) -> set[str]:
     found = {given} if isinstance(given, str) else set()
     if isinstance(given, list):
         found = {name for name in given if isinstance(name, str)}
-    for choice in ("anyOf", "oneOf", "allOf"):
+    for choice in _CHOICES:
         options = schema.get(choice)
-        for option in options[:64] if isinstance(options, list) else ():
+        for option in options[:MAX_OPTIONS] if isinstance(options, list) else ():
             found |= _types(option, depth + 1)
     values = schema.get("enum")
     if not found and isinstance(values, list):
-        for value in values[:64]:
+        for value in values[:MAX_OPTIONS]:
             found |= {"string"} if isinstance(value, str) else _type_of(value)
     return found
 
