@@ -59,6 +59,7 @@ class ToolFamily:
     read: Callable[[BlockReader, str, Schemas], Calls] | None = None
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
+    id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
 
 @dataclass(frozen=True, slots=True)

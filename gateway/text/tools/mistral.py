@@ -38,4 +38,5 @@ FAMILY = ToolFamily(
     openers=(BEGIN,),
     read=read,
     special=(BEGIN, ARGUMENTS, CALL_ID),
+    id_len=9,
 )

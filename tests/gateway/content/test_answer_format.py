@@ -1,17 +1,25 @@
 """What holds an answer to the tools, and which parsers a gateway uses."""
 
+import re
 from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying, served
 from scripted_service import scripted_service
+from tool_answers import TOOL_ANSWERS
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.content.answer_format import ParserChoice, shaped, tool_structure
+from pdserve.gateway.content.answer_format import (
+    AnswerFormat,
+    ParserChoice,
+    shaped,
+    tool_structure,
+)
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.service import ChatCompletionRequest
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.parts import calls_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
 from pdserve.gateway.tool_use import Tool, ToolUse
@@ -124,6 +132,21 @@ def test_two_structures_are_refused() -> None:
     with pytest.raises(ServiceError) as error:
         shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "")
     assert error.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("hermes", "call_[0-9a-f]{24}"), ("mistral", "\\w{9}")]
+)
+def test_ids_of_calls(name: str, pattern: str) -> None:
+    """Mistral's templates refuse others."""
+    ids = set()
+    for _ in range(2):
+        parser = AnswerFormat(tool_family(name)).parser()
+        assert parser is not None
+        calls = calls_of(parser.push(TOOL_ANSWERS[name].calls) + parser.finish())
+        ids |= {call.id for call in calls}
+    assert len(ids) == 4
+    assert all(re.fullmatch(pattern, one) for one in ids)
 
 
 def test_parsers_by_name() -> None:
