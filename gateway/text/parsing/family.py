@@ -151,3 +151,12 @@ def bare_call(reader: BlockReader) -> Generator[None, None, FoundCall]:
     if key[1] not in CALL_KEYS:
         raise Malformed
     return (yield from json_call(reader, needs_arguments=True))
+
+
+def bare_calls(reader: BlockReader) -> Calls:
+    """Reads calls that are JSON objects without tags, one after the other. Raises Malformed."""
+    another = True
+    while another:
+        yield (yield from bare_call(reader))
+        yield from reader.space()
+        another = bool((yield from reader.takes(";", ","))) or (yield from reader.first()) == "{"
