@@ -118,8 +118,7 @@ class HarmonyStream:
             yield from reader.space()
             if (yield from reader.first()) != "{":
                 raise Malformed
-            text = yield from _bounded(reader)
-            arguments = json_value(text)
+            arguments = json_text(json_value((yield from _bounded(reader))))
         except CutOff:
             if not self._num_calls:
                 self._give(reader.text)
@@ -129,7 +128,7 @@ class HarmonyStream:
             return
         if self._parallel or not self._num_calls:
             self._parts.append(ToolCallPart(self._num_calls, self._new_id(), name))
-            self._parts.append(ToolCallPart(self._num_calls, arguments=json_text(arguments)))
+            self._parts.append(ToolCallPart(self._num_calls, arguments=arguments))
         self._num_calls += 1
         yield from reader.space()
 

@@ -112,6 +112,24 @@ async def test_streamed_calls_of_two_choices(make_http: Callable[..., Any]) -> N
     )
 
 
+async def test_gpt_oss(make_http: Callable[..., Any]) -> None:
+    template = "{{ tools | tojson }}<|channel|><|message|><|start|>assistant"
+    answer = (
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant" + TOOL_ANSWERS["gpt_oss"].call
+    )
+    client = make_http(router(saying(answer), template))
+    choice = (await client.post(URL, json=body())).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "so"
+    assert choice["message"]["content"] == "I look."
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert choice["finish_reason"] == "tool_calls"
+    odd = '<|channel|>commentary to=functions.f<|message|>{"a": 1e999}'
+    client = make_http(router(saying(odd), template))
+    message = (await client.post(URL, json=body())).json()["choices"][0]["message"]
+    assert message["content"] == '{"a": 1e999}'
+
+
 async def test_one_call_alone(make_http: Callable[..., Any]) -> None:
     asked = body(parallel_tool_calls=False)
     reply = await make_http(router(saying(HERMES.calls))).post(URL, json=asked)
@@ -336,6 +354,9 @@ async def test_thoughts_may_be_left_out_or_stay_in_the_text(
 
     assert await asked() == ("so", "", 1)
     assert await asked(include_reasoning=False) == ("", "", 1)
+    if stream:
+        reply = await client.post(URL, json=body(stream=True, include_reasoning=False))
+        assert {"content": ""} not in [c["choices"][0]["delta"] for c in events(reply.text)]
     assert await asked(separate_reasoning=False) == ("", "<think>\nso\n</think>\n\n", 1)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tool_answers import TOOL_ANSWERS
 
 from pdserve.gateway.text.parsing.family import ContentParser, Schemas
+from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parsing.values import arguments_of, typed
+from pdserve.gateway.text.parsing.values import Literals, arguments_of, typed
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -207,6 +208,33 @@ def test_a_call_after_what_is_none(name: str) -> None:
 def test_an_unknown_function_is_called_all_the_same() -> None:
     """The client answers that there is none, as with vLLM."""
     assert made(parse("hermes", TOOL_ANSWERS["hermes"].call)) == ("", [PARIS])
+
+
+@pytest.mark.parametrize("values", ["[" * 100 + "]" * 100, "[" + "1," * 5000 + "1]"])
+def test_large_literals_are_no_call(values: str) -> None:
+    call = f"[f(a={values})]"
+    assert made(parse("llama4_pythonic", [call])) == (call, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
+        ("(1, 2,)", [1, 2]),
+        ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
+        ("'" + "\\ud800" + "'", "\\ud800"),
+    ],
+)  # fmt: skip
+def test_literals_of_python(text: str, value: Any) -> None:
+    assert Literals(text).whole() == value
+    call = f"[f(a={text})]"
+    assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
+
+
+@pytest.mark.parametrize("text", ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan"])
+def test_what_is_no_literal(text: str) -> None:
+    with pytest.raises(Malformed):
+        Literals(text).whole()
 
 
 def test_double_encoded_arguments_are_decoded() -> None:
