@@ -14,6 +14,13 @@ from typing import TypeVar
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
+from pdserve.gateway.content.answer_format import (
+    AnswerFormat,
+    ParserChoice,
+    answer_format,
+    prompt_end,
+    shaped,
+)
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -23,6 +30,7 @@ from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
@@ -46,6 +54,8 @@ class ChatCompletionRequest:
     sampling: RequestedSampling
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+    tool_use: ToolUse | None = None
+    separate_reasoning: bool = True  # otherwise it is part of the answer's text
 
     @property
     def continues(self) -> bool:
@@ -86,6 +96,7 @@ class Service:
         timeout_s: float,
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
+        parsers: ParserChoice | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template."""
         self.upstream = upstream
@@ -99,6 +110,7 @@ class Service:
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
+        self._parsers = parsers or ParserChoice()
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -110,6 +122,7 @@ class Service:
         """The completion to run inside the block. Raises ServiceError."""
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
+        sampling, form = asked.sampling, AnswerFormat()
         async with self._open(caller) as (admitted, meter):
             try:
                 await self.rates.count_request(owner)
@@ -118,6 +131,7 @@ class Service:
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
                     prompts = [await self._chat_prompt(asked, model, owner)]
+                    sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
                     prompts = await self._prompts(asked, model, owner)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -129,7 +143,7 @@ class Service:
                 id=caller.request_id,
                 model=model,
                 prompts=prompts,
-                sampling=asked.sampling,
+                sampling=sampling,
                 admitted=admitted,
                 meter=meter,
                 timeout_s=self._timeout_s,
@@ -139,6 +153,7 @@ class Service:
                 echo_only=text is not None and text.echo_only,
                 cache_salt=caller.tenant.cache_salt(asked.cache_salt),
                 tenant=caller.tenant.id,
+                format=form,
             )
 
     @asynccontextmanager
@@ -193,6 +208,9 @@ class Service:
         """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+        if asked.tools and not model.text.tool_parser:
+            text = f"the chat template of the model {model.card.name!r} has no place for tools"
+            raise refuse("tools", text)
         for name in asked.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -272,10 +290,31 @@ class Service:
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
-        whole = await self.chat_ids(model, asked.conversation, owner)
+        conversation = asked.conversation
+        if asked.tool_use is not None and asked.tool_use.tools:
+            tools = [tool.as_template() for tool in asked.tool_use.tools]
+            conversation = replace(conversation, tools=tools)
+        whole = await self.chat_ids(model, conversation, owner)
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
+
+    def _shape(
+        self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
+    ) -> tuple[RequestedSampling, AnswerFormat]:
+        """The sampling with what holds the answer to the tools, and how the answer is read."""
+        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        end = prompt_end(model.text.vocabulary, ids)
+        if asked.continues:
+            end = str(asked.conversation.messages[-1].get("content") or "")
+        form = answer_format(
+            families,
+            asked.tool_use,
+            end,
+            continues=asked.continues,
+            inline=not asked.separate_reasoning,
+        )
+        return shaped(asked.sampling, families, asked.tool_use, end), form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes

@@ -12,7 +12,8 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.openai.schema import Body, texts_or_ids
+from pdserve.gateway.openai.body import Body
+from pdserve.gateway.openai.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, check_ids, check_room, kept_ids, not_supported
