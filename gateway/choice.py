@@ -48,7 +48,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice. `finish` is "stop" or "length", set on the last one."""
+    """What is new in one choice. `finish` is "stop" or "length", set on the last one, and `stop`
+    the stop string that ended it, if one did."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -56,6 +57,7 @@ class Delta:
     num_tokens: int  # generated and counted so far
     finish: str | None
     ids: tuple[int, ...] = ()  # of the tokens that this delta counts
+    stop: str | None = None
 
 
 def scored(
@@ -143,4 +145,6 @@ class Choice:
         self.closed = update.finish is not None
         content = (TextPart(update.text),) if update.text else ()
         ids = tuple(tokens.ids[:counted])
-        return Delta(self.index, content, tuple(scores), self.num_tokens, update.finish, ids)
+        return Delta(
+            self.index, content, tuple(scores), self.num_tokens, update.finish, ids, update.stop
+        )

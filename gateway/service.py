@@ -22,6 +22,7 @@ from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
@@ -45,6 +46,7 @@ class ChatCompletionRequest:
     sampling: RequestedSampling
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+    tool_use: ToolUse | None = None
 
     @property
     def continues(self) -> bool:

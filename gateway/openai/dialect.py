@@ -1,8 +1,9 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -35,13 +36,14 @@ class OpenAiDialect:
     """/v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize, /detokenize."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = tuple(
         f"/v1/{route}/"
         for route in (
             "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
             "conversations", "edits", "embeddings", "engines", "evals", "files", "fine-tunes",
-            "fine_tuning", "images", "moderations", "organization", "realtime", "responses",
-            "skills", "threads", "uploads", "vector_stores", "videos",
+            "fine_tuning", "images", "moderations", "organization", "realtime", "skills",
+            "threads", "uploads", "vector_stores", "videos",
         )
     )  # fmt: skip
 

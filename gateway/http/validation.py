@@ -1,0 +1,85 @@
+"""Checks of request bodies that every dialect makes alike: strict types, fields that are known and
+not served, and the words for what is wrong."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pdserve.gateway.sampling import refuse
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
+
+log = logging.getLogger("pdserve.gateway.http")
+
+MAX_FIELDS = 1024  # of a body, unknown ones too
+MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, unless a field has others."""
+
+
+class StrictModel(BaseModel):
+    """Strict types: no "5" for 5, no true for 1, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def parse_body(
+    kind: type[M],
+    body: Mapping[str, Any],
+    *,
+    refused: Mapping[str, tuple[Any, ...]],
+    ignored: Collection[str],
+    instead: Mapping[str, str],
+) -> M:
+    """A body whose fields are those of `kind`. One that is `refused` may have only the values that
+    are listed for it, since they ask for nothing; `instead` names what to use for it. Unknown
+    fields are ignored. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    check_num_fields(body)
+    for name, value in body.items():
+        if name in kind.model_fields or name not in refused:
+            continue
+        if not asks_nothing(value, refused[name]):
+            hint = f"; use {instead[name]}" if name in instead else ""
+            raise refuse(name, f"{name} is not supported by this server{hint}")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        raise first_error(error) from None
+    log_unknown(set(body) - kind.model_fields.keys() - set(ignored) - refused.keys())
+    return parsed
+
+
+def check_num_fields(body: Mapping[str, Any]) -> None:
+    """Raises ServiceError INVALID_ARGUMENT for too many."""
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
+
+
+def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
+
+
+def first_error(error: ValidationError) -> ServiceError:
+    """The first wrong field, as OpenAI writes it."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
+    if first["type"] == "missing":
+        return refuse(param, f"{param} is required")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return refuse(param, f"{param}: {message.removeprefix('input ')}")
+
+
+def log_unknown(names: Collection[str]) -> None:
+    """Names the unknown fields of a body in the debug log."""
+    if names:
+        shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(names), shown)
