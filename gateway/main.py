@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -89,9 +90,10 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.max_buffer_bytes,
         settings.stall_timeout_s,
     )
-    openai = OpenAiDialect(service, http_limits, BodyReader(http_limits))
+    bodies = BodyReader(http_limits)
+    openai = OpenAiDialect(service, http_limits, bodies)
     app = create_app(
-        [openai],
+        [AnthropicDialect(service, http_limits, bodies), openai],
         service,
         readiness,
         keys,

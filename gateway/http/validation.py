@@ -3,9 +3,9 @@ not served, and the words for what is wrong."""
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
@@ -16,6 +16,18 @@ MAX_FIELDS = 1024  # of a body, unknown ones too
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
+
+
+def _text_or_objects(value: Any) -> Any:
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    ):
+        return value
+    raise ValueError("must be a string or a list of objects")
+
+
+TextOrObjects = Annotated[Any, AfterValidator(_text_or_objects)]
+"""A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
 
 
 class StrictModel(BaseModel):
@@ -64,10 +76,10 @@ def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
 
 
-def first_error(error: ValidationError) -> ServiceError:
-    """The first wrong field, as OpenAI writes it."""
+def first_error(error: ValidationError, at: str = "") -> ServiceError:
+    """The first wrong field of what stands at `at`, as OpenAI writes it."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ""
+    param = at
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     param = cut(param, MAX_QUOTED)  # it may have a key of the client's

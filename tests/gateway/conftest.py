@@ -11,6 +11,7 @@ from fake_router import FakeRouter, Play
 from scripted_service import scripted_service
 from starlette.types import ASGIApp
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -20,6 +21,7 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.storage.response_store import ResponseStore
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
@@ -53,10 +55,17 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         text_pool: Any = None,
         rates: RateLimits | None = None,
         template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
+        responses: ResponseStore | None = None,
+        arrange: Callable[[Service], None] = lambda service: None,
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(router, limits, text_pool, rates, template_kwargs)
-        dialects = [OpenAiDialect(service, bounds, BodyReader(bounds))]
+        arrange(service)
+        bodies = BodyReader(bounds)
+        dialects = [
+            AnthropicDialect(service, bounds, bodies),
+            OpenAiDialect(service, bounds, bodies, responses),
+        ]
         return create_app(
             dialects,
             service,
