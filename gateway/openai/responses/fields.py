@@ -10,10 +10,18 @@ from pdserve.gateway.openai import fields
 from pdserve.gateway.openai.schema import ChatBody
 
 # fmt: off
+# They change no answer of this server. `max_tool_calls` bounds the calls of hosted tools alone.
+IGNORED: frozenset[str] = frozenset(
+    (
+        "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
+        "max_tool_calls", "access_programs", "request_id", "priority",
+    )
+)
+
 # Refused unless the value is one of these. A field of chats that is none of this API is refused
 # too, and so is whatever chats refuse.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((*ChatBody.model_fields, *fields.OTHER_NAMES), NOTHING),
+    **dict.fromkeys({*ChatBody.model_fields, *fields.OTHER_NAMES} - IGNORED, NOTHING),
     **fields.REFUSED,
     **dict.fromkeys(
         ("background", "conversation", "prompt", "context_management", "moderation", "image"),
@@ -23,14 +31,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "skip_special_tokens": (None, True),
 }
-
-# They change no answer of this server. `max_tool_calls` bounds the calls of hosted tools alone.
-IGNORED: frozenset[str] = frozenset(
-    (
-        "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
-        "max_tool_calls", "access_programs", "request_id", "priority",
-    )
-)
 
 # Chats' names of what this API calls otherwise.
 INSTEAD: dict[str, str] = {

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from pdserve.gateway.http.validation import StrictModel, TextOrObjects, first_error
 from pdserve.gateway.sampling import refuse
@@ -37,6 +38,9 @@ class FunctionCallItem(StrictModel):
     arguments: str
 
     def normalized(self, at: str) -> Item:
+        if self.arguments and not _is_object(self.arguments):
+            text = f"{at}.arguments must be a JSON object, written as a string"
+            raise refuse(f"{at}.arguments", text)
         call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
         return {"type": "function_call", **call, "status": "completed"}
 
@@ -92,8 +96,8 @@ def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
     """The items of a request's `input`, with the fields that are used. Raises ServiceError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if len(given) > MAX_ITEMS:
-        raise refuse("input", f"at most {MAX_ITEMS} items, not {len(given)}")
+    if not 1 <= len(given) <= MAX_ITEMS:
+        raise refuse("input", f"input must have 1 to {MAX_ITEMS} items, not {len(given)}")
     items = []
     for index, item in enumerate(given):
         at = f"input[{index}]"
@@ -200,6 +204,13 @@ def _texts(content: str | Sequence[Mapping[str, Any]], at: str) -> list[str]:
             raise refuse(f"{at}[{index}].{key}", f"{at}[{index}].{key} must be a string")
         texts.append(part[key])
     return texts
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(from_json(text, allow_inf_nan=False), dict)
+    except ValueError:
+        return False
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:
