@@ -73,7 +73,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("torch", "pdserve.gateway.anthropic"),
     ),
     "gateway/anthropic": (
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.openai"),
     ),
     "gateway/text": (

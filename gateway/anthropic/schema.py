@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.http.validation import StrictModel, TextOrObjects, first_error, parse_body
@@ -16,6 +17,7 @@ from pdserve.services.host.errors import quoted
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
@@ -128,7 +130,7 @@ class MessagesBody(CountBody):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_ENTRIES["stop"])
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
