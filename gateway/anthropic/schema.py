@@ -8,7 +8,16 @@ from pydantic import Field, StringConstraints, ValidationError
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.http.validation import StrictModel, TextOrObjects, first_error, parse_body
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    ArgumentSchema,
+    StrictModel,
+    TextOrObjects,
+    ToolDescription,
+    ToolName,
+    first_error,
+    parse_body,
+)
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
@@ -16,9 +25,7 @@ from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
 StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class MessageTurn(StrictModel):
@@ -31,9 +38,9 @@ class MessageTurn(StrictModel):
 class AnthropicTool(StrictModel):
     """A function of the client's, which alone is served."""
 
-    name: Name
-    description: str | None = None
-    input_schema: dict[str, Any]
+    name: ToolName
+    description: ToolDescription | None = None
+    input_schema: ArgumentSchema
     strict: bool | None = None
 
     def as_tool(self) -> Tool:

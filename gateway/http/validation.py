@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
@@ -13,6 +13,10 @@ from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 log = logging.getLogger("pdserve.gateway.http")
 
 MAX_FIELDS = 1024  # of a body, unknown ones too
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_VALUES = 4096  # of one tool
+MAX_SCHEMA_CHARS = 1 << 16
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
@@ -28,6 +32,39 @@ def _text_or_objects(value: Any) -> Any:
 
 TextOrObjects = Annotated[Any, AfterValidator(_text_or_objects)]
 """A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Takes less than a millisecond, however large the schema is."""
+    if schema.get("type", "object") != "object":
+        raise ValueError("must be the JSON schema of an object")
+    level: list[Any] = [schema]
+    num_values = num_chars = 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        within: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                num_chars += sum(map(len, value))
+                within += value.values()
+            elif isinstance(value, list):
+                within += value
+            elif isinstance(value, str):
+                num_chars += len(value)
+            if num_values + len(within) > MAX_SCHEMA_VALUES or num_chars > MAX_SCHEMA_CHARS:
+                most = f"{MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_CHARS} characters"
+                raise ValueError(f"must have at most {most}")
+        if not within:
+            return schema
+        num_values += len(within)
+        level = within
+    raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} levels")
+
+
+ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
+"""The JSON schema of a tool's arguments."""
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+ToolDescription = Annotated[str, StringConstraints(max_length=1 << 16)]
 
 
 class StrictModel(BaseModel):

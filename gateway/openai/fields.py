@@ -7,7 +7,8 @@ it a field of a body in schema.py, and takes it out of here.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pdserve.gateway.http.validation import NOTHING, asks_nothing
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, unless a field has others."""
 
 # fmt: off
 # Fields of completions, which a chat has not, and of a chat, which completions have not.
@@ -136,12 +137,17 @@ def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[st
     for name, value in given.items():
         if name in served:
             continue
-        if name in REFUSED and not asks_nothing(value, REFUSED[name]):
+        if name in REFUSED and not _asks_nothing(value, REFUSED[name]):
             what = "a field of this request" if name in ELSEWHERE else "supported by this server"
             return name, f"{name} is not {what}{_instead(name, served)}"
         if name in OTHER_NAMES and name not in REFUSED and value is not None:
             return name, f"{name} is not known here{_instead(name, served)}"
     return None
+
+
+def _asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
 
 
 def _instead(name: str, served: Collection[str]) -> str:

@@ -4,29 +4,36 @@ Unknown fields are ignored and named in the debug log, as vLLM does. What become
 are not served is in fields.py.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+)
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
-from pdserve.gateway.http.validation import (
-    StrictModel,
-    check_num_fields,
-    first_error,
-    log_unknown,
-)
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput
-from pdserve.services.host.errors import MAX_QUOTED, cut
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
+
+log = logging.getLogger("pdserve.gateway.http")
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
 _OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
+MAX_FIELDS = 1024  # of a body, unknown ones too
+MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 # Fields that RequestedSampling has under the same name.
 _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
@@ -81,9 +88,10 @@ def _few(name: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Body(StrictModel):
-    """A body, or an object in one."""
+class Body(BaseModel):
+    """Strict types: no "5" for 5, no true for 1, no NaN."""
 
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     generates: ClassVar[bool] = False  # otherwise only what changes a prompt is looked at
 
 
@@ -289,16 +297,33 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
-    check_num_fields(body)
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)
     try:
         parsed = kind.model_validate(body)
     except ValidationError as error:
-        raise first_error(error) from None
-    log_unknown(set(body) - kind.model_fields.keys() - IGNORED - REFUSED.keys())
+        raise _first_error(error) from None
+    unknown = sorted(set(body) - kind.model_fields.keys() - IGNORED - REFUSED.keys())
+    if unknown:
+        names = ", ".join(repr(name[:40]) for name in unknown[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(unknown), names)
     return parsed
+
+
+def _first_error(error: ValidationError) -> ServiceError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
+    if first["type"] == "missing":
+        return refuse(param, f"{param} is required")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return refuse(param, f"{param}: {message.removeprefix('input ')}")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
@@ -21,7 +22,8 @@ def deltas(*parts: ContentPart, finish: str = "stop", stop: str | None = None) -
 
 class ScriptedParts:
     """Takes the place of a service's completions: the n-th request gets the n-th answer, where an
-    exception is raised. Records what was asked."""
+    exception is raised. Records what was asked, and hands it on without what would bind or parse
+    an answer, since this one is written down."""
 
     def __init__(self, *answers: Sequence[Delta | Exception]) -> None:
         self.asked: list[Any] = []
@@ -32,7 +34,8 @@ class ScriptedParts:
 
         def recorded(asked: Any, caller: Caller) -> AbstractAsyncContextManager[PreparedCompletion]:
             self.asked.append(asked)
-            return prepare(asked, caller)
+            sampling = replace(asked.sampling, structure=None, thinking_budget=None)
+            return prepare(replace(asked, tool_use=None, sampling=sampling), caller)
 
         service.prepare = recorded  # type: ignore[method-assign]
         service.completions = self  # type: ignore[assignment]

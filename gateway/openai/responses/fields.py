@@ -5,8 +5,8 @@ Those that it serves are fields of ResponsesBody in schema.py.
 
 from typing import Any
 
-from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.openai import fields
+from pdserve.gateway.openai.fields import NOTHING
 from pdserve.gateway.openai.schema import ChatBody
 
 # fmt: off

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
-from pdserve.gateway.http.validation import StrictModel, TextOrObjects, parse_body
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.openai.responses.tools import MAX_TOOLS
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import EFFORTS

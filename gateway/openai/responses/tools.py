@@ -1,26 +1,31 @@
 """The tools of /v1/responses: functions, and which of them an answer may or must call."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, ValidationError
 
-from pdserve.gateway.http.validation import StrictModel, first_error
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    ArgumentSchema,
+    StrictModel,
+    ToolDescription,
+    ToolName,
+    first_error,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
-MAX_TOOLS = 128
 CHOICES = ("none", "auto", "required")
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class ResponsesTool(StrictModel):
     """A function as this API declares it."""
 
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: ToolName
+    description: ToolDescription | None = None
+    parameters: ArgumentSchema | None = None
     strict: bool | None = None
 
     def as_tool(self) -> Tool:

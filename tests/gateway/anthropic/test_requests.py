@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_router import FakeRouter, saying
-from http_errors import JSON
+from http_errors import JSON, LARGE, nested
 
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
@@ -115,6 +115,9 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "input_schema": nested(40)}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "input_schema": {"enum": [1] * 5000}}]}, "tools[0].input_schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
@@ -129,7 +132,7 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
 async def test_a_wrong_field_is_named(make_http, fields, named):
     router = FakeRouter(saying("x"))
     asked = {key: value for key, value in {**ASKED, **fields}.items() if value is not None}
-    message = check(await make_http(router).post(URL, json=asked), 400)
+    message = check(await make_http(router, bounds=LARGE).post(URL, json=asked), 400)
     assert message.startswith((f"{named}:", f"{named} "))
     assert len(message) < 300
     assert router.starts == []

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying
-from http_errors import check
+from http_errors import LARGE, check, nested
 from scripted_parts import MemoryStore, ScriptedParts, deltas
 
-from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.anyio
 URL = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
-LARGE = HttpLimits(1 << 20, 1 << 24, 60, max_buffer_bytes=1 << 16, stall_s=60)
 TOOL = {"type": "function", "name": "f"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
@@ -92,6 +90,9 @@ def test_each_known_field_has_one_place() -> None:
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"tools": [{**TOOL, "parameters": nested(40)}]}, "tools[0].parameters"),
+        ({"tools": [{**TOOL, "parameters": {"enum": [1] * 5000}}]}, "tools[0].parameters"),
         ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
