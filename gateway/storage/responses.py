@@ -132,6 +132,6 @@ class DatabaseResponses:
         try:
             async with self._database.sessions.begin() as session:
                 yield session
-        except SQLAlchemyError as error:
-            log.error("the database of responses: %s", error)
+        except (SQLAlchemyError, OSError) as error:  # its statement has what clients wrote
+            log.error("the database: %s", getattr(error, "orig", None) or type(error).__name__)
             raise ServiceError(UNAVAILABLE, "the database does not answer") from error
