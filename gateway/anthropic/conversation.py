@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import quoted
+from pdserve.services.host.errors import ServiceError, quoted
 
 Block = Mapping[str, Any]
 _IGNORED = ("redacted_thinking",)  # another provider's secret, which no template can show
@@ -39,13 +39,13 @@ def conversation(
 
 def _assistant(content: str | Sequence[Block], at: str, calls: set[str]) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "assistant", "content": None}
-    texts: list[Part] = []
+    texts: list[str] = []
     thoughts: list[str] = []
     made = []
     for block, here in _blocks(content, at):
         kind = block["type"]
         if kind == "text":
-            texts.append(_part(block, here))
+            texts.append(_string(block, "text", here))
         elif kind == "thinking":
             thoughts.append(_string(block, "thinking", here))
         elif kind == "tool_use":
@@ -59,7 +59,7 @@ def _assistant(content: str | Sequence[Block], at: str, calls: set[str]) -> dict
         elif kind not in _IGNORED:
             raise _unsupported(kind, here, "assistant")
     if texts or not made:
-        turn["content"] = texts
+        turn["content"] = "\n".join(texts)
     if thoughts:
         turn["reasoning_content"] = "\n".join(thoughts)
     if made:
@@ -124,7 +124,7 @@ def _string(block: Any, key: str, at: str) -> str:
     return value
 
 
-def _unsupported(kind: str, at: str, role: str) -> Exception:
+def _unsupported(kind: str, at: str, role: str) -> ServiceError:
     where = f" in a message of the {role}" if role else " here"
     text = f"blocks of type {quoted(kind)} are not supported by this server{where}"
     return refuse(f"{at}.type", f"{at}.type: {text}")

@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
@@ -23,6 +24,7 @@ from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.services.host.errors import ServiceError, quoted
 
+PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those of its text
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 Object = dict[str, Any]
 
@@ -34,11 +36,17 @@ class ResponseReply:
     statuses: Mapping[int, int] = MappingProxyType({})
 
     def __init__(
-        self, service: Service, body: ResponsesBody, caller: Caller, store: ResponseStore | None
+        self,
+        service: Service,
+        body: ResponsesBody,
+        caller: Caller,
+        bodies: BodyReader,
+        store: ResponseStore | None,
     ) -> None:
         """Without a store nothing is kept. Raises ServiceError for fields that contradict each
         other."""
         self._service = service
+        self._bodies = bodies
         self._body = body
         self._store = store
         self._keeps = store is not None and body.store is not False
@@ -120,6 +128,7 @@ class ResponseReply:
         if found is None:
             text = f"the previous response {quoted(name)} was not found"
             raise refuse("previous_response_id", text)
+        self._bodies.hold(self._caller, PARSED_RATIO * found.num_bytes)
         return [*from_json(found.items), *from_json(found.response)["output"]]
 
     def _request(self, items: list[Item]) -> ChatCompletionRequest:

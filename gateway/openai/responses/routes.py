@@ -49,7 +49,7 @@ def add_response_routes(
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
         body = await bodies.read(request, parse_responses)
-        reply = ResponseReply(service, body, caller_of(request), store)
+        reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
             return EventStream(reply.framed(), reply, limits)
         return Reply(reply.whole(), errors, limits)

@@ -1,16 +1,19 @@
 """What requests to /v1/responses may have, and what a wrong one is told."""
 
+import asyncio
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying
+from fake_router import FakeRouter, finished, placed, saying, served, tokens
 from http_errors import LARGE, check, nested
 from scripted_parts import MemoryStore, ScriptedParts, deltas
 
+from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.gateway.text.parts import TextPart
+from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/responses"
@@ -173,6 +176,34 @@ async def test_a_conversation_cannot_grow_beyond_its_items(make_http):
     turns = [{"role": "user", "content": ""}] * (MAX_ITEMS - 1)
     more = {"input": turns, "previous_response_id": first["id"]}
     check(await client.post(URL, json={**ASKED, **more}), 400, "input")
+
+
+async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http):
+    """Else small requests could bring along as much as they like."""
+    held = asyncio.Event()
+
+    async def play(router, start):
+        yield placed(start)
+        if len(router.starts) > 1:
+            held.set()
+            await asyncio.Event().wait()
+        yield tokens(start, [router.eos], 0, finish=pb.STOP)
+        yield finished(start)
+
+    bounds = HttpLimits(1 << 16, 1 << 17, 60, max_buffer_bytes=1 << 16, stall_s=60)
+    card, blobs = served(context_len=1 << 17)
+    router = FakeRouter(play, [card], blobs)
+    client = make_http(router, responses=MemoryStore(), bounds=bounds)
+    first = await client.post(URL, json={**ASKED, "input": "x" * 40_000})
+    more = {**ASKED, "previous_response_id": first.json()["id"]}
+    waiting = asyncio.create_task(client.post(URL, json=more))
+    await held.wait()
+    reply = await client.post(URL, json=more)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (429, "too many bodies at once")
+    assert len(router.starts) == 2
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 @pytest.mark.parametrize(
