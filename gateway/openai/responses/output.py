@@ -25,22 +25,25 @@ class ResponseOutput:
         self._unplaced: list[ScoredToken] = []  # of text that is yet to come
 
     def push(self, delta: Delta) -> Iterator[Event]:
-        """What is new."""
+        """What is new. Tokens are those of a delta's first text, if it has one."""
         if self._logprobs:
             self._unplaced += delta.tokens
+        if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
+            self._unplaced = []
         for part in delta.content:
             if isinstance(part, ReasoningPart):
                 self.reasoning_tokens = delta.num_tokens
             if self._open is None or not self._open.takes(part):
-                yield from self._close("completed")
+                yield from self._close("completed", [])
                 yield from self._begin(part)
             assert self._open is not None
-            tokens, self._unplaced = self._unplaced, []
-            yield from self._open.push(part, [_scored(token) for token in tokens])
+            logprobs = self._take_logprobs() if isinstance(part, TextPart) else []
+            yield from self._open.push(part, logprobs)
         if delta.finish is not None:
             if self._open is None and not self.items:
                 yield from self._begin(TextPart(""))
-            yield from self._close("incomplete" if delta.finish == "length" else "completed")
+            status = "incomplete" if delta.finish == "length" else "completed"
+            yield from self._close(status, self._take_logprobs())
 
     def _begin(self, part: ContentPart) -> Iterator[Event]:
         number = len(self.items)
@@ -52,10 +55,13 @@ class ResponseOutput:
             self._open = _OpenText(f"msg_{self._suffix}_{number}", number, _MESSAGE)
         yield from self._open.begin()
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        tokens, self._unplaced = self._unplaced, []
+        return [_scored(token) for token in tokens]
+
+    def _close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if self._open is not None:
-            tokens, self._unplaced = self._unplaced, []
-            yield from self._open.close(status, [_scored(token) for token in tokens])
+            yield from self._open.close(status, logprobs)
             self.items.append(self._open.item)
             self._open = None
 

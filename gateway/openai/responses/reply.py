@@ -144,11 +144,11 @@ class ResponseReply:
     def _learn(self, completion: PreparedCompletion) -> None:
         """What the answer says of the model and of the sampling that it got."""
         self._model = completion.model.card.name
-        params = completion.prompts[0].params
-        self._params = {
-            name: getattr(params, name) if params.HasField(name) else 1.0
-            for name in ("temperature", "top_p")
-        }
+        resolved = completion.prompts[0].params  # as float32
+        for name in ("temperature", "top_p"):
+            asked = getattr(self._body, name)
+            recommended = getattr(resolved, name) if resolved.HasField(name) else 1.0
+            self._params[name] = recommended if asked is None else asked
 
     async def _keep(self, items: list[Item], response: Object) -> Object:
         """The response, which says whether it is kept."""

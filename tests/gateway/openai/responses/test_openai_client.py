@@ -59,12 +59,12 @@ async def test_a_text(connect):
     router = FakeRouter(saying("hello world", cached=2))
     client = await connect(router)
     answer = await client.responses.create(
-        model="tiny", input="hi", instructions="be short", metadata={"a": "b"}, temperature=0.5
+        model="tiny", input="hi", instructions="be short", metadata={"a": "b"}, temperature=0.9
     )
     assert answer.output_text == "hello world"
     assert (answer.status, answer.model, answer.object) == ("completed", "tiny", "response")
     assert (answer.instructions, answer.metadata) == ("be short", {"a": "b"})
-    assert (answer.temperature, answer.top_p) == (0.5, 1.0)
+    assert (answer.temperature, answer.top_p) == (0.9, 1.0)
     assert answer.error is None
     assert answer.incomplete_details is None
     usage = answer.usage

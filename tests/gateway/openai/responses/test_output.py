@@ -5,8 +5,9 @@ from typing import Any
 
 from random_parts import random_answer, said
 
-from pdserve.gateway.choice import Delta
+from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
 from pdserve.gateway.openai.responses.output import ResponseOutput
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
 
 KINDS = {"message": "TextPart", "reasoning": "ReasoningPart"}
 
@@ -63,3 +64,28 @@ def check(deltas: list[Delta]) -> None:
     ends = {"length": "incomplete"}.get(deltas[-1].finish or "", "completed")
     statuses = [item["status"] for item in output.items]
     assert statuses == ["completed"] * (len(statuses) - 1) + [ends]
+
+
+def scored(text: str) -> ScoredToken:
+    return ScoredToken(LogprobEntry(text=text, raw=text.encode(), logprob=-1.0), (), 0)
+
+
+def test_log_probabilities_are_those_of_the_text() -> None:
+    """Of a text that follows a thought in the same delta, of what was withheld, and of the end."""
+    told: list[tuple[tuple[ContentPart, ...], str]] = [
+        ((ReasoningPart("a"),), "a"),
+        ((), "b"),
+        ((ReasoningPart("c"), TextPart("d")), "d"),
+        ((), "e"),
+        ((TextPart("ef"),), "f"),
+        ((), "<end>"),
+    ]
+    output = ResponseOutput("x", logprobs=True)
+    events: list[dict[str, Any]] = []
+    for number, (content, token) in enumerate(told, 1):
+        finish = "stop" if token == "<end>" else None
+        events += output.push(Delta(0, content, (scored(token),), number, finish))
+    message = output.items[1]["content"][0]
+    assert [one["token"] for one in message["logprobs"]] == ["b", "d", "e", "f", "<end>"]
+    deltas = [event["logprobs"] for event in events if event["type"].endswith("output_text.delta")]
+    assert [[one["token"] for one in part] for part in deltas] == [["b", "d"], ["e", "f"]]
