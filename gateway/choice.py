@@ -50,7 +50,8 @@ class ScoredToken:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
-    have them answered), set on the last one."""
+    have them answered), set on the last one, and `stop` the stop string that ended it, if one
+    did."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -58,6 +59,7 @@ class Delta:
     num_tokens: int  # generated and counted so far
     finish: str | None
     ids: tuple[int, ...] = ()  # of the tokens that this delta counts
+    stop: str | None = None
 
 
 def scored(
@@ -154,7 +156,7 @@ class Choice:
         self._calls = self._calls or any(isinstance(part, ToolCallPart) for part in content)
         finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
         ids = tuple(tokens.ids[:counted])
-        return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids)
+        return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids, update.stop)
 
     def _content(self, text: str) -> tuple[ContentPart, ...]:
         if self._parser is None:

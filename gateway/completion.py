@@ -274,11 +274,4 @@ class _PromptRun:
             )
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
-        return Delta(
-            delta.choice,
-            (prompt, *delta.content),
-            scores + delta.tokens,
-            delta.num_tokens,
-            delta.finish,
-            delta.ids,
-        )
+        return replace(delta, content=(prompt, *delta.content), tokens=scores + delta.tokens)

@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
@@ -95,7 +96,11 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     bodies = BodyReader(http_limits)
     openai = OpenAiDialect(service, http_limits, bodies)
     app = create_app(
-        [RerankDialect(service, http_limits, bodies), openai],
+        [
+            AnthropicDialect(service, http_limits, bodies),
+            RerankDialect(service, http_limits, bodies),
+            openai,
+        ],
         service,
         readiness,
         keys,

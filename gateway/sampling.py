@@ -53,6 +53,7 @@ class RequestedSampling:
     structure_after: str = (
         ""  # the structure binds what follows this text; empty: all of the answer
     )
+    thinking_budget: int | None = None  # tokens that the model may think before it answers
 
 
 def refuse(param: str, message: str) -> ServiceError:

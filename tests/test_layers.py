@@ -66,6 +66,14 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "gateway/http": (  # the shell of every dialect, so it knows none
         ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("torch", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
+    ),
+    "gateway/openai": (  # dialects know nothing of each other
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+        ("torch", "pdserve.gateway.anthropic"),
+    ),
+    "gateway/anthropic": (
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.openai"),
     ),
     "gateway/text": (

@@ -1,8 +1,9 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +19,7 @@ from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.schema import (
     B,
     ChatBody,
@@ -28,26 +30,37 @@ from pdserve.gateway.openai.schema import (
 )
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.service import Service
+from pdserve.gateway.storage.response_store import ResponseStore
 
 DONE = b"data: [DONE]\n\n"
 
 
 class OpenAiDialect:
-    """/v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models, and vLLM's /tokenize,
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, and
+    vLLM's /tokenize,
     /detokenize."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = tuple(
         f"/v1/{route}/"
         for route in (
             "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
             "conversations", "edits", "engines", "evals", "files", "fine-tunes",
-            "fine_tuning", "images", "moderations", "organization", "realtime", "responses",
-            "skills", "threads", "uploads", "vector_stores", "videos",
+            "fine_tuning", "images", "moderations", "organization", "realtime", "skills",
+            "threads", "uploads", "vector_stores", "videos",
         )
     )  # fmt: skip
 
-    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        responses: ResponseStore | None = None,
+    ) -> None:
+        """Without `responses` none is kept."""
+        self._responses = responses
         self._service = service
         self._limits = limits
         self._bodies = bodies
@@ -65,6 +78,8 @@ class OpenAiDialect:
         async def chat(request: Request) -> Response:
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
+
+        add_response_routes(app, self, service, self._bodies, self._limits, self._responses)
 
         @app.post("/v1/completions")
         async def completions(request: Request) -> Response:

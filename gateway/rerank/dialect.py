@@ -1,9 +1,10 @@
 """/rerank and /score on the HTTP shell, also below /v1; errors are OpenAI's, as vLLM has it."""
 
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -26,6 +27,7 @@ class RerankDialect:
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v1/score", "/rerank", "/score")
     not_offered: tuple[str, ...] = ()
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service

@@ -15,12 +15,13 @@ class TextUpdate:
     """New text, and how the choice has ended: "stop", "length", or None while it goes on.
 
     `offsets` has one entry for each token that counts: the characters of the choice before it.
-    Tokens after the one that completed a stop string do not count.
+    Tokens after the one that completed a stop string do not count. `stop` is that stop string.
     """
 
     text: str
     offsets: tuple[int, ...]
     finish: str | None
+    stop: str | None = None
 
 
 class ChoiceText:
@@ -58,9 +59,11 @@ class ChoiceText:
             emitted = self._stops.push(text)
             pieces.append(emitted.text)
             if emitted.stop is not None:
-                return TextUpdate("".join(pieces), tuple(offsets), "stop")
+                return TextUpdate("".join(pieces), tuple(offsets), "stop", emitted.stop)
+        stop = None
         if finish is not None:
             rest = self._stops.flush(self._detokenizer.flush())
             pieces.append(rest.text)
-            finish = "stop" if rest.stop is not None else finish
-        return TextUpdate("".join(pieces), tuple(offsets), finish)
+            stop = rest.stop
+            finish = "stop" if stop is not None else finish
+        return TextUpdate("".join(pieces), tuple(offsets), finish, stop)
