@@ -10,6 +10,7 @@ its numbers need: the native sampler, which refuses only what it could not compu
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +66,30 @@ BOUNDS: dict[str, Bounds] = {
 MAX_CHOICES = int(BOUNDS["n"].api.high)  # of a request on the wire
 
 # How many entries a client's request may have in these lists; the engine needs no such bound.
-MAX_ENTRIES: dict[str, int] = {"stop": 16, "stop_token_ids": 128, "logit_bias": 1024}
+MAX_ENTRIES: dict[str, int] = {
+    "stop": 16,
+    "stop_token_ids": 128,
+    "logit_bias": 1024,
+    "allowed_token_ids": 4096,
+    "bad_words": 128,
+    "logprob_token_ids": 64,
+}
 MAX_STOP_CHARS = 256  # of one stop string
+MAX_BAD_WORD_CHARS = 256
+THINKING_BUDGET = Range(0, 2**31 - 1)  # tokens
+
+# What the structure of an answer may be: as a client writes it, in JSON, and as workers get it.
+MAX_STRUCTURE_BYTES = 128 << 10
+MAX_STRUCTURE_DEPTH = 64
+MAX_GRAMMAR_BYTES = 256 << 10
+# Of llguidance's parser (LLParserLimits). Gateway and workers have the same: what one has compiled
+# compiles in the other.
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}

@@ -1,0 +1,170 @@
+"""A structure as a grammar of llguidance: JSON of a list of grammars in Lark or of JSON schemas.
+
+Pure. What is returned need not compile (compiler.py).
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from pdserve.gateway.grammars.schemas import guided
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.errors import TextError
+
+Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens
+
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
+_ANY = r"/(.|\n)*/"  # free text, in Lark
+
+
+def source(structure: Structure, split: Split) -> str:
+    """Raises TextError for what is no such structure."""
+    return _joined(_grammars(structure, split))
+
+
+def schema_source(schema: Any, structure: Structure) -> str:
+    """The grammar of one schema of a structure alone."""
+    return _joined([_json(schema, structure)])
+
+
+def _joined(grammars: list[dict[str, Any]]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _grammars(structure: Structure, split: Split) -> list[dict[str, Any]]:
+    value = structure.value
+    match structure.kind:
+        case "json_schema":
+            return [_json(value, structure)]
+        case "json_object":
+            return [_json({"type": "object"}, structure)]
+        case "regex":
+            return [_lark(f"start: /{_as_lark(_unanchored(value))}/")]
+        case "choice":
+            return [_lark("start: " + " | ".join(map(json.dumps, value)))]
+        case "lark":
+            return [_lark(value)]
+        case "grammar":
+            return [_lark(_of_any(value))]
+        case "structural_tag":
+            return _tagged(structure, split)
+
+
+def _lark(text: str) -> dict[str, Any]:
+    return {"lark_grammar": text}
+
+
+def _json(schema: Any, structure: Structure) -> dict[str, Any]:
+    options = {"lenient": structure.lenient, "whitespace": structure.whitespace}
+    return {"json_schema": guided(schema, **options)}
+
+
+def _as_lark(regex: str) -> str:
+    """A regular expression between slashes."""
+    slashed = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], regex, flags=re.DOTALL)
+    return slashed.replace("\n", r"\n")
+
+
+def _unanchored(regex: str) -> str:
+    """Without ^ and $ around the whole: all of a text matches anyway. Where they belong to an
+    alternative they stay, and are refused with what else looks around."""
+    bare = regex.removeprefix("^")
+    if bare.endswith("$") and (len(bare) - len(bare[:-1].rstrip("\\"))) % 2:
+        bare = bare[:-1]
+    return regex if bare != regex and _has_alternatives(bare) else bare
+
+
+def _has_alternatives(regex: str) -> bool:
+    """Whether it has a | outside of groups."""
+    depth = 0
+    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", regex, re.DOTALL):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            return True
+    return False
+
+
+def _of_any(text: str) -> str:
+    """Lark as it is, GBNF as Lark. Raises TextError."""
+    if not _GBNF.search(text):
+        return text
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_plain_escape, text))
+    except RecursionError:
+        raise TextError("the grammar is nested too deeply") from None
+    except Exception as error:  # the library raises bare Exception, and IndexError at an odd end
+        raise TextError(f"the grammar is not valid GBNF: {error}") from None
+
+
+def _plain_escape(found: re.Match[str]) -> str:
+    r"""An escape of GBNF in a form that the converter reads well: it drops zeros of \u0041, and
+    does not know \-."""
+    escape = found[1]
+    if escape == "-":
+        return r"\x2d"
+    if len(escape) == 1:
+        return found[0]
+    code = int(escape[1:], 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if code < 0x110000 else found[0]
+
+
+def _tagged(structure: Structure, split: Split) -> list[dict[str, Any]]:
+    """Free text in which a trigger begins one of the tags that begin with it."""
+    value = structure.value
+    tags, triggers = value["structures"], value["triggers"]
+    for tag in tags:
+        if not any(tag["begin"].startswith(trigger) for trigger in triggers):
+            raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
+    lines = [f"TEXT: {_ANY}"]
+    lines += [
+        f"tag_{n}: {_words(split(tag['begin']))} @schema_{n} {_words(split(tag['end']))}"
+        for n, tag in enumerate(tags)
+    ]
+    segments = []
+    for t, trigger in enumerate(triggers):
+        ends = [
+            f"{_words(split(tag['begin'][len(trigger) :]))} @schema_{n} {_words(split(tag['end']))}"
+            for n, tag in enumerate(tags)
+            if tag["begin"].startswith(trigger)
+        ]
+        if not ends:
+            continue
+        begun = _triggered(t, split(trigger), lines)
+        lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
+        segments.append(f"segment_{t}")
+    any_tag = " | ".join(f"tag_{n}" for n in range(len(tags)))
+    any_segment = " | ".join(segments)
+    if value.get("required"):
+        start = f"({any_tag})"
+        if not value.get("stop_after_first"):
+            start += f" ({any_segment})* tail"
+    elif value.get("stop_after_first"):
+        start = f"{any_segment} | tail"
+    else:
+        start = f"({any_segment})* tail"
+    lark = "\n".join(("%llguidance {}", f"start: {start}", "tail: TEXT", *lines))
+    schemas = [
+        {"name": f"schema_{n}", **_json(tag["schema"], structure)} for n, tag in enumerate(tags)
+    ]
+    return [_lark(lark), *schemas]
+
+
+def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
+    """Free text up to the end of a trigger; its rule is added to `lines`. A special token in it is
+    what triggers: text before it may be any."""
+    at = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
+    if at is not None:
+        return f"TEXT {_words(trigger[at:])}"
+    lines.append(f"trigger_{number}[lazy]: TEXT {_words(trigger)}")
+    return f"trigger_{number}"
+
+
+def _words(parts: Sequence[str | int]) -> str:
+    """Texts and special tokens one after the other, in Lark."""
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
