@@ -1,7 +1,16 @@
 """What the text of an answer has to match, as a client asks for it; pure data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pdserve.engine.api.sampling_bounds import (
+    MAX_STRUCTURE_CHARS,
+    MAX_STRUCTURE_DEPTH,
+    MAX_STRUCTURE_VALUES,
+)
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +28,44 @@ class Structure:
     refused. `whitespace`: JSON may have some between its tokens.
     """
 
-    kind: Literal[
-        "json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"
-    ]
+    kind: Kind
     value: Any
     param: str
     lenient: bool = False
     whitespace: bool = True
+
+
+def oversize(structure: Structure) -> str:
+    """Why a structure is too large to be compiled; empty if it is not. Takes less than a
+    millisecond, however large it is."""
+    level = [structure.value]
+    chars = values = 0
+    for _ in range(MAX_STRUCTURE_DEPTH):
+        within: list[Any] = []
+        for item in level:
+            for part in _parts(item):
+                if isinstance(part, str):
+                    chars += len(part)
+                elif isinstance(part, int):
+                    chars += part.bit_length() // 3
+                else:
+                    within.append(part)
+                values += 1
+                if values > MAX_STRUCTURE_VALUES:
+                    return f"it has more than {MAX_STRUCTURE_VALUES} values"
+        if chars > MAX_STRUCTURE_CHARS:
+            return f"its texts have more than {MAX_STRUCTURE_CHARS} characters"
+        if not within:
+            return ""
+        level = within
+    return f"it is nested more than {MAX_STRUCTURE_DEPTH} levels deep"
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, str):
+        yield value

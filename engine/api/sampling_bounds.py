@@ -70,7 +70,7 @@ MAX_ENTRIES: dict[str, int] = {
     "stop": 16,
     "stop_token_ids": 128,
     "logit_bias": 1024,
-    "allowed_token_ids": 4096,
+    "allowed_token_ids": 2048,
     "bad_words": 128,
     "logprob_token_ids": 64,
 }
@@ -78,8 +78,10 @@ MAX_STOP_CHARS = 256  # of one stop string
 MAX_BAD_WORD_CHARS = 256
 THINKING_BUDGET = Range(0, 2**31 - 1)  # tokens
 
-# What the structure of an answer may be: as a client writes it, in JSON, and as workers get it.
-MAX_STRUCTURE_BYTES = 128 << 10
+# What the structure of an answer may be: as a client writes it (a schema has many values), and as
+# workers get it.
+MAX_STRUCTURE_CHARS = 128 << 10
+MAX_STRUCTURE_VALUES = 8192
 MAX_STRUCTURE_DEPTH = 64
 MAX_GRAMMAR_BYTES = 256 << 10
 # Of llguidance's parser (LLParserLimits). Gateway and workers have the same: what one has compiled

@@ -55,7 +55,8 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            return matcher.get_error().partition("\n<state>")[0].strip() or "it does not compile"
+            wrong = matcher.get_error().partition("\n<")[0].strip()
+            return "no text matches it" if wrong.startswith("NoExtension") else wrong
         if matcher.is_stopped() and not matcher.is_accepting():
             return "no text matches it"
         return ""

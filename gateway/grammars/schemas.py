@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_DEPTH
 from pdserve.gateway.text.errors import TextError
 
 # Between two tokens of JSON at most once: a space, or a line break and the next line's indentation.
@@ -19,34 +18,17 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
     """The schema with our options for llguidance in it; a client's are dropped. Raises TextError
-    for what is no schema of an answer, or is nested too deeply."""
+    for what is no schema of an answer."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         raise TextError("a JSON schema must be an object")
-    check_depth(schema)
     options: dict[str, Any] = {"lenient": lenient}
     if whitespace:
         options["whitespace_pattern"] = WHITESPACE
     else:
         options["whitespace_flexible"] = False
     return {**schema, "x-guidance": options}
-
-
-def check_depth(value: Any) -> None:
-    """Raises TextError for JSON of more than MAX_STRUCTURE_DEPTH levels."""
-    level = [value]
-    for _ in range(MAX_STRUCTURE_DEPTH):
-        within: list[Any] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                within += item.values()
-            elif isinstance(item, list):
-                within += item
-        if not within:
-            return
-        level = within
-    raise TextError(f"a JSON schema may be nested {MAX_STRUCTURE_DEPTH} levels deep at most")
 
 
 def where(schema: Any, keyword: str, value: Any = None) -> str:
