@@ -40,10 +40,9 @@ class GrammarCompiler:
                 raise TextError(
                     f"the grammar is too large: {size} bytes, at most {MAX_GRAMMAR_BYTES}"
                 )
-        except UnicodeEncodeError:
-            raise TextError("it is not valid Unicode", structure.param) from None
-        except TextError as error:
-            raise TextError(f"{structure.param}: {error}", structure.param) from None
+        except (TextError, UnicodeEncodeError) as error:
+            why = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
+            raise TextError(f"{structure.param}: {why}", structure.param) from None
         wrong = self._wrong(text)
         if wrong:
             raise self._error(structure, wrong)

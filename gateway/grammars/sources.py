@@ -43,7 +43,7 @@ def _grammars(structure: Structure, split: Split) -> list[dict[str, Any]]:
         case "json_object":
             return [_json({"type": "object"}, structure)]
         case "regex":
-            return [_lark(f"start: /{_as_lark(_unanchored(value))}/")]
+            return [_lark(f"start: /{_as_lark(value)}/")]
         case "choice":
             return [_lark("start: " + " | ".join(map(json.dumps, value)))]
         case "lark":
@@ -67,25 +67,6 @@ def _as_lark(regex: str) -> str:
     """A regular expression between slashes."""
     slashed = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], regex, flags=re.DOTALL)
     return slashed.replace("\n", r"\n")
-
-
-def _unanchored(regex: str) -> str:
-    """Without ^ and $ around the whole: all of a text matches anyway. Where they belong to an
-    alternative they stay, and are refused with what else looks around."""
-    bare = regex.removeprefix("^")
-    if bare.endswith("$") and (len(bare) - len(bare[:-1].rstrip("\\"))) % 2:
-        bare = bare[:-1]
-    return regex if bare != regex and _has_alternatives(bare) else bare
-
-
-def _has_alternatives(regex: str) -> bool:
-    """Whether it has a | outside of groups."""
-    depth = 0
-    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", regex, re.DOTALL):
-        depth += (part == "(") - (part == ")")
-        if part == "|" and not depth:
-            return True
-    return False
 
 
 def _of_any(text: str) -> str:
