@@ -36,8 +36,8 @@ class Structure:
 
 
 def oversize(structure: Structure) -> str:
-    """Why a structure is too large to be compiled; empty if it is not. Takes less than a
-    millisecond, however large it is."""
+    """Why a structure is too large to be compiled; empty if it is not. Takes a millisecond
+    at most, however large it is."""
     level = [structure.value]
     chars = values = 0
     for _ in range(MAX_STRUCTURE_DEPTH):

@@ -16,6 +16,7 @@ from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.tokenizer import Tokenizer
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+_REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
@@ -54,8 +55,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            wrong = matcher.get_error().partition("\n<")[0].strip()
-            return "no text matches it" if wrong.startswith("NoExtension") else wrong
+            return _plain(matcher.get_error())
         if matcher.is_stopped() and not matcher.is_accepting():
             return "no text matches it"
         return ""
@@ -72,6 +72,15 @@ class GrammarCompiler:
                     wrong, schema, param = its, tag["schema"], tag.get("param", param)
                     break
         return TextError(f"{param}: {_at(schema, wrong)}{wrong}", param)
+
+
+def _plain(message: str) -> str:
+    """An error of llguidance without the grammar that it quotes in further lines."""
+    if message.startswith("NoExtension"):
+        return "no text matches it"
+    if found := _REGEX.search(message):
+        return f"invalid regular expression: {found[1]}"
+    return message.partition("\n")[0]
 
 
 def _at(schema: object, wrong: str) -> str:

@@ -60,9 +60,10 @@ async def constraints_of(
         grammar = Grammar(source=source, begins_after=ids[after[0]] if after else ())
     thinking = None
     if r.thinking_budget is not None:
-        for tag in filter(None, tags):
-            _check_tag(tag, ids[tag], text.vocabulary, r.thinking_budget_field)
         start, end = (ids[tag] for tag in tags)
+        if start:
+            _check_tag(tags[0], start, text.vocabulary, r.thinking_budget_field)
+        _check_tag(tags[1], end, text.vocabulary, r.thinking_budget_field)
         thinking = ThinkingBudget(max_tokens=r.thinking_budget, start_ids=start, end_ids=end)
     return Constraints(
         bad_words=list(dict.fromkeys(tuple(ids[word]) for word in words)),
