@@ -198,7 +198,9 @@ class _PromptRun:
                 elif kind == "failed" and not (
                     event.failed.failure.code == CANCELLED and self._all_closed()
                 ):
-                    raise ServiceError.from_failure(event.failed.failure)
+                    failure = event.failed.failure
+                    failure.param = self._completion.sampling.written_as(failure.param)
+                    raise ServiceError.from_failure(failure)
         if not self._all_closed():
             raise ServiceError(INTERNAL, "an answer was cut short")
         self._completion.meter.finished(self._finished, [c.num_tokens for c in self._choices])

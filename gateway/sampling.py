@@ -69,6 +69,16 @@ class RequestedSampling:
     thinking_budget_field: str = "thinking_token_budget"
     thinking_tags: tuple[str, str] = ("<think>", "</think>")  # first empty: an answer begins within
 
+    def written_as(self, param: str) -> str:
+        """A parameter of the engine as the client calls its field."""
+        structure = self.structure.param if self.structure else param
+        return {
+            "max_tokens": self.max_tokens_field,
+            "logprobs": self.logprobs_field,
+            "grammar": structure,
+            "thinking": self.thinking_budget_field,
+        }.get(param, param)
+
     @property
     def is_constrained(self) -> bool:
         """Whether text_processes/constraints.py has to prepare what binds the answer."""
@@ -91,10 +101,9 @@ def client_errors() -> Iterator[None]:
 def check(requested: RequestedSampling, card: ModelCard) -> None:
     """Bounds that do not depend on the prompt. Raises ServiceError naming the field."""
     r = requested
-    written_as = {"max_tokens": r.max_tokens_field, "logprobs": r.logprobs_field}
     for name, bounds in BOUNDS.items():
         if name != "logit_bias":
-            _check_range(written_as.get(name, name), getattr(r, name), bounds.api)
+            _check_range(r.written_as(name), getattr(r, name), bounds.api)
     _check_range("best_of", r.best_of, BOUNDS["n"].api)
     _check_range("min_tokens", r.min_tokens, Range(0, card.context_len))
     if r.best_of is not None and r.best_of < r.n:

@@ -95,3 +95,4 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
+MAX_SEQUENCE_IDS = 64  # of a bad word, and of what begins or ends thinking or begins a grammar

@@ -107,7 +107,8 @@ class _Words:
         self.eos_token_id = card.eos_ids[0]
         self.bos_token_id = card.bos_id
         self.tokens = [tokenizer.token_bytes(token) for token in range(card.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.special.ids)
+        special = sorted(tokenizer.special.ids)
+        self.special_token_ids = [token for token in special if token < card.vocab_size]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.vocabulary import Vocabulary
@@ -52,6 +53,8 @@ async def constraints_of(
     if texts := [*words, *after, *tags]:
         found = await text.processes.sequences(owner, texts)
     ids = dict(zip(texts, found, strict=True))
+    if any(len(ids[word]) > MAX_SEQUENCE_IDS for word in words):
+        raise TextError(f"a bad word may have {MAX_SEQUENCE_IDS} tokens at most", "bad_words")
     grammar = None
     if r.structure is not None:
         for tag in after:
@@ -81,6 +84,8 @@ def _as_written(word: str) -> tuple[str, str]:
 
 def _check_tag(tag: str, ids: Sequence[int], vocabulary: Vocabulary, param: str) -> None:
     """Raises TextError if a model cannot write a tag of its thinking."""
+    if len(ids) > MAX_SEQUENCE_IDS:
+        raise TextError(f"{param}: {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
     if not ids or vocabulary.decode(ids, skip_special_tokens=False).strip() != tag.strip():
         raise TextError(f"{param}: the model cannot write {tag!r}", param)
 

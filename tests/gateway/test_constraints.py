@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import tokenizers
 from fake_router import FakeRouter, saying, served
+from http_errors import CHAT, HI, check
 from scripted_service import scripted_service
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.service import TextCompletionRequest
 from pdserve.gateway.structure import Structure
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -109,3 +112,32 @@ async def test_each_prompt_is_bound_by_what_it_has() -> None:
     assert plain.bad_words == begun.bad_words
     assert len(plain.thinking.start_ids)
     assert not len(begun.thinking.start_ids)
+
+
+async def test_a_bad_word_of_many_tokens_is_refused() -> None:
+    await params_of("a", bad_words=("x" * (MAX_SEQUENCE_IDS - 1),))
+    with pytest.raises(ServiceError) as caught:
+        await params_of("a", bad_words=("x" * MAX_SEQUENCE_IDS,))
+    assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields", "field"),
+    [
+        ("grammar", {"guided_regex": "a"}, "guided_regex"),
+        ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("thinking", {"reasoning_budget": 3}, "reasoning_budget"),
+        ("bad_words", {"bad_words": ["a"]}, "bad_words"),
+        ("max_tokens", {"max_completion_tokens": 3}, "max_completion_tokens"),
+    ],
+)
+async def test_what_a_worker_refuses_is_named_as_the_client_wrote_it(
+    make_http, param, fields, field
+):
+    async def play(router, start):
+        failure = pb.Failure(code=pb.INVALID_ARGUMENT, message="no", param=param)
+        failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
+        yield router_pb2.RequestEvent(failed=failed)
+
+    reply = await make_http(play).post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+    check(reply, 400, field)
