@@ -131,12 +131,11 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
         raise refuse("logprob_token_ids", "logprob_token_ids needs logprobs")
-    if r.structure is not None:
-        _check_structure(r, r.structure)
 
 
-def _check_structure(requested: RequestedSampling, structure: Structure) -> None:
-    """The answer ends where its structure does, so nothing else may say where it must not."""
+def check_structure(requested: RequestedSampling, structure: Structure) -> None:
+    """The answer ends where its structure does, so nothing else may say where it must not. Raises
+    ServiceError."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(requested, name):
             raise refuse(name, f"{name} cannot be combined with {structure.param}")

@@ -21,7 +21,7 @@ from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text_processes.constraints import Constraints, constraints_of
+from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
 from pdserve.services.host.errors import ServiceError, quoted
@@ -117,13 +117,11 @@ class Service:
                     await self.rates.count_request(owner)
                     model = await self.catalog.get(asked.model)
                     check(asked.sampling, model.card)
-                    constraints = await self._constraints(asked.sampling, model, owner)
                     if isinstance(asked, ChatCompletionRequest):
                         prompts = [await self._chat_prompt(asked, model, owner)]
                     else:
                         prompts = await self._prompts(asked, model, owner)
-                    for prompt in prompts:
-                        constraints.bind(prompt.params, prompt.ids, model.text.vocabulary)
+                    await self._bind(prompts, asked.sampling, model, owner)
                     num_tokens = sum(len(prompt.ids) for prompt in prompts)
                     await self.rates.count_tokens(owner, num_tokens)
                 finally:
@@ -226,14 +224,21 @@ class Service:
                 await asyncio.sleep(0)
         return made
 
-    async def _constraints(
-        self, sampling: RequestedSampling, model: ServedModel, owner: bytes
-    ) -> Constraints:
+    async def _bind(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: RequestedSampling,
+        model: ServedModel,
+        owner: bytes,
+    ) -> None:
+        """Adds to the parameters of prompts what binds their answers."""
         if not sampling.is_constrained:
-            return Constraints()
+            return
         await self.rates.check_text(owner)
         with client_errors():
-            return await constraints_of(sampling, model.text, owner)
+            constraints = await constraints_of(sampling, model.text, owner)
+        for prompt in prompts:
+            constraints.bind(prompt.params, prompt.ids, model.text.vocabulary)
 
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes

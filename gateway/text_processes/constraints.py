@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.sampling import RequestedSampling, check_structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.gateway.text_processes.pool import LoadedText
@@ -44,8 +44,10 @@ class Constraints:
 async def constraints_of(
     requested: RequestedSampling, text: LoadedText, owner: bytes
 ) -> Constraints:
-    """Raises TextError that names the field; ServiceError UNAVAILABLE."""
+    """Raises TextError or ServiceError that names the field; ServiceError UNAVAILABLE."""
     r = requested
+    if r.structure is not None:
+        check_structure(r, r.structure)
     words = list(dict.fromkeys(v for word in r.bad_words for v in _as_written(word)))
     after = [r.structure_after] if r.structure is not None and r.structure_after else []
     tags = list(r.thinking_tags) if r.thinking_budget is not None else []

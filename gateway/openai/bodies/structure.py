@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_CHARS
-from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.structure import Kind, Structure
 
