@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 from pdserve.gateway.grammars.schemas import where
-from pdserve.gateway.grammars.sources import schema_source, source
+from pdserve.gateway.grammars.sources import source, tag_source
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.tokenizer import Tokenizer
@@ -25,17 +25,20 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a vocabulary that llguidance cannot use."""
+        card = tokenizer.card
         self._split = tokenizer.special.split
+        self._free = {token for token in tokenizer.special.ids if token < card.vocab_size}
+        self._free.difference_update(card.eos_ids)
         self._words = LLTokenizer(
             TokenizerWrapper(_Words(tokenizer)),
-            n_vocab=tokenizer.card.vocab_size,
-            eos_token=list(tokenizer.card.eos_ids),
+            n_vocab=card.vocab_size,
+            eos_token=list(card.eos_ids),
         )
 
     def compile(self, structure: Structure) -> str:
         """Grammar.source of protos/common.proto. Raises TextError that names the field."""
         try:
-            text = source(structure, self._split)
+            text = source(structure, self._split, self._free)
             size = len(text.encode())
             if size > MAX_GRAMMAR_BYTES:
                 raise TextError(
@@ -67,7 +70,7 @@ class GrammarCompiler:
             schema = structure.value
         elif structure.kind == "structural_tag":
             for tag in structure.value["structures"]:
-                its = self._wrong(schema_source(tag["schema"], structure))
+                its = self._wrong(tag_source(tag, structure))
                 if its:
                     wrong, schema, param = its, tag["schema"], tag.get("param", param)
                     break

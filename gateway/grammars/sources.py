@@ -5,7 +5,7 @@ Pure. What is returned need not compile (compiler.py).
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -21,21 +21,22 @@ _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
 _ANY = r"/(.|\n)*/"  # free text, in Lark
 
 
-def source(structure: Structure, split: Split) -> str:
-    """Raises TextError for what is no such structure."""
-    return _joined(_grammars(structure, split))
+def source(structure: Structure, split: Split, free: Collection[int]) -> str:
+    """`free`: the special tokens that text without a form may have. Raises TextError for what is
+    no such structure."""
+    return _joined(_grammars(structure, split, free))
 
 
-def schema_source(schema: Any, structure: Structure) -> str:
-    """The grammar of one schema of a structure alone."""
-    return _joined([_json(schema, structure)])
+def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
+    """The grammar of the schema of one tag alone."""
+    return _joined([_json(tag["schema"], structure, tag.get("lenient"))])
 
 
 def _joined(grammars: list[dict[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _grammars(structure: Structure, split: Split) -> list[dict[str, Any]]:
+def _grammars(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
     value = structure.value
     match structure.kind:
         case "json_schema":
@@ -51,16 +52,17 @@ def _grammars(structure: Structure, split: Split) -> list[dict[str, Any]]:
         case "grammar":
             return [_lark(_of_any(value))]
         case "structural_tag":
-            return _tagged(structure, split)
+            return _tagged(structure, split, free)
 
 
 def _lark(text: str) -> dict[str, Any]:
     return {"lark_grammar": text}
 
 
-def _json(schema: Any, structure: Structure) -> dict[str, Any]:
-    options = {"lenient": structure.lenient, "whitespace": structure.whitespace}
-    return {"json_schema": guided(schema, **options)}
+def _json(schema: Any, structure: Structure, lenient: bool | None = None) -> dict[str, Any]:
+    """`lenient`: of this schema, where that is not the structure's."""
+    lenient = structure.lenient if lenient is None else lenient
+    return {"json_schema": guided(schema, lenient=lenient, whitespace=structure.whitespace)}
 
 
 def _as_lark(regex: str) -> str:
@@ -95,14 +97,18 @@ def _plain_escape(found: re.Match[str]) -> str:
     return chr(code) if code < 0x110000 else found[0]
 
 
-def _tagged(structure: Structure, split: Split) -> list[dict[str, Any]]:
+def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
     """Free text in which a trigger begins one of the tags that begin with it."""
     value = structure.value
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
             raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
-    lines = [f"TEXT: {_ANY}"]
+    started = [split(trigger) for trigger in triggers]
+    # Special tokens that free text may have, each after some text: none that triggers.
+    others = set(free).difference(*started)
+    passed = f"(TEXT <[{','.join(map(str, sorted(others)))}]>)* " if others else ""
+    lines = [f"TEXT: {_ANY}", f"tail: {passed}TEXT"]
     lines += [
         f"tag_{n}: {_words(split(tag['begin']))} @schema_{n} {_words(split(tag['end']))}"
         for n, tag in enumerate(tags)
@@ -114,11 +120,10 @@ def _tagged(structure: Structure, split: Split) -> list[dict[str, Any]]:
             for n, tag in enumerate(tags)
             if tag["begin"].startswith(trigger)
         ]
-        if not ends:
-            continue
-        begun = _triggered(t, split(trigger), lines)
-        lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
-        segments.append(f"segment_{t}")
+        if ends:
+            begun = _triggered(t, started[t], lines)
+            lines.append(f"segment_{t}: {passed}{begun} ({' | '.join(ends)})")
+            segments.append(f"segment_{t}")
     any_tag = " | ".join(f"tag_{n}" for n in range(len(tags)))
     any_segment = " | ".join(segments)
     if value.get("required"):
@@ -129,9 +134,10 @@ def _tagged(structure: Structure, split: Split) -> list[dict[str, Any]]:
         start = f"{any_segment} | tail"
     else:
         start = f"({any_segment})* tail"
-    lark = "\n".join(("%llguidance {}", f"start: {start}", "tail: TEXT", *lines))
+    lark = "\n".join(("%llguidance {}", f"start: {start}", *lines))
     schemas = [
-        {"name": f"schema_{n}", **_json(tag["schema"], structure)} for n, tag in enumerate(tags)
+        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
+        for n, tag in enumerate(tags)
     ]
     return [_lark(lark), *schemas]
 

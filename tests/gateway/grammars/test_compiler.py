@@ -164,6 +164,22 @@ def test_a_tag_s_special_tokens_are_tokens() -> None:
     assert found.ids.count(special) == 2
 
 
+def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
+    value = {"structures": TAG["structures"][:2], "triggers": ["<f="]}
+    for text in ("<|im_start|>", "a <|im_start|> b<|im_start|><|im_start|> <f=two>7</f> c"):
+        assert takes("structural_tag", value, text), text
+    for text in ("<|im_start|><f=x", "<f=two>7</f><|im_start|>a<f=two>x"):
+        assert not walk("structural_tag", value).take(text), text
+
+
+def test_each_tag_may_be_lenient() -> None:
+    tag = {"begin": "<f=x>", "schema": {"type": "null", "not": {}}, "end": ""}
+    value = {"structures": [TAG["structures"][0], {**tag, "lenient": True}], "triggers": ["<f="]}
+    assert takes("structural_tag", value, "<f=x>null")
+    value["structures"].append({**tag, "lenient": False})
+    assert "not" in str(error_of("structural_tag", value, lenient=True))
+
+
 def test_an_answer_may_have_to_begin_with_a_tag_or_end_with_one() -> None:
     first = {**TAG, "required": True}
     assert takes("structural_tag", first, "<f=two>7</f> and more <f=two>8</f>")
