@@ -5,7 +5,7 @@ Pure. What is returned need not compile (compiler.py).
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -105,10 +105,16 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
             raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
     started = [split(trigger) for trigger in triggers]
-    # Special tokens that free text may have, each after some text: none that triggers.
-    others = set(free).difference(*started)
-    passed = f"(TEXT <[{','.join(map(str, sorted(others)))}]>)* " if others else ""
-    lines = [f"TEXT: {_ANY}", f"tail: {passed}TEXT"]
+    # Special tokens that free text may have: those of no trigger, and the first of one before what
+    # is not the rest of it.
+    others = ",".join(map(str, sorted(set(free).difference(*started))))
+    lines = [f"TEXT: {_ANY}"]
+    passed = [f"<[{others}]> TEXT"] if others else []
+    for token, rests in _beginnings(started).items():
+        lines.append(f"NOT_{token}: {_ANY} & ~/({'|'.join(map(_literal, rests))}){_ANY[1:]}")
+        passed.append(f"<[{token}]> NOT_{token}")
+    lines.append(f"free: TEXT ({' | '.join(passed)})*" if passed else "free: TEXT")
+    before = f"(TEXT <[{others}]>)* " if others else ""
     lines += [
         f"tag_{n}: {_words(split(tag['begin']))} @schema_{n} {_words(split(tag['end']))}"
         for n, tag in enumerate(tags)
@@ -121,25 +127,44 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
             if tag["begin"].startswith(trigger)
         ]
         if ends:
-            begun = _triggered(t, started[t], lines)
-            lines.append(f"segment_{t}: {passed}{begun} ({' | '.join(ends)})")
+            if isinstance(started[t][0], int):
+                begun = f"free {_words(started[t])}"
+            else:
+                begun = before + _triggered(t, started[t], lines)
+            lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
             segments.append(f"segment_{t}")
     any_tag = " | ".join(f"tag_{n}" for n in range(len(tags)))
     any_segment = " | ".join(segments)
     if value.get("required"):
         start = f"({any_tag})"
         if not value.get("stop_after_first"):
-            start += f" ({any_segment})* tail"
+            start += f" ({any_segment})* free"
     elif value.get("stop_after_first"):
-        start = f"{any_segment} | tail"
+        start = f"{any_segment} | free"
     else:
-        start = f"({any_segment})* tail"
+        start = f"({any_segment})* free"
     lark = "\n".join(("%llguidance {}", f"start: {start}", *lines))
     schemas = [
         {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
         for n, tag in enumerate(tags)
     ]
     return [_lark(lark), *schemas]
+
+
+def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
+    """The texts that make triggers of special tokens, by the token; none for one that is a trigger
+    whatever follows."""
+    found: dict[int, list[str]] = {}
+    bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
+    for first, *rest in triggers:
+        if isinstance(first, int) and first not in bare and isinstance(rest[0], str):
+            found.setdefault(first, []).append(rest[0])
+    return found
+
+
+def _literal(text: str) -> str:
+    """A regular expression of a text."""
+    return _as_lark("".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text))
 
 
 def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:

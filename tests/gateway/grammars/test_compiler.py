@@ -172,6 +172,23 @@ def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
         assert not walk("structural_tag", value).take(text), text
 
 
+def test_a_special_token_may_trigger_only_before_a_text() -> None:
+    """As <|channel|> before the name of a function, and not before another channel's."""
+    begin = "<|im_start|>call to="
+    tag = {"begin": f"{begin}f ", "schema": {"type": "integer"}, "end": "<|im_start|>"}
+    value = {"structures": [tag, {**tag, "begin": f"{begin}g/"}], "triggers": [begin]}
+    for text in (
+        "<|im_start|>final",
+        "a <|im_start|>called",
+        f"{begin}f 7<|im_start|>",
+        "x<|im_start|>call it<|im_start|><|im_start|>calm",
+        f"<|im_start|>a{begin}g/7<|im_start|>b",
+    ):
+        assert takes("structural_tag", value, text), text
+    for text in (f"{begin}h", f"a {begin}f x", f"{begin}f 7<|im_start|>so {begin}x"):
+        assert not walk("structural_tag", value).take(text), text
+
+
 def test_each_tag_may_be_lenient() -> None:
     tag = {"begin": "<f=x>", "schema": {"type": "null", "not": {}}, "end": ""}
     value = {"structures": [TAG["structures"][0], {**tag, "lenient": True}], "triggers": ["<f="]}
