@@ -62,9 +62,7 @@ class RequestedSampling:
     bad_words: tuple[str, ...] = ()
     logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are told, too
     structure: Structure | None = None
-    structure_after: str = (
-        ""  # the structure binds what follows this text; empty: all of the answer
-    )
+    structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
     thinking_budget: int | None = None  # tokens of thinking; None: no bound
     thinking_budget_field: str = "thinking_token_budget"
     thinking_tags: tuple[str, str] = ("<think>", "</think>")  # first empty: an answer begins within

@@ -121,7 +121,7 @@ class Service:
                         prompts = [await self._chat_prompt(asked, model, owner)]
                     else:
                         prompts = await self._prompts(asked, model, owner)
-                    await self._bind(prompts, asked.sampling, model, owner)
+                    await self._bind(prompts, asked.sampling, model, owner, asked.continues)
                     num_tokens = sum(len(prompt.ids) for prompt in prompts)
                     await self.rates.count_tokens(owner, num_tokens)
                 finally:
@@ -230,6 +230,7 @@ class Service:
         sampling: RequestedSampling,
         model: ServedModel,
         owner: bytes,
+        continues: bool,
     ) -> None:
         """Adds to the parameters of prompts what binds their answers."""
         if not sampling.is_constrained:
@@ -238,7 +239,7 @@ class Service:
         with client_errors():
             constraints = await constraints_of(sampling, model.text, owner)
         for prompt in prompts:
-            constraints.bind(prompt.params, prompt.ids, model.text.vocabulary)
+            constraints.bind(prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
 
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes

@@ -66,9 +66,14 @@ def _json(schema: Any, structure: Structure, lenient: bool | None = None) -> dic
 
 
 def _as_lark(regex: str) -> str:
-    """A regular expression between slashes."""
-    slashed = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], regex, flags=re.DOTALL)
-    return slashed.replace("\n", r"\n")
+    """A regular expression as it is written between slashes."""
+
+    def written(found: re.Match[str]) -> str:
+        if found[0].endswith("\n"):
+            return r"\n"
+        return r"\/" if found[0] == "/" else found[0]
+
+    return re.sub(r"\\.|/|\n", written, regex, flags=re.DOTALL)
 
 
 def _of_any(text: str) -> str:

@@ -12,7 +12,7 @@ from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.protos.common_pb2 import Grammar, SamplingParams, ThinkingBudget, TokenSequence
 
 NEAR_END = 4096  # ids at the end of a prompt, where it is looked up whether thinking is under way
-CLOSING = 16  # ids at the end of a prompt, which may close its thinking
+LAST = 2 * MAX_SEQUENCE_IDS  # ids at its end, in which a template may begin or end the thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,30 @@ class Constraints:
     begins_after: str = ""  # as text what grammar.begins_after has
     thinking: ThinkingBudget | None = None
 
-    def bind(self, params: SamplingParams, prompt: Sequence[int], vocabulary: Vocabulary) -> None:
-        """Adds them to the parameters of a prompt.
+    def bind(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocabulary: Vocabulary,
+        *,
+        continues: bool,
+    ) -> None:
+        """Adds them to the parameters of a prompt; `continues`: the answer goes on with its text.
 
-        A prompt may have opened the answer's thinking already, or closed it: then the answer says
-        no word of where that is.
+        A prompt may have begun the answer's thinking already, or ended it: then nothing in the
+        answer says where it begins or ends.
         """
         params.bad_words.extend(TokenSequence(ids=ids) for ids in self.bad_words)
         if self.grammar is not None:
             params.grammar.CopyFrom(self.grammar)
-            if self.begins_after and _ends_with(prompt, self.begins_after, vocabulary):
+            if self.begins_after and _end(prompt, vocabulary).endswith(self.begins_after.rstrip()):
                 params.grammar.ClearField("begins_after")
         if self.thinking is not None:
             params.thinking.CopyFrom(self.thinking)
-            if _is_open(prompt, self.thinking):
+            begin = vocabulary.decode(self.thinking.start_ids, skip_special_tokens=False).strip()
+            if (begin and _end(prompt, vocabulary).endswith(begin)) or (
+                continues and _is_open(prompt, self.thinking)
+            ):
                 params.thinking.ClearField("start_ids")
 
 
@@ -92,13 +102,13 @@ def _check_tag(tag: str, ids: Sequence[int], vocabulary: Vocabulary, param: str)
         raise TextError(f"{param}: the model cannot write {tag!r}", param)
 
 
-def _ends_with(prompt: Sequence[int], tag: str, vocabulary: Vocabulary) -> bool:
-    end = vocabulary.decode(prompt[-CLOSING:], skip_special_tokens=False)
-    return end.rstrip().endswith(tag.rstrip())
+def _end(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
+    """What a prompt ends with, but for spaces."""
+    return vocabulary.decode(prompt[-LAST:], skip_special_tokens=False).rstrip()
 
 
 def _is_open(prompt: Sequence[int], thinking: ThinkingBudget) -> bool:
-    """Whether the prompt begins a thinking that it does not end."""
+    """Whether a text begins a thinking that it does not end."""
     end = list(prompt[-NEAR_END:])
     return _last(end, thinking.start_ids) > _last(end, thinking.end_ids)
 

@@ -65,6 +65,23 @@ async def test_a_prompt_that_closes_the_thinking_leaves_the_whole_answer_to_the_
     assert (list(params.grammar.begins_after) == []) == binds_at_once
 
 
+@pytest.mark.parametrize(
+    ("template", "begun"),
+    [("{{ messages[0].content }}", False), ("{{ messages[0].content }}<think>\n", True)],
+)
+async def test_a_template_begins_the_thinking_and_a_client_s_words_do_not(
+    make_http, template, begun
+):
+    card, blobs = served()
+    card.template_digest = hashlib.sha256(template.encode()).hexdigest()
+    blobs[card.template_digest] = template.encode()
+    router = FakeRouter(saying("x"), [card], blobs)
+    messages = [{"role": "user", "content": "what is <think> for?"}]
+    body = {"model": "tiny", "messages": messages, "thinking_budget": 3}
+    assert (await make_http(router).post(CHAT, json=body)).status_code == 200
+    assert (list(router.starts[0].params.thinking.start_ids) == []) == begun
+
+
 async def test_tags_of_thinking_are_given() -> None:
     tags = ("<|im_start|>", "<|im_end|>")
     router, params = await params_of("a", thinking_budget=4, thinking_tags=tags)

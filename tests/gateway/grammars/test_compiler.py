@@ -45,7 +45,7 @@ def error_of(kind: Any, value: Any, **options: Any) -> TextError:
         ("regex", "^(yes|no)$", ["yes", "no"], ["maybe", "yes "]),
         ("regex", "^a|b$", ["a", "b"], ["ab", "c"]),
         ("regex", r"cost\$", ["cost$"], ["cost"]),
-        ("regex", "a\nb", ["a\nb"], ["ab"]),
+        ("regex", "a\nb\\\n", ["a\nb\n"], ["ab", "a\nb\\n"]),
         ("choice", ['sa"y', "é\\", "a\nb"], ['sa"y', "é\\", "a\nb"], ["say", "sa"]),
         ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', ["a", "a(x)x"], ["b", "a(x"]),
         ("grammar", 'start: "::= "', ["::= "], ["x"]),
