@@ -1,7 +1,8 @@
 """What the text of an answer has to match, as a client asks for it; pure data."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pdserve.engine.api.sampling_bounds import (
@@ -34,38 +35,40 @@ class Structure:
     lenient: bool = False
     whitespace: bool = True
 
+    def encoded(self) -> bytes:
+        """As the text processes read it; the same structures have the same bytes."""
+        return json.dumps({own.name: getattr(self, own.name) for own in fields(self)}).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> "Structure":
+        return cls(**json.loads(data))
+
 
 def oversize(structure: Structure) -> str:
-    """Why a structure is too large to be compiled; empty if it is not. Takes a millisecond
-    at most, however large it is."""
-    level = [structure.value]
-    chars = values = 0
+    """Why a structure is too large to be compiled; empty if it is not. Takes about a millisecond at
+    most, however large it is."""
+    level: list[Any] = [[structure.value]]
+    chars = num_values = 0
     for _ in range(MAX_STRUCTURE_DEPTH):
         within: list[Any] = []
         for item in level:
-            for part in _parts(item):
-                if isinstance(part, str):
-                    chars += len(part)
-                elif isinstance(part, int):
-                    chars += part.bit_length() // 3
-                else:
-                    within.append(part)
-                values += 1
-                if values > MAX_STRUCTURE_VALUES:
-                    return f"it has more than {MAX_STRUCTURE_VALUES} values"
+            num_values += len(item)
+            if num_values > MAX_STRUCTURE_VALUES:
+                return f"it has more than {MAX_STRUCTURE_VALUES} values"
+            values: Iterable[Any] = item
+            if isinstance(item, dict):
+                chars += sum(map(len, item))
+                values = item.values()
+            for value in values:
+                if isinstance(value, str):
+                    chars += len(value)
+                elif isinstance(value, int):
+                    chars += value.bit_length() // 3
+                elif isinstance(value, dict | list):
+                    within.append(value)
         if chars > MAX_STRUCTURE_CHARS:
             return f"its texts have more than {MAX_STRUCTURE_CHARS} characters"
         if not within:
             return ""
         level = within
     return f"it is nested more than {MAX_STRUCTURE_DEPTH} levels deep"
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
-    elif isinstance(value, str):
-        yield value

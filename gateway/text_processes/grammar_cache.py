@@ -3,11 +3,6 @@
 Invariant: what is kept has at most MAX_BYTES; what was asked for last goes last.
 """
 
-import hashlib
-import json
-from dataclasses import astuple
-
-from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
 MAX_BYTES = 4 << 20  # of one model
@@ -19,10 +14,6 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._held = 0
         self._found: dict[bytes, str | TextError] = {}
-
-    @staticmethod
-    def key(structure: Structure) -> bytes:
-        return hashlib.sha256(json.dumps(astuple(structure)).encode()).digest()
 
     def get(self, key: bytes) -> str | TextError | None:
         found = self._found.pop(key, None)

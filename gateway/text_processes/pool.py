@@ -6,6 +6,7 @@ replaced.
 """
 
 import asyncio
+import hashlib
 import logging
 import socket
 from collections import deque
@@ -88,21 +89,22 @@ class TextProcesses:
     async def grammar(self, owner: bytes, structure: Structure) -> str:
         """Grammar.source of a structure; of what was asked before it is known. Raises TextError
         that names the structure's field; ServiceError UNAVAILABLE."""
-        key = GrammarCache.key(structure)
+        data = structure.encoded()
+        key = hashlib.sha256(data).digest()
         known = self._compiled.get(key)
         if known is None:
-            known = await self._compile(owner, key, structure)
+            known = await self._compile(owner, key, data, structure.param)
         if isinstance(known, TextError):
             raise TextError(str(known), known.param)
         return known
 
-    async def _compile(self, owner: bytes, key: bytes, structure: Structure) -> str | TextError:
+    async def _compile(self, owner: bytes, key: bytes, data: bytes, param: str) -> str | TextError:
         child = await self._take(owner, self._grammars)
         known = self._compiled.get(key)  # another may have asked meanwhile
         if known is not None:
             self._grammars.offer(child)
             return known
-        message = TextMessage({"op": "grammar", "structure": asdict(structure)})
+        message = TextMessage({"op": "grammar"}, [data])
 
         async def ask() -> str | TextError:
             found: str | TextError
@@ -115,7 +117,7 @@ class TextProcesses:
                     lambda answer: answered(answer, MAX_GRAMMAR_BYTES).decode(),
                 )
             except TextError as error:
-                found = TextError(str(error), error.param or structure.param)
+                found = TextError(str(error), error.param or param)
             self._compiled.put(key, found)
             return found
 

@@ -175,7 +175,7 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
     head = asked.head
     if head["op"] == "grammar":
         _set_timer(PROMPT_SIGNAL, limits.grammar_s)
-        return TextMessage({}, [model.grammar(Structure(**head["structure"])).encode()])
+        return TextMessage({}, [model.grammar(Structure.decoded(asked.parts[0])).encode()])
     if head["op"] == "sequences":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])

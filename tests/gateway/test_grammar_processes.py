@@ -145,8 +145,8 @@ def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
 
 
 def test_each_part_of_a_structure_counts() -> None:
-    keys = {
-        GrammarCache.key(structure)
+    encoded = {
+        structure.encoded()
         for structure in (
             WORD,
             Structure("regex", "[a-z]*", "regex"),
@@ -156,4 +156,6 @@ def test_each_part_of_a_structure_counts() -> None:
             Structure("regex", "[a-z]+", "regex", whitespace=False),
         )
     }
-    assert len(keys) == 6
+    assert len(encoded) == 6
+    assert WORD.encoded() in encoded
+    assert all(Structure.decoded(data).encoded() == data for data in encoded)
