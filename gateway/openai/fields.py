@@ -110,7 +110,6 @@ OTHER_NAMES: dict[str, str] = {
     "n_probs": "logprobs",
     "prompt_token_ids": "prompt",
     "input_ids": "prompt",
-    "guided_decoding": "structured_outputs",
     "top_logprobs_num": "logprobs",
     "decoder_input_details": "prompt_logprobs",
 }

@@ -8,6 +8,7 @@ replaced.
 import asyncio
 import hashlib
 import logging
+import math
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 SLACK_S = 2.0  # for the kernel to have killed a child that is late
 WAIT_S = 60.0  # of a prompt, for a child
+DEATH_S = 60.0  # for which a grammar that has ended its child is not tried again
 MAX_CHAR_IDS = 16  # token ids that a character may have
 Spent = Callable[[bytes, float], None]  # (owner, seconds)
 T = TypeVar("T")
@@ -66,7 +68,7 @@ class TextProcesses:
         """The token ids of a conversation. See `_ids`."""
         conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}
-        return (await self._ids(owner, TextMessage(head), max_len))[0]
+        return (await self._ids(owner, TextMessage(head), 1, max_len))[0]
 
     async def text_ids(
         self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
@@ -74,24 +76,21 @@ class TextProcesses:
         """The token ids of a text, special tokens in it parsed. See `_ids`."""
         head = {"op": "text", "add_special_tokens": add_special_tokens, "max_len": max_len}
         message = TextMessage(head, [text.encode("utf-8", "surrogatepass")])
-        return (await self._ids(owner, message, max_len))[0]
+        return (await self._ids(owner, message, 1, max_len))[0]
 
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text as it goes on with another, special tokens in it parsed. See
         `_ids`."""
         head = {"op": "sequences", "texts": list(texts)}
         most = MAX_CHAR_IDS * sum(map(len, texts))
-        found = await self._ids(owner, TextMessage(head), most)
-        if len(found) != len(texts):
-            raise _ended()
-        return found
+        return await self._ids(owner, TextMessage(head), len(texts), most)
 
     async def grammar(self, owner: bytes, structure: Structure) -> str:
         """Grammar.source of a structure; of what was asked before it is known. Raises TextError
         that names the structure's field; ServiceError UNAVAILABLE."""
         data = structure.encoded()
         key = hashlib.sha256(data).digest()
-        known = self._compiled.get(key)
+        known = self._compiled.get(key, self._now())
         if known is None:
             known = await self._compile(owner, key, data, structure.param)
         if isinstance(known, TextError):
@@ -100,7 +99,7 @@ class TextProcesses:
 
     async def _compile(self, owner: bytes, key: bytes, data: bytes, param: str) -> str | TextError:
         child = await self._take(owner, self._grammars)
-        known = self._compiled.get(key)  # another may have asked meanwhile
+        known = self._compiled.get(key, self._now())  # another may have asked meanwhile
         if known is not None:
             self._grammars.offer(child)
             return known
@@ -108,6 +107,7 @@ class TextProcesses:
 
         async def ask() -> str | TextError:
             found: str | TextError
+            until_s = math.inf
             try:
                 found = await self._ask(
                     owner,
@@ -118,17 +118,31 @@ class TextProcesses:
                 )
             except TextError as error:
                 found = TextError(str(error), error.param or param)
-            self._compiled.put(key, found)
+                if not error.param:  # its child has died, perhaps for another reason
+                    until_s = self._now() + DEATH_S
+            self._compiled.put(key, found, until_s)
             return found
 
         return await self._finish(ask())
 
-    async def _ids(self, owner: bytes, message: TextMessage, max_len: int) -> list[list[int]]:
-        """Owners take turns. Raises TextError, also for more than `max_len` ids, and for more
-        characters of a template; ServiceError UNAVAILABLE."""
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _ids(
+        self, owner: bytes, message: TextMessage, count: int, max_len: int
+    ) -> list[list[int]]:
+        """So many sequences; owners take turns. Raises TextError, also for more than `max_len` ids,
+        and for more characters of a template; ServiceError UNAVAILABLE."""
         child = await self._take(owner, self._prompts)
         return await self._finish(
-            self._ask(owner, self._prompts, child, message, lambda answer: ids_of(answer, max_len))
+            self._ask(
+                owner,
+                self._prompts,
+                child,
+                message,
+                lambda answer: ids_of(answer, count, max_len),
+            )
         )
 
     async def _take(self, owner: bytes, children: Children) -> TextChild:

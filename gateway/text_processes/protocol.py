@@ -139,13 +139,13 @@ def with_ids(sequences: Sequence[Sequence[int]]) -> TextMessage:
     return TextMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
 
 
-def ids_of(answer: TextMessage, max_len: int) -> list[list[int]]:
-    """Sequences of at most `max_len` token ids in all. Raises as `answered` does."""
+def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
+    """`count` sequences of at most `max_len` token ids in all. Raises as `answered` does."""
     piece = answered(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ValueError("an answer without the lengths of its sequences")
-    if sum(lengths) * ID_BYTES != len(piece):
+    if len(lengths) != count or sum(lengths) * ID_BYTES != len(piece):
         raise ValueError("an answer without ids")
     ids = iter(memoryview(piece).cast("I"))
     return [list(islice(ids, length)) for length in lengths]

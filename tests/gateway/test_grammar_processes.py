@@ -135,13 +135,40 @@ def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
     for name in (b"a", b"b", b"c"):
         cache.put(name, "x" * 10)
     cache.put(b"b", "x" * 10)
-    assert cache.get(b"a") == "x" * 10
+    assert cache.get(b"a", 0.0) == "x" * 10
     cache.put(b"d", "x" * 10)
-    assert [cache.get(name) is None for name in (b"a", b"b", b"c", b"d")] == [
+    assert [cache.get(name, 0.0) is None for name in (b"a", b"b", b"c", b"d")] == [
         False, False, True, False,
     ]  # fmt: skip
     cache.put(b"large", "x" * (10 * ENTRY_BYTES))
-    assert cache.get(b"large") is None
+    assert cache.get(b"large", 0.0) is None
+
+
+def test_what_has_ended_a_child_is_forgotten_in_time() -> None:
+    cache = GrammarCache()
+    error = TextError("it takes too long")
+    cache.put(b"a", error, until_s=60.0)
+    assert cache.get(b"a", 59.0) is error
+    assert cache.get(b"a", 60.0) is None
+    assert cache.get(b"a", 0.0) is None
+
+
+async def test_a_grammar_whose_child_was_killed_is_compiled_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.gateway.text_processes.pool.DEATH_S", 0.0)
+    text = await loaded(pool)
+    await text.processes.grammar(b"", WORD)
+    (child,) = workers()
+    child.suspend()
+    other = Structure("choice", ["a"], "guided_choice")
+    asked = asyncio.create_task(text.processes.grammar(b"", other))
+    await asyncio.sleep(0)  # it has the child
+    child.kill()
+    with pytest.raises(TextError, match="cannot be prepared") as caught:
+        await asked
+    assert caught.value.param == "guided_choice"
+    assert await text.processes.grammar(b"", other)
 
 
 def test_each_part_of_a_structure_counts() -> None:
