@@ -86,6 +86,7 @@ class CompletionResult:
     num_tokens: int
     finish: str
     ids: list[int]  # of the generated tokens
+    prompt_scores: Sequence[TokenLogprob] = ()  # of its prompt's tokens but the first
 
 
 class Completions:
@@ -129,6 +130,7 @@ class Completions:
             for choice in run.best(completion.sampling.n):
                 answer = answers[choice.index]
                 answer.index = len(kept)
+                answer.prompt_scores = run.prompt_scores
                 kept.append(answer)
         completion_tokens = sum(answer.num_tokens for answer in kept)
         total = sum((run.usage() for run in runs), Usage(0, 0, 0))
@@ -163,7 +165,7 @@ class _PromptRun:
         ]
         self._to_echo = set(range(width)) if completion.echo else set()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
-        self._prompt_scores: list[TokenLogprob] = []
+        self.prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
 
     def usage(self) -> Usage:
@@ -192,7 +194,7 @@ class _PromptRun:
                     if delta is not None:
                         yield delta
                 elif kind == "prompt_logprobs":
-                    self._prompt_scores.extend(event.prompt_logprobs.logprobs)
+                    self.prompt_scores.extend(event.prompt_logprobs.logprobs)
                 elif kind == "placed":
                     self._completion.meter.placed(event.placed)
                 elif kind == "finished":
@@ -200,7 +202,9 @@ class _PromptRun:
                 elif kind == "failed" and not (
                     event.failed.failure.code == CANCELLED and self._all_closed()
                 ):
-                    raise ServiceError.from_failure(event.failed.failure)
+                    failure = event.failed.failure
+                    failure.param = self._completion.sampling.written_as(failure.param)
+                    raise ServiceError.from_failure(failure)
         if not self._all_closed():
             raise ServiceError(INTERNAL, "an answer was cut short")
         self._completion.meter.finished(self._finished, [c.num_tokens for c in self._choices])
@@ -268,10 +272,10 @@ class _PromptRun:
         """The first delta of a choice, with the prompt before it."""
         prompt = TextPart(self._prompt.text)
         scores: tuple[ScoredToken, ...] = ()
-        if self._completion.sampling.logprobs is not None:
-            scores = score_prompt(
-                self._completion.model.text.vocabulary, self._prompt.ids, self._prompt_scores
-            )
+        num_top = self._completion.sampling.logprobs
+        if num_top is not None:
+            vocabulary = self._completion.model.text.vocabulary
+            scores = score_prompt(vocabulary, self._prompt.ids, self.prompt_scores, num_top)
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
         return replace(delta, content=(prompt, *delta.content), tokens=scores + delta.tokens)

@@ -28,6 +28,10 @@ SERVICE = "pdserve.v1.Text"
 TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
 
 MAX_SALT_BYTES = 256
+# Parameters of ids, compiled grammars and scores, for which text has no place.
+_NOT_TEXT = {
+    "logprobs", "prompt_logprobs", "logprob_token_ids", "bad_words", "grammar", "thinking",
+}  # fmt: skip
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Asked = ChatCompletionRequest | TextCompletionRequest
@@ -158,10 +162,11 @@ def _sampling(options: TextOptions) -> RequestedSampling:
     Raises ServiceError for parameters that text has no place for.
     """
     params = options.params
-    for name in ("logprobs", "prompt_logprobs"):
-        if params.HasField(name):
-            raise refuse(name, f"{name} is not part of text answers; use Router.Generate")
     given = {field.name: value for field, value in params.ListFields()}
+    for name in _NOT_TEXT & given.keys():
+        raise refuse(name, f"{name} is not part of text requests; use Router.Generate")
+    if params.allowed_token_ids:
+        given["allowed_token_ids"] = tuple(params.allowed_token_ids)
     if params.logit_bias:
         given["logit_bias"] = dict(params.logit_bias)
     if params.stop_token_ids:

@@ -177,6 +177,7 @@ def make_text_limits(settings: GatewaySettings) -> TextLimits:
         prompt_s=settings.text_timeout_s,
         prompt_bytes=settings.text_memory_mb << 20,
         late_s=2 * settings.text_timeout_s,
+        grammar_s=settings.grammar_timeout_s,
     )
 
 

@@ -4,12 +4,21 @@ REST and gRPC both come through `check` and `resolve`, so they refuse the same t
 words. The bounds are those of engine/api/sampling_bounds.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS, Range
-from pdserve.gateway.structure import Structure
+from pdserve.engine.api.sampling_bounds import (
+    BOUNDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_ENTRIES,
+    MAX_STOP_CHARS,
+    THINKING_BUDGET,
+    Range,
+)
+from pdserve.gateway.structure import Structure, oversize
+from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.protos.common_pb2 import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -49,37 +58,65 @@ class RequestedSampling:
     seed: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] = ()  # and the eos ids; empty: all
+    bad_words: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are told, too
     structure: Structure | None = None
-    structure_after: str = (
-        ""  # the structure binds what follows this text; empty: all of the answer
-    )
-    thinking_budget: int | None = None  # tokens that the model may think before it answers
+    structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
+    thinking_budget: int | None = None  # tokens of thinking; None: no bound
+    thinking_budget_field: str = "thinking_token_budget"
+    thinking_tags: tuple[str, str] = ("<think>", "</think>")  # first empty: an answer begins within
+
+    def written_as(self, param: str) -> str:
+        """A parameter of the engine as the client calls its field."""
+        structure = self.structure.param if self.structure else param
+        return {
+            "max_tokens": self.max_tokens_field,
+            "logprobs": self.logprobs_field,
+            "grammar": structure,
+            "thinking": self.thinking_budget_field,
+        }.get(param, param)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether text_processes/constraints.py has to prepare what binds the answer."""
+        return bool(self.structure or self.bad_words or self.thinking_budget is not None)
 
 
 def refuse(param: str, message: str) -> ServiceError:
     return ServiceError(INVALID_ARGUMENT, message, param=param)
 
 
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """What is wrong with a client's text, as the APIs say it."""
+    try:
+        yield
+    except TextError as error:
+        raise refuse(error.param, str(error)) from error
+
+
 def check(requested: RequestedSampling, card: ModelCard) -> None:
     """Bounds that do not depend on the prompt. Raises ServiceError naming the field."""
     r = requested
-    written_as = {"max_tokens": r.max_tokens_field, "logprobs": r.logprobs_field}
     for name, bounds in BOUNDS.items():
         if name != "logit_bias":
-            _check_range(written_as.get(name, name), getattr(r, name), bounds.api)
+            _check_range(r.written_as(name), getattr(r, name), bounds.api)
     _check_range("best_of", r.best_of, BOUNDS["n"].api)
     _check_range("min_tokens", r.min_tokens, Range(0, card.context_len))
     if r.best_of is not None and r.best_of < r.n:
         raise refuse("best_of", f"best_of must be at least n ({r.n}), not {r.best_of}")
-    for name, what in (
-        ("stop", "stop strings"), ("stop_token_ids", "ids"), ("logit_bias", "entries"),
-    ):  # fmt: skip
-        count, most = len(getattr(r, name)), MAX_ENTRIES[name]
+    for name, most in MAX_ENTRIES.items():
+        count = len(getattr(r, name))
         if count > most:
-            raise refuse(name, f"at most {most} {what}, not {count}")
+            raise refuse(name, f"at most {most} entries, not {count}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in r.stop):
         raise refuse("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
-    for name, ids in (("stop_token_ids", r.stop_token_ids), ("logit_bias", r.logit_bias)):
+    if any(len(word) > MAX_BAD_WORD_CHARS or not word.strip() for word in r.bad_words):
+        what = f"1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
+        raise refuse("bad_words", f"a bad word must have {what}")
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        ids = getattr(r, name)
         wrong = [token for token in ids if not 0 <= token < card.vocab_size]
         if wrong:
             named = cut(", ".join(map(str, wrong)), MAX_QUOTED)
@@ -89,6 +126,19 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     if beyond:
         named = cut(", ".join(map(str, beyond)), MAX_QUOTED)
         raise refuse("logit_bias", f"a bias must be {limits}, unlike those of {named}")
+    _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
+    if r.logprob_token_ids and r.logprobs is None:
+        raise refuse("logprob_token_ids", "logprob_token_ids needs logprobs")
+
+
+def check_structure(requested: RequestedSampling, structure: Structure) -> None:
+    """The answer ends where its structure does, so nothing else may say where it must not. Raises
+    ServiceError."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(requested, name):
+            raise refuse(name, f"{name} cannot be combined with {structure.param}")
+    if why := oversize(structure):
+        raise refuse(structure.param, f"{structure.param} is too large: {why}")
 
 
 def _check_range(param: str, value: float | None, allowed: Range) -> None:
@@ -134,12 +184,14 @@ def resolve(
         min_tokens=r.min_tokens,
         max_tokens=r.max_tokens or 0,
         n=r.best_of or r.n,
+        allowed_token_ids=r.allowed_token_ids,
+        logprob_token_ids=r.logprob_token_ids,
     )
     if r.logprobs is not None:
         params.logprobs = r.logprobs
     elif (r.best_of or r.n) > r.n:
         params.logprobs = 0  # to rank the candidates
-    if r.prompt_logprobs is not None:
+    if r.prompt_logprobs is not None and prompt_len > 1:  # a prompt's first token has none
         params.prompt_logprobs = r.prompt_logprobs
     return params
 

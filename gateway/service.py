@@ -5,8 +5,8 @@ counts in the limits and its line is in the log.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -26,12 +26,13 @@ from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
+from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.tool_use import ToolUse
-from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.rate_limits import RateLimits
@@ -134,6 +135,7 @@ class Service:
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
                     prompts = await self._prompts(asked, model, owner)
+                await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
             finally:
@@ -287,6 +289,23 @@ class Service:
                 await asyncio.sleep(0)
         return made
 
+    async def _bind(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: RequestedSampling,
+        model: ServedModel,
+        owner: bytes,
+        continues: bool,
+    ) -> None:
+        """Adds to the parameters of prompts what binds their answers."""
+        if not sampling.is_constrained:
+            return
+        await self.rates.check_text(owner)
+        with client_errors():
+            constraints = await constraints_of(sampling, model.text, owner)
+        for prompt in prompts:
+            constraints.bind(prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
+
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
@@ -336,10 +355,7 @@ class Service:
                 ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
                 _check_len(len(ids), model, "prompt")
                 text = await self._echo_text(asked, model, ids, owner)
-            sampling = asked.sampling
-            if len(ids) < 2:  # a prompt's first token has no log-probability
-                sampling = replace(sampling, prompt_logprobs=None)
-            params = resolve(sampling, model.card, model.text.defaults, len(ids), "prompt")
+            params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "prompt")
             prompts.append(Prompt(ids, text, params))
         return prompts
 
@@ -423,12 +439,3 @@ def _most_chars(count: int, model: ServedModel, param: str) -> int:
             param=param,
         )
     return most
-
-
-@contextmanager
-def client_errors() -> Iterator[None]:
-    """What is wrong with a client's text, as the APIs say it."""
-    try:
-        yield
-    except TextError as error:
-        raise ServiceError(INVALID_ARGUMENT, str(error), param=error.param) from error

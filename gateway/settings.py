@@ -52,8 +52,13 @@ class GatewaySettings(PublicSettings):
         2, "processes of each model that tokenize and fill templates", min=1, max=64
     )
     text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    grammar_timeout_s: float = option(
+        1.0, "seconds for compiling the grammar of a structured answer", min=0.001
+    )
     text_memory_mb: int = option(
-        224, "MiB that preparing one prompt may take, beside the model's tokenizer", min=16
+        224,
+        "MiB that preparing one prompt or grammar may take, beside the model's tokenizer",
+        min=16,
     )
     text_load_memory_mb: int = option(
         1024, "MiB that a model's tokenizer and template may take", min=64

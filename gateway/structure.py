@@ -1,7 +1,17 @@
 """What the text of an answer has to match, as a client asks for it; pure data."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from pdserve.engine.api.sampling_bounds import (
+    MAX_STRUCTURE_CHARS,
+    MAX_STRUCTURE_DEPTH,
+    MAX_STRUCTURE_VALUES,
+)
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,11 +19,56 @@ class Structure:
     """A form of text; `param` is the request's field that asks for it.
 
     `value` by kind: json_schema, a schema (an object, or true); json_object, nothing; regex, its
-    text; choice, a list of texts; lark, a grammar as llguidance reads it; structural_tag, free text
-    with tags: {"structures": [{"begin", "schema", "end"}], "triggers": [texts], "required": bool,
-    "stop_after_first": bool}, where `required` makes the text begin with one of the tags.
+    text; choice, a list of texts; lark, a grammar as llguidance reads it; grammar, one of Lark or
+    of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
+    [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
+    where `required` makes the text begin with one of the tags. A structure there may have a "param"
+    and be "lenient" itself.
+
+    `lenient`: of a schema, keywords that cannot be enforced bind nothing; otherwise they are
+    refused. `whitespace`: JSON may have some between its tokens.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
+    kind: Kind
     value: Any
     param: str
+    lenient: bool = False
+    whitespace: bool = True
+
+    def encoded(self) -> bytes:
+        """As the text processes read it; the same structures have the same bytes."""
+        return json.dumps({own.name: getattr(self, own.name) for own in fields(self)}).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> "Structure":
+        return cls(**json.loads(data))
+
+
+def oversize(structure: Structure) -> str:
+    """Why a structure is too large to be compiled; empty if it is not. Takes about a millisecond at
+    most, however large it is."""
+    level: list[Any] = [[structure.value]]
+    chars = num_values = 0
+    for _ in range(MAX_STRUCTURE_DEPTH):
+        within: list[Any] = []
+        for item in level:
+            num_values += len(item)
+            if num_values > MAX_STRUCTURE_VALUES:
+                return f"it has more than {MAX_STRUCTURE_VALUES} values"
+            values: Iterable[Any] = item
+            if isinstance(item, dict):
+                chars += sum(map(len, item))
+                values = item.values()
+            for value in values:
+                if isinstance(value, str):
+                    chars += len(value)
+                elif isinstance(value, int):
+                    chars += value.bit_length() // 3
+                elif isinstance(value, dict | list):
+                    within.append(value)
+        if chars > MAX_STRUCTURE_CHARS:
+            return f"its texts have more than {MAX_STRUCTURE_CHARS} characters"
+        if not within:
+            return ""
+        level = within
+    return f"it is nested more than {MAX_STRUCTURE_DEPTH} levels deep"

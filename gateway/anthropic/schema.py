@@ -152,6 +152,7 @@ class MessagesBody(CountBody):
             if asked
             else None,
             thinking_budget=self._thinking_budget(),
+            thinking_budget_field="thinking.budget_tokens",
         )
 
     def _thinking_budget(self) -> int | None:

@@ -109,9 +109,11 @@ def answer_format(
 def shaped(
     sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
 ) -> RequestedSampling:
-    """The sampling with the structure that the tools ask for, and with what an answer has before
-    its structure. Raises ServiceError for two structures."""
+    """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
+    what an answer has before its structure. Raises ServiceError for two structures."""
     tools, reasoning = families
+    if reasoning is not None:
+        sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure

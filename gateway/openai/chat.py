@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
+from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
+from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.schema import ChatBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import ChatCompletionRequest, Service
@@ -58,6 +59,13 @@ class ChatReply:
                 head["prompt_token_ids"] = list(completion.prompts[0].ids)
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
+            if (num_top := self._body.prompt_logprobs) is not None:
+                head["prompt_logprobs"] = await logprobs.of_prompt(
+                    completion.model.text.vocabulary,
+                    completion.prompts[0].ids,
+                    answers[0].prompt_scores,
+                    num_top,
+                )
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -135,15 +143,7 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = [
-            {**_logprob(token.chosen), "top_logprobs": [_logprob(top) for top in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _logprob(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
+        return logprobs.of_chat(tokens, bool(self._body.return_tokens_as_token_ids))
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:

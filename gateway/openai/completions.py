@@ -9,6 +9,7 @@ from typing import Any
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import ScoredToken
 from pdserve.gateway.completion import Usage
+from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.schema import CompletionBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service, TextCompletionRequest
@@ -42,9 +43,15 @@ class CompletionReply:
             choices = []
             for answer in answers:
                 choice = self._choice(answer.index, answer.content, answer.tokens, answer.finish)
+                prompt = completion.prompts[answer.index // completion.sampling.n]
                 if self._body.return_token_ids:
-                    prompt = completion.prompts[answer.index // completion.sampling.n]
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
+                if (num_top := self._body.prompt_logprobs) is not None:
+                    vocabulary = completion.model.text.vocabulary
+                    scores = answer.prompt_scores
+                    choice["prompt_logprobs"] = await logprobs.of_prompt(
+                        vocabulary, prompt.ids, scores, num_top
+                    )
                 choices.append(choice)
             head = self._head(completion.model.card.name)
             return {**head, "choices": choices, "usage": usage_object(usage)}
@@ -83,24 +90,8 @@ class CompletionReply:
         return {
             "index": index,
             "text": text_of(content),
-            "logprobs": None if self._body.logprobs is None else _logprobs(tokens),
+            "logprobs": None
+            if self._body.logprobs is None
+            else logprobs.of_completion(tokens, bool(self._body.return_tokens_as_token_ids)),
             "finish_reason": finish,
         }
-
-
-def _logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    tops: list[dict[str, float | None] | None] = []
-    for token in tokens:
-        if token.chosen.logprob is None:
-            tops.append(None)
-            continue
-        top: dict[str, float | None] = {}
-        for entry in (*token.top, token.chosen):
-            top.setdefault(entry.text, entry.logprob)
-        tops.append(top)
-    return {
-        "tokens": [token.chosen.text for token in tokens],
-        "token_logprobs": [token.chosen.logprob for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": [token.offset for token in tokens],
-    }

@@ -14,20 +14,14 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.openai.body import B, parse
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.responses.routes import add_response_routes
-from pdserve.gateway.openai.schema import (
-    B,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    parse,
-    parse_tokenize,
-)
+from pdserve.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, parse_tokenize
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore

@@ -1,7 +1,7 @@
 """Fields that this API knows and does not serve: refused by name, or ignored on purpose.
 
 A field that would change the answer is never ignored in silence. Whoever serves one of these makes
-it a field of a body in schema.py, and takes it out of here.
+it a field of a body in schema.py or bodies/, and takes it out of here.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,21 +28,19 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             # OpenAI
             "suffix", "functions", "audio", "web_search_options", "store",
             # vLLM
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-            "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs",
-            "structural_tag", "use_beam_search", "chat_template", "chat_template_kwargs",
+            "guided_decoding_backend", "guided_whitespace_pattern", "use_beam_search",
+            "chat_template", "chat_template_kwargs",
             "prompt_embeds", "lora_request", "documents", "continue_final_message",
-            "prompt_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "return_token_ids",
-            "return_tokens_as_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words",
-            "logits_processors", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params",
-            "vllm_xargs", "repetition_detection", "thinking_token_budget",
+            "prompt_token_ids", "truncate_prompt_tokens", "return_token_ids", "logits_processors",
+            "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params",
+            "vllm_xargs", "repetition_detection",
             # SGLang
-            "regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "custom_logit_processor",
+            "stop_regex", "no_stop_trim", "custom_logit_processor",
             "custom_params", "lora_path", "session_params", "return_hidden_states",
             "return_routed_experts", "input_ids", "input_embeds", "image_data", "video_data",
             "audio_data", "return_logprob",
             # llama.cpp
-            "grammar", "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
+            "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
             "samplers", "dry_sequence_breakers", "response_fields", "return_progress",
             "post_sampling_probs", "return_tokens", "multimodal_data", "n_discard",
             # text-generation-inference, Mistral, Hugging Face, text-generation-webui
@@ -52,8 +50,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             # Ollama
             "options", "format", "images", "raw", "think", "system",
             # Of thinking: GLM, DeepSeek, Qwen, llama.cpp, OpenRouter
-            "thinking", "enable_thinking", "thinking_budget", "reasoning", "reasoning_format",
-            "reasoning_budget",
+            "thinking", "enable_thinking", "reasoning", "reasoning_format",
         ),
         NOTHING,
     ),
@@ -61,7 +58,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "add_generation_prompt": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -118,6 +114,10 @@ OTHER_NAMES: dict[str, str] = {
     "n_probs": "logprobs",
     "functions": "tools",
     "function_call": "tool_choice",
+    "prompt_token_ids": "prompt",
+    "input_ids": "prompt",
+    "top_logprobs_num": "logprobs",
+    "decoder_input_details": "prompt_logprobs",
 }
 
 # They change no answer of this server.

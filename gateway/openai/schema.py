@@ -1,56 +1,23 @@
-"""Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py.
+"""Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
 
-Unknown fields are ignored and named in the debug log, as vLLM does. What becomes of known ones that
-are not served is in fields.py.
-"""
-
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    FailFast,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, FailFast, Field
 
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
-from pdserve.gateway.openai.body import Body
-from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
+from pdserve.gateway.openai.bodies.sampling import Sampling
+from pdserve.gateway.openai.body import Body, parse
 from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
-from pdserve.gateway.sampling import RequestedSampling, refuse
-from pdserve.gateway.service import client_errors
+from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput
 from pdserve.gateway.tool_use import ToolUse
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
-
-log = logging.getLogger("pdserve.gateway.http")
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
 _OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
-MAX_FIELDS = 1024  # of a body, unknown ones too
-MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
-# Fields that RequestedSampling has under the same name.
-_SAME_NAMES = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
-)  # fmt: skip
-
-
-def _stop(value: Any) -> Any:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(stop, str) for stop in value):
-        return value
-    raise ValueError("must be a string or a list of strings")
 
 
 def _is_ids(value: Any) -> bool:
@@ -77,76 +44,6 @@ def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
             what = "a string, a number, a boolean or null"
             raise ValueError(f"{name[:40]!r} must be {what}")
     return given
-
-
-def _few(name: str) -> BeforeValidator:
-    """Refuses too many entries of a field unseen: an error for each takes long."""
-    most = MAX_ENTRIES[name]
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > most:
-            raise ValueError(f"at most {most} entries, not {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class Sampling(Body):
-    """The fields that chat and plain completions share."""
-
-    generates = True
-    model: str = ""
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
-    seed: int | None = None
-    stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
-    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    truncate_prompt_tokens: int | None = None
-    return_token_ids: bool | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
-
-    def _shared(self) -> dict[str, Any]:
-        """Fields of RequestedSampling; a field that is null is not given."""
-        if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options", "stream_options needs stream: true")
-        given = {name: getattr(self, name) for name in _SAME_NAMES}
-        return {
-            **{name: value for name, value in given.items() if value is not None},
-            "logit_bias": _biases(self.logit_bias or {}),
-            "stop": tuple(self.stop),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "include_stop": bool(self.include_stop_str_in_output),
-        }
 
 
 class Message(Body):
@@ -236,6 +133,7 @@ class ChatBody(ConversationBody, Sampling):
             max_tokens_field=limit_field,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -262,9 +160,14 @@ class CompletionBody(Sampling):
             **self._shared(),
             max_tokens=1 if self.echo_only else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self._prompt_logprobs(),
             best_of=self.best_of,
         )
+
+    def _prompt_logprobs(self) -> int | None:
+        """As many as one of them is told with: its own field, and the tokens of an echo."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
 
 class TokenizeBody(Body):
@@ -304,46 +207,3 @@ class DetokenizeBody(Body):
     model: str = ""
     tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool = False
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
-    if len(body) > MAX_FIELDS:
-        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-    asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
-    if refused := refused_field(asked, kind.model_fields):
-        raise refuse(*refused)
-    try:
-        parsed = kind.model_validate(body)
-    except ValidationError as error:
-        raise _first_error(error) from None
-    unknown = sorted(set(body) - kind.model_fields.keys() - IGNORED - REFUSED.keys())
-    if unknown:
-        names = ", ".join(repr(name[:40]) for name in unknown[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(unknown), names)
-    return parsed
-
-
-def _first_error(error: ValidationError) -> ServiceError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ""
-    for part in first["loc"]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
-    if first["type"] == "missing":
-        return refuse(param, f"{param} is required")
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    return refuse(param, f"{param}: {message.removeprefix('input ')}")
-
-
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    wrong = [t for t in given if not (t.isascii() and t.isdecimal() and len(t) <= 10)]
-    if wrong:
-        named = ", ".join(f"{token[:40]!r}" for token in wrong)
-        what = "is not a token id" if len(wrong) == 1 else "are not token ids"
-        raise refuse("logit_bias", cut(f"logit_bias: {named} {what}", MAX_QUOTED))
-    return {int(token): bias for token, bias in given.items()}

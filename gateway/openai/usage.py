@@ -4,7 +4,7 @@ from typing import Any
 
 from pdserve.gateway.choice import Delta
 from pdserve.gateway.completion import PreparedCompletion, Usage
-from pdserve.gateway.openai.schema import Sampling
+from pdserve.gateway.openai.bodies.sampling import Sampling
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

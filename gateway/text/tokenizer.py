@@ -90,6 +90,19 @@ class Tokenizer(Vocabulary):
         plain = [p.replace(rendered.mark, "") if isinstance(p, str) else p for p in parts]
         return self._framed(self._encode(plain), add_special_tokens)
 
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of a text that goes on with another, special tokens in it parsed. Raises TextError
+        for text that is not Unicode."""
+        ids: list[int] = []
+        for part in self.special.split(text):
+            ids += [part] if isinstance(part, int) else self._plain(part, self._within)
+        return ids
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Ids of plain text that goes on with another, made by the calling thread alone: the
+        library starts further ones only for batches."""
+        return list(self._within.encode(text, add_special_tokens=False).ids)
+
     def _framed(self, ids: list[int], wanted: bool) -> list[int]:
         if not wanted:
             return ids

@@ -20,6 +20,7 @@ from pdserve.gateway.text_processes.protocol import (
     TextLimits,
     TextMessage,
     pack,
+    subject,
 )
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
@@ -32,7 +33,7 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", 
 ENDED_S = 1.0  # for the news how a child ended, once its socket is closed
 TOO_LONG = {
     -protocol.RENDER_SIGNAL: "the chat template ran for too long",
-    -protocol.PROMPT_SIGNAL: "the prompt takes too long to be prepared",
+    -protocol.PROMPT_SIGNAL: "the {} takes too long to be prepared",
 }
 
 
@@ -151,16 +152,18 @@ class TextChild:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDED_S):
                     await asyncio.shield(self.code)
-            raise self._failure() from None
+            raise self._failure(subject(message)) from None
 
-    def _failure(self) -> Exception:
+    def _failure(self, what: str) -> Exception:
         code = self.code.result() if self.code.done() else 0
         if code in TOO_LONG:
-            return TextError(TOO_LONG[code])
+            return TextError(TOO_LONG[code].format(what))
         if code == -protocol.LATE_SIGNAL:
             return late()
-        log.warning("a text process ended while it prepared a prompt: code %d", code)
-        return TextError("the prompt cannot be prepared: it needs too much memory, or it is broken")
+        log.warning("a text process ended while it prepared a %s: code %d", what, code)
+        return TextError(
+            f"the {what} cannot be prepared: it needs too much memory, or it is broken"
+        )
 
 
 class TextHost:

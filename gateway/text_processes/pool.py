@@ -1,19 +1,23 @@
 """The gateway's side of the text processes: a model's processes, and a spare one for the next.
 
 Ownership: `TextPool` owns the spare process, each `TextProcesses` the process of its model, and
-that process its children. A child serves one prompt at a time; one that dies or is late is
+that process its children. A child does one piece of work at a time; one that dies or is late is
 replaced.
 """
 
 import asyncio
+import hashlib
 import logging
+import math
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
+from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
@@ -23,51 +27,48 @@ from pdserve.gateway.text.vocabulary import (
     Vocabulary,
     stored_vocabulary,
 )
-from pdserve.gateway.text_processes.host import (
-    MessageStream,
-    TextChild,
-    TextHost,
-    late,
-    no_process,
-)
-from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, ids_of
+from pdserve.gateway.text_processes.children import Children
+from pdserve.gateway.text_processes.grammar_cache import GrammarCache
+from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process
+from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, answered, ids_of
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.fairness import FairQueue
 
 log = logging.getLogger(__name__)
 
 SLACK_S = 2.0  # for the kernel to have killed a child that is late
 WAIT_S = 60.0  # of a prompt, for a child
+DEATH_S = 60.0  # for which a grammar that has ended its child is not tried again
+MAX_CHAR_IDS = 16  # token ids that a character may have
 Spent = Callable[[bytes, float], None]  # (owner, seconds)
+T = TypeVar("T")
 
 
 class TextProcesses:
-    """The processes of one model, which turn its prompts into token ids."""
+    """The processes of one model, which turn its prompts into token ids and compile grammars."""
 
     def __init__(
         self, host: TextHost, most: int, limit_s: float, wait_s: float, spent: Spent
     ) -> None:
-        """`most` children; a prompt may take `limit_s` in one, after `wait_s` for it."""
+        """`most` children for prompts, and one for grammars; work may take `limit_s` in one, after
+        `wait_s` for it."""
         self.alive = True
         self._host = host
-        self._most = most
-        self._free = most  # children that may still be started
         self._limit_s = limit_s
-        self._wait_s = wait_s
         self._spent = spent
         self._children: dict[int, TextChild] = {}  # by pid
-        self._starting: deque[socket.socket] = deque()
-        self._idle: list[TextChild] = []
-        self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
-        self._asking: set[asyncio.Task[list[int]]] = set()  # the loop keeps weak references only
+        self._starting: deque[tuple[socket.socket, Children]] = deque()
+        self._prompts = Children(self._fork, most, wait_s)
+        self._grammars = Children(self._fork, 1, wait_s)  # so that prompts wait for no grammar
+        self._compiled = GrammarCache()
+        self._asking: set[asyncio.Task[Any]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
     async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
         """The token ids of a conversation. See `_ids`."""
         conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}
-        return await self._ids(owner, TextMessage(head))
+        return (await self._ids(owner, TextMessage(head), 1, max_len))[0]
 
     async def text_ids(
         self,
@@ -86,18 +87,89 @@ class TextProcesses:
             "parse_special": parse_special,
             "max_len": max_len,
         }
-        return await self._ids(owner, TextMessage(head, [text.encode("utf-8", "surrogatepass")]))
+        message = TextMessage(head, [text.encode("utf-8", "surrogatepass")])
+        return (await self._ids(owner, message, 1, max_len))[0]
 
-    async def _ids(self, owner: bytes, message: TextMessage) -> list[int]:
-        """Owners take turns. Raises TextError, also for more than `max_len` ids, and for more
-        characters of a template; ServiceError UNAVAILABLE."""
-        child = await self._take(owner)
-        asking = asyncio.create_task(self._ask(owner, child, message))
+    async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text as it goes on with another, special tokens in it parsed. See
+        `_ids`."""
+        head = {"op": "sequences", "texts": list(texts)}
+        most = MAX_CHAR_IDS * sum(map(len, texts))
+        return await self._ids(owner, TextMessage(head), len(texts), most)
+
+    async def grammar(self, owner: bytes, structure: Structure) -> str:
+        """Grammar.source of a structure; of what was asked before it is known. Raises TextError
+        that names the structure's field; ServiceError UNAVAILABLE."""
+        data = structure.encoded()
+        key = hashlib.sha256(data).digest()
+        known = self._compiled.get(key, self._now())
+        if known is None:
+            known = await self._compile(owner, key, data, structure.param)
+        if isinstance(known, TextError):
+            raise TextError(str(known), known.param)
+        return known
+
+    async def _compile(self, owner: bytes, key: bytes, data: bytes, param: str) -> str | TextError:
+        child = await self._take(owner, self._grammars)
+        known = self._compiled.get(key, self._now())  # another may have asked meanwhile
+        if known is not None:
+            self._grammars.offer(child)
+            return known
+        message = TextMessage({"op": "grammar"}, [data])
+
+        async def ask() -> str | TextError:
+            found: str | TextError
+            until_s = math.inf
+            try:
+                found = await self._ask(
+                    owner,
+                    self._grammars,
+                    child,
+                    message,
+                    lambda answer: answered(answer, MAX_GRAMMAR_BYTES).decode(),
+                )
+            except TextError as error:
+                found = TextError(str(error), error.param or param)
+                if not error.param:  # its child has died, perhaps for another reason
+                    until_s = self._now() + DEATH_S
+            self._compiled.put(key, found, until_s)
+            return found
+
+        return await self._finish(ask())
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _ids(
+        self, owner: bytes, message: TextMessage, count: int, max_len: int
+    ) -> list[list[int]]:
+        """So many sequences; owners take turns. Raises TextError, also for more than `max_len` ids,
+        and for more characters of a template; ServiceError UNAVAILABLE."""
+        child = await self._take(owner, self._prompts)
+        return await self._finish(
+            self._ask(
+                owner,
+                self._prompts,
+                child,
+                message,
+                lambda answer: ids_of(answer, count, max_len),
+            )
+        )
+
+    async def _take(self, owner: bytes, children: Children) -> TextChild:
+        if not self.alive:
+            raise _ended()
+        return await children.take(owner)
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work returns; it goes on though the client goes, as its child is busy."""
+        asking = asyncio.create_task(work)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
-        return await asyncio.shield(asking)  # its child is busy though the client goes
+        return await asyncio.shield(asking)
 
-    def _asked(self, asking: asyncio.Task[list[int]]) -> None:
+    def _asked(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
             asking.exception()  # its client may have gone, and asyncio would log it
@@ -108,19 +180,27 @@ class TextProcesses:
         self._listening.cancel()
         for child in self._children.values():
             child.stream.close()
-        for sock in self._starting:
+        for sock, _ in self._starting:
             sock.close()
-        self._fail_waiting(_ended)
+        self._fail_waiting()
         await self._host.close()
 
-    async def _ask(self, owner: bytes, child: TextChild, message: TextMessage) -> list[int]:
+    async def _ask(
+        self,
+        owner: bytes,
+        children: Children,
+        child: TextChild,
+        message: TextMessage,
+        read: Callable[[TextMessage], T],
+    ) -> T:
+        """What `read` makes of the answer; it raises ValueError for one that is none."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         keep = False
         try:
             answer = await child.ask(message, self._limit_s)
             keep = "last" not in answer.head  # otherwise it ends, with what it holds
-            return ids_of(answer, message.head["max_len"])
+            return read(answer)
         except TextError:
             raise
         except ValueError as error:
@@ -134,61 +214,14 @@ class TextProcesses:
         finally:
             self._spent(owner, loop.time() - began)
             if keep:
-                self._offer(child)
+                children.offer(child)
             else:
                 child.stream.close()
-                self._replace()
+                children.replace()
 
-    async def _take(self, owner: bytes) -> TextChild:
-        if not self.alive:
-            raise _ended()
-        while self._idle:
-            if not (child := self._idle.pop()).has_ended:
-                return child
-            self._free += 1
-        mine: asyncio.Future[TextChild] = asyncio.get_running_loop().create_future()
-        self._waiting.push(owner, mine)
-        if self._free:
-            self._fork()
-        try:
-            async with asyncio.timeout(self._wait_s):
-                try:
-                    return await mine
-                except asyncio.CancelledError:
-                    if mine.done() and not mine.cancelled() and mine.exception() is None:
-                        self._offer(mine.result())  # it came at the same time
-                    raise
-        except TimeoutError:
-            raise late() from None
-
-    def _offer(self, child: TextChild) -> None:
-        """A child that has nothing to do."""
-        if child.has_ended:
-            self._replace()
-            return
-        while self._waiting:
-            waiting = self._waiting.pop()
-            if not waiting.done():  # otherwise its client has gone
-                waiting.set_result(child)
-                return
-        self._idle.append(child)
-
-    def _replace(self) -> None:
-        """A child has gone."""
-        self._free += 1
-        if self._waiting and self.alive:
-            self._fork()
-
-    def _fork(self) -> None:
-        """Starts one of the free children. If that fails, those that run serve all who wait."""
-        try:
-            self._starting.append(self._host.fork())
-        except OSError as error:
-            log.warning("a text process cannot be started: %s", error)
-            if self._free == self._most:
-                self._fail_waiting(no_process)
-        else:
-            self._free -= 1
+    def _fork(self, children: Children) -> None:
+        """Raises OSError."""
+        self._starting.append((self._host.fork(), children))
 
     async def _listen(self) -> None:
         """Hears of children that begin and end."""
@@ -196,9 +229,10 @@ class TextProcesses:
             while True:
                 head = (await self._host.stream.receive()).head
                 if "forked" in head:
-                    child = TextChild(await MessageStream.over(self._starting.popleft()))
+                    sock, children = self._starting.popleft()
+                    child = TextChild(await MessageStream.over(sock))
                     self._children[head["forked"]] = child
-                    self._offer(child)
+                    children.offer(child)
                 else:
                     child = self._children.pop(head["ended"])
                     child.code.set_result(head["code"])
@@ -208,13 +242,11 @@ class TextProcesses:
             self._host.kill()  # if it has not ended, but sends what it must not
         finally:
             self.alive = False
-            self._fail_waiting(_ended)
+            self._fail_waiting()
 
-    def _fail_waiting(self, why: Callable[[], ServiceError]) -> None:
-        while self._waiting:
-            waiting = self._waiting.pop()
-            if not waiting.done():
-                waiting.set_exception(why())
+    def _fail_waiting(self) -> None:
+        self._prompts.fail(_ended)
+        self._grammars.fail(_ended)
 
 
 class LoadedText(NamedTuple):

@@ -13,12 +13,13 @@ import resource
 import signal
 import socket
 import sys
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
 
+from pdserve.gateway.grammars.compiler import GrammarCompiler
+from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
@@ -38,6 +39,8 @@ from pdserve.gateway.text_processes.protocol import (
     head_of,
     pack,
     size_of,
+    subject,
+    with_ids,
 )
 from pdserve.services.host.errors import MAX_MESSAGE, MAX_QUOTED, cut
 from pdserve.services.host.process import die_with, show_as
@@ -62,6 +65,19 @@ class TextModel:
             self.tool_parser = tool_family_of(source) if "tools" in source else ""
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
+        self._compiler: GrammarCompiler | None = None
+        try:
+            self._compiler = GrammarCompiler(self.tokenizer)
+        except MemoryError:
+            raise
+        except BaseException as error:  # the model can still write free text
+            self._no_grammars = f"this model takes no structure: {cut(str(error), MAX_QUOTED)}"
+
+    def grammar(self, structure: Structure) -> str:
+        """Raises TextError."""
+        if self._compiler is None:
+            raise TextError(self._no_grammars, structure.param)
+        return self._compiler.compile(structure)
 
     def described(self) -> TextMessage:
         """What the gateway keeps."""
@@ -144,18 +160,15 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
     while (asked := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
         try:
-            ids = _ids(asked, model, limits)
-            if len(ids) > asked.head["max_len"]:  # only a hostile template writes so much
-                raise TextError(f"the prompt has {len(ids)} tokens")
-            answer = TextMessage({}, [array("I", ids).tobytes()])
+            answer = _answer(asked, model, limits)
         except TextError as error:
             # It may quote the client.
             answer = TextMessage({"error": cut(str(error), MAX_QUOTED), "param": error.param})
         except MemoryError:
-            text = "the prompt needs too much memory to be prepared"
+            text = f"the {subject(asked)} needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})
         except BaseException as error:  # a panic of a Rust library, too
-            text = f"the prompt cannot be prepared: {type(error).__name__}"
+            text = f"the {subject(asked)} cannot be prepared: {type(error).__name__}"
             answer = TextMessage({"error": text, "last": True})
         for timer in (RENDER_SIGNAL, PROMPT_SIGNAL, LATE_SIGNAL):
             _set_timer(timer, 0)
@@ -164,7 +177,22 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             return
 
 
-def _ids(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
+def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
+    """Raises TextError."""
+    head = asked.head
+    if head["op"] == "grammar":
+        _set_timer(PROMPT_SIGNAL, limits.grammar_s)
+        return TextMessage({}, [model.grammar(Structure.decoded(asked.parts[0])).encode()])
+    if head["op"] == "sequences":
+        _set_timer(PROMPT_SIGNAL, limits.prompt_s)
+        return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])
+    ids = _prompt(asked, model, limits)
+    if len(ids) > head["max_len"]:  # only a hostile template writes so much
+        raise TextError(f"the prompt has {len(ids)} tokens")
+    return with_ids([ids])
+
+
+def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
     """Raises TextError."""
     head = asked.head
     if head["op"] == "text":

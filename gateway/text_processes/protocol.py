@@ -9,8 +9,10 @@ A message is a JSON object, then pieces of bytes:
 import json
 import signal
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from pdserve.gateway.text.errors import TextError
@@ -19,7 +21,7 @@ from pdserve.services.host.errors import MAX_QUOTED, cut
 FORK = b"f"  # to the process of a model: comes with the socket of a new child
 # How a child ends that passes a limit of time; no handler is set, so the kernel kills it.
 RENDER_SIGNAL = signal.SIGPROF
-PROMPT_SIGNAL = signal.SIGVTALRM
+PROMPT_SIGNAL = signal.SIGVTALRM  # for a grammar, too
 LATE_SIGNAL = signal.SIGALRM
 
 MAX_HEAD_BYTES = 16 << 20
@@ -111,19 +113,42 @@ class MessageReader:
         return taken
 
 
-def ids_of(answer: "TextMessage", max_len: int) -> list[int]:
-    """The token ids of a prompt. Raises TextError with what a text process says is wrong with it,
-    ValueError for an answer that is none."""
+def subject(asked: "TextMessage") -> str:
+    """What a message asks to be prepared, as errors name it."""
+    return "grammar" if asked.head["op"] == "grammar" else "prompt"
+
+
+def answered(answer: "TextMessage", max_bytes: int) -> bytes:
+    """The one piece of an answer. Raises TextError with what a text process says is wrong with what
+    it was asked, ValueError for an answer that is none."""
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("an error that is no text")
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
-    if len(answer.parts) != 1 or len(answer.parts[0]) % ID_BYTES:
-        raise ValueError("an answer without ids")
-    if len(answer.parts[0]) > max_len * ID_BYTES:
+    if len(answer.parts) != 1:
+        raise ValueError(f"an answer of {len(answer.parts)} pieces")
+    if len(answer.parts[0]) > max_bytes:
         raise ValueError(f"an answer of {len(answer.parts[0])} bytes")
-    return list(memoryview(answer.parts[0]).cast("I"))
+    return answer.parts[0]
+
+
+def with_ids(sequences: Sequence[Sequence[int]]) -> TextMessage:
+    """An answer of sequences of token ids."""
+    ids = array("I", chain.from_iterable(sequences))
+    return TextMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
+
+
+def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
+    """`count` sequences of at most `max_len` token ids in all. Raises as `answered` does."""
+    piece = answered(answer, max_len * ID_BYTES)
+    lengths = answer.head.get("lengths")
+    if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
+        raise ValueError("an answer without the lengths of its sequences")
+    if len(lengths) != count or sum(lengths) * ID_BYTES != len(piece):
+        raise ValueError("an answer without ids")
+    ids = iter(memoryview(piece).cast("I"))
+    return [list(islice(ids, length)) for length in lengths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +159,6 @@ class TextLimits:
     load_bytes: int
     render_s: float  # of processor time, for a chat template
     prompt_s: float  # of processor time, for tokenizing
-    prompt_bytes: int
-    late_s: float  # by the clock, for a prompt in all
+    prompt_bytes: int  # for a grammar, too
+    late_s: float  # by the clock, for a prompt or a grammar in all
+    grammar_s: float  # of processor time, for a grammar

@@ -7,7 +7,12 @@ import pytest
 from fake_router import FakeRouter, saying, served
 from sampling_edges import inside, outside
 
-from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.engine.api.sampling_bounds import (
+    BOUNDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_ENTRIES,
+    MAX_STOP_CHARS,
+)
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub
@@ -15,7 +20,7 @@ from pdserve.protos.text_pb2_grpc import TextStub
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 PLAIN = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
-ON_REST = BOUNDS.keys() - {"prompt_logprobs"}  # with echo: as many as `logprobs`
+ON_REST = BOUNDS.keys()
 IN_TEXT = BOUNDS.keys() - {"logprobs", "prompt_logprobs"}
 AT = [(name, value) for name in sorted(ON_REST) for value in inside(name, BOUNDS[name].api)]
 BEYOND = [(name, value) for name in sorted(ON_REST) for value in outside(name, BOUNDS[name].api)]
@@ -63,11 +68,14 @@ async def test_lists_have_a_length(make_http, name, extra):
         "stop": ["x" * MAX_STOP_CHARS] * count,
         "stop_token_ids": [0] * count,
         "logit_bias": {str(token): 0 for token in range(count)},
+        "allowed_token_ids": [0] * count,
+        "bad_words": ["hello" * (MAX_BAD_WORD_CHARS // 5)] * count,
+        "logprob_token_ids": [0] * count,
     }[name]
     card, blobs = served()
     card.vocab_size = 2000
     client = make_http(FakeRouter(saying("hello"), [card], blobs))
-    reply = await client.post("/v1/completions", json={**PLAIN, name: value})
+    reply = await client.post("/v1/completions", json={**PLAIN, "logprobs": 0, name: value})
     assert reply.status_code == (400 if extra else 200)
     if extra:
         assert reply.json()["error"]["param"] == name

@@ -207,6 +207,23 @@ async def test_a_call_without_a_key_is_refused_before_its_message_is_read(make_c
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_constraints_of_a_text_request(make_channel):
+    router = FakeRouter(some)
+    text = TextStub(await make_channel(router))
+    options = TextOptions(params=pb.SamplingParams(allowed_token_ids=[5, 6]))
+    assert await text.Complete(CompleteRequest(prompt="x", options=options)).read()
+    assert list(router.starts[0].params.allowed_token_ids) == [5, 6]
+    for name, value in (
+        ("bad_words", [pb.TokenSequence(ids=[1])]), ("grammar", pb.Grammar(source="x")),
+        ("thinking", pb.ThinkingBudget(end_ids=[1])), ("logprob_token_ids", [1]), ("logprobs", 1),
+    ):  # fmt: skip
+        options = TextOptions(params=pb.SamplingParams(**{name: value}))
+        with pytest.raises(grpc.aio.AioRpcError, match=name) as caught:
+            await text.Complete(CompleteRequest(prompt="x", options=options)).read()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(router.starts) == 1
+
+
 async def test_messages_that_are_being_answered_are_bounded(make_channel):
     router = FakeRouter(some)
     text = TextStub(await make_channel(router, max_bytes=1000))

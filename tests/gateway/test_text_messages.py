@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from eventually import LIMIT_S, eventually
 
+from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text_processes.host import MessageStream
 from pdserve.gateway.text_processes.pool import TextProcesses
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.anyio
 
 MAX_LEN = 10
 IDS = struct.pack("<3I", 5, 6, 7)
+ANSWER = TextMessage({"lengths": [3]}, [IDS])
 
 
 class ScriptedHost:
@@ -85,9 +87,15 @@ async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) ->
     "answer",
     [
         pack(TextMessage({})),
-        pack(TextMessage({}, [b"12345"])),
-        pack(TextMessage({}, [IDS, IDS])),
-        pack(TextMessage({}, [bytes(4 * MAX_LEN + 4)])),
+        pack(TextMessage({"lengths": [1]}, [b"12345"])),
+        pack(TextMessage({"lengths": [3]}, [IDS, IDS])),
+        pack(TextMessage({"lengths": [MAX_LEN + 1]}, [bytes(4 * MAX_LEN + 4)])),
+        pack(TextMessage({}, [IDS])),
+        pack(TextMessage({"lengths": [1, 2]}, [IDS])),
+        pack(TextMessage({"lengths": [2]}, [IDS])),
+        pack(TextMessage({"lengths": []}, [b""])),
+        pack(TextMessage({"lengths": [3.0]}, [IDS])),
+        pack(TextMessage({"lengths": 3}, [IDS])),
         pack(TextMessage({"error": 5})),
         pack(TextMessage({"error": "x", "param": []})),
         raw([]),
@@ -112,7 +120,7 @@ async def test_an_answer_that_is_none(
         await prompt(processes, host, answer)
     assert len(str(caught.value)) < 500
     assert processes.alive
-    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
 
 
 async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost) -> None:
@@ -124,11 +132,11 @@ async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost)
 async def test_an_idle_child_that_has_gone_is_not_asked(
     processes: TextProcesses, host: ScriptedHost
 ) -> None:
-    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
     host.children[0].close()
     for _ in range(3):
         await asyncio.sleep(0)  # the loop hears of it
-    assert await prompt(processes, host, pack(TextMessage({}, [IDS]))) == [5, 6, 7]
+    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ async def test_what_nobody_asked_for_is_no_answer(
     processes: TextProcesses, host: ScriptedHost
 ) -> None:
     """The next prompt gets an error, and not the ids of another."""
-    answer = pack(TextMessage({}, [IDS]))
+    answer = pack(ANSWER)
     assert await prompt(processes, host, answer + answer) == [5, 6, 7]
     with pytest.raises((ServiceError, TextError)):
         await processes.text_ids(b"", "y", add_special_tokens=False, max_len=MAX_LEN)
@@ -197,3 +205,15 @@ async def test_a_message_in_single_bytes() -> None:
     with pytest.raises(OSError, match="gone"):
         await stream.receive()
     stream.close()
+
+
+async def test_a_grammar_that_is_none(processes: TextProcesses, host: ScriptedHost) -> None:
+    for answer in (TextMessage({}), TextMessage({}, [b"\xff"]), TextMessage({}, [b"a", b"b"])):
+        asking = asyncio.create_task(processes.grammar(b"", Structure("regex", "a", "regex")))
+        count = len(host.children)
+        await eventually(lambda before=count: len(host.children) == before + 1)
+        loop = asyncio.get_running_loop()
+        assert await loop.sock_recv(host.children[-1], 1 << 16)
+        await loop.sock_sendall(host.children[-1], pack(answer))
+        with pytest.raises(ServiceError, match="have ended"):
+            await asking

@@ -152,14 +152,12 @@ def logprob(position: int, choice: int = 0) -> pb.TokenLogprob:
     return pb.TokenLogprob(logprob=-0.5 * (position + 1) - choice)
 
 
-def scored(start: pb.Start, token: int, position: int, choice: int) -> list[pb.TokenLogprob]:
-    if not start.params.HasField("logprobs"):
-        return []
+def scored(token: int, position: int, choice: int, num_top: int) -> pb.TokenLogprob:
     score = logprob(position, choice)
-    for rank in range(start.params.logprobs):
+    for rank in range(num_top):
         score.top_ids.append(token if rank == 0 else (token + rank) % 256)
         score.top_logprobs.append(score.logprob - rank)
-    return [score]
+    return score
 
 
 def placed(start: pb.Start) -> Event:
@@ -176,11 +174,13 @@ def tokens(
     choice: int = 0,
     finish: int = pb.FINISH_REASON_UNSPECIFIED,
 ) -> Event:
-    scores = [
-        score
-        for offset, token in enumerate(ids)
-        for score in scored(start, token, position + offset, choice)
-    ]
+    scores = []
+    for offset, token in enumerate(ids if start.params.HasField("logprobs") else ()):
+        score = scored(token, position + offset, choice, start.params.logprobs)
+        for asked in start.params.logprob_token_ids:
+            score.top_ids.append(asked)
+            score.top_logprobs.append(-9.0 - asked)
+        scores.append(score)
     return Event(
         tokens=pb.Tokens(
             request=start.request, epoch=start.epoch, choice=choice, position=position, ids=ids,
@@ -208,10 +208,10 @@ def saying(*texts: str, cached: int = 0) -> Play:
     async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         yield placed(start)
         if start.params.HasField("prompt_logprobs"):
+            num_top = start.params.prompt_logprobs
             scores = [
-                score
+                scored(token, position, 0, num_top)
                 for position, token in enumerate(start.prompt_ids[1:])
-                for score in scored(start, token, position, 0)
             ]
             half = len(scores) // 2
             for at, part in ((1, scores[:half]), (1 + half, scores[half:])):

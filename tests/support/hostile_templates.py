@@ -61,7 +61,13 @@ HUGE = {
 LONG = {"special tokens": "{{ (eos_token + 'a') * 1400000 }}"}
 MESSAGES = [{"role": "user", "content": "hello <|im_end|>"}, {"role": "assistant", "content": "x"}]
 LIMITS = TextLimits(
-    load_s=60, load_bytes=1 << 30, render_s=60, prompt_s=60, prompt_bytes=64 << 20, late_s=60
+    load_s=60,
+    load_bytes=1 << 30,
+    render_s=60,
+    prompt_s=60,
+    prompt_bytes=64 << 20,
+    late_s=60,
+    grammar_s=60,
 )
 
 

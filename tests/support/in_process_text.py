@@ -1,9 +1,10 @@
 """A text pool without processes, for tests of what uses one."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import TextCard
@@ -43,6 +44,12 @@ class InProcessText:
             )
 
         return await asyncio.to_thread(work)
+
+    async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
+        return [self._model.tokenizer.encode_within(text) for text in texts]
+
+    async def grammar(self, owner: bytes, structure: Structure) -> str:
+        return await asyncio.to_thread(self._model.grammar, structure)
 
     async def close(self) -> None:
         pass

@@ -17,6 +17,7 @@ LIMITS = TextLimits(
     prompt_s=LIMIT_S,
     prompt_bytes=64 << 20,
     late_s=LIMIT_S,
+    grammar_s=0.5,
 )
 
 

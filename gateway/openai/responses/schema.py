@@ -113,7 +113,9 @@ class ResponsesBody(StrictModel):
         if asked.schema_ is None or not asked.name:
             missing = "schema" if asked.schema_ is None else "name"
             raise refuse(f"text.format.{missing}", f"text.format.{missing} is required")
-        return Structure("json_schema", asked.schema_, "text.format.schema")
+        return Structure(
+            "json_schema", asked.schema_, "text.format.schema", lenient=not asked.strict
+        )
 
 
 def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:

@@ -11,7 +11,13 @@ from fuzz.mutate import mutate
 from pdserve.gateway.text_processes.protocol import TextLimits
 
 LIMITS = TextLimits(
-    load_s=5, load_bytes=64 << 20, render_s=0.05, prompt_s=0.2, prompt_bytes=64 << 20, late_s=2.0
+    load_s=5,
+    load_bytes=64 << 20,
+    render_s=0.05,
+    prompt_s=0.2,
+    prompt_bytes=64 << 20,
+    late_s=2.0,
+    grammar_s=0.2,
 )
 # What has broken sandboxes: growth, recursion, formats, deep values, C code that holds the GIL.
 PARTS = [

@@ -100,7 +100,7 @@ async def test_wrong_types_and_ranges(make_http, field, value):
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": HI, "response_format": {"type": "grammar"}}, "response_format.type"),
         ({"messages": HI, "functions": [{}]}, "functions"),
         ({"messages": HI, "modalities": ["audio"]}, "modalities"),
         ({"messages": HI, "chat_template": "x"}, "chat_template"),
@@ -288,11 +288,9 @@ async def test_unknown_routes_and_methods(make_http):
     ("field", "value"),
     [
         ("chat_template", "{{ 1 }}"),
-        ("guided_json", {"type": "object"}),
-        ("guided_regex", "(a+)+b"),
-        ("guided_grammar", "root ::= root"),
-        ("structured_outputs", {"regex": "(a+)+b"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("guided_decoding_backend", "outlines"),
+        ("guided_whitespace_pattern", " *"),
+        ("stop_regex", "(a+)+b"),
     ],
 )
 async def test_what_is_not_supported_is_refused(make_http, field, value):

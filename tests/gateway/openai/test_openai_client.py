@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
 import pytest
 from fake_router import FakeRouter, Play, failed, logprob, placed, saying, served, tokens
+from grammar_walks import Walk
+from pydantic import BaseModel, Field
 
 from pdserve.protos import common_pb2 as pb
 
@@ -42,6 +44,32 @@ async def test_chat(make_openai):
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
     assert answer.id.startswith("chatcmpl-")
+
+
+class Address(BaseModel):
+    zip: str = Field(pattern=r"^\d{5}$")
+
+
+class Person(BaseModel):
+    name: str
+    age: int = Field(ge=0, le=150)
+    role: Literal["admin", "user"]
+    home: Address | None
+    friends: list["Person"]
+
+
+async def test_an_answer_becomes_the_class_that_it_was_asked_for_as(make_openai):
+    home = Address(zip="12345")
+    ann = Person(name="Ann", age=8, role="admin", home=home, friends=[])
+    ann.friends.append(Person(name="B", age=7, role="user", home=None, friends=[]))
+    router = FakeRouter(saying(ann.model_dump_json()))
+    chats = make_openai(router).chat.completions
+    answer = await chats.parse(model="tiny", messages=HI, response_format=Person)
+    assert answer.choices[0].message.parsed == ann
+    source = router.starts[0].params.grammar.source
+    assert Walk(source).take(ann.model_dump_json())
+    for wrong in ('{"name":"Ann","age":151', '{"age"', '{"name":"A","age":8,"role":"x'):
+        assert not Walk(source).take(wrong)
 
 
 async def test_chat_stream_of_two_choices_with_usage(make_openai):

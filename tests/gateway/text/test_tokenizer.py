@@ -115,6 +115,18 @@ def test_bos_of_the_card_where_the_file_adds_none(smollm_json: bytes) -> None:
     assert tokenizer.encode("a", add_special_tokens=True, parse_special=False)[0] == 1
 
 
+def test_a_text_that_goes_on_gets_no_space_of_its_own(smollm: Tokenizer, spm: Tokenizer) -> None:
+    for words in (smollm, spm):
+        for text in ("hello", " hello", "hello <s> world", "é"):
+            ids = words.encode_within(text)
+            assert words.incremental(skip_special_tokens=False, continues=True).push(ids) == text
+    assert spm.encode_within("a<s>") == [*spm.encode_within("a"), spm.card.bos_id]
+    assert spm.encode_alone("a<s>") != spm.encode_within("a<s>"), "plain text"
+    assert spm.encode_within("hello") != spm.encode(
+        "hello", add_special_tokens=False, parse_special=True
+    )
+
+
 def test_a_space_is_put_before_every_text() -> None:
     """As llama.cpp does for GGUF: not where a text only goes on behind what is no special token."""
     tokenizer = spm_tokenizer()

@@ -1,0 +1,119 @@
+"""Compiles the structures that clients ask for, so that no worker gets a grammar that does not.
+
+It runs in the text processes: a grammar comes from strangers, and can take much time and memory.
+"""
+
+import json
+import re
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
+from pdserve.gateway.grammars.schemas import where
+from pdserve.gateway.grammars.sources import source, tag_source
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.tokenizer import Tokenizer
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+_REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
+_FORMAT = re.compile(r"Unknown format: (.*)")
+
+
+class GrammarCompiler:
+    """Compiles for the tokens of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a vocabulary that llguidance cannot use."""
+        card = tokenizer.card
+        self._split = tokenizer.special.split
+        self._free = {token for token in tokenizer.special.ids if token < card.vocab_size}
+        self._free.difference_update(card.eos_ids)
+        self._words = LLTokenizer(
+            TokenizerWrapper(_Words(tokenizer)),
+            n_vocab=card.vocab_size,
+            eos_token=list(card.eos_ids),
+        )
+
+    def compile(self, structure: Structure) -> str:
+        """Grammar.source of protos/common.proto. Raises TextError that names the field."""
+        try:
+            text = source(structure, self._split, self._free)
+            size = len(text.encode())
+            if size > MAX_GRAMMAR_BYTES:
+                raise TextError(
+                    f"the grammar is too large: {size} bytes, at most {MAX_GRAMMAR_BYTES}"
+                )
+        except (TextError, UnicodeEncodeError) as error:
+            why = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
+            raise TextError(f"{structure.param}: {why}", structure.param) from None
+        wrong = self._wrong(text)
+        if wrong:
+            raise self._error(structure, wrong)
+        return text
+
+    def _wrong(self, text: str) -> str:
+        """Why no answer can follow a grammar; empty if one can."""
+        matcher = LLMatcher(self._words, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return _plain(matcher.get_error())
+        if matcher.is_stopped() and not matcher.is_accepting():
+            return "no text matches it"
+        return ""
+
+    def _error(self, structure: Structure, wrong: str) -> TextError:
+        """What is wrong, at the schema that has it."""
+        param, schema = structure.param, None
+        if structure.kind == "json_schema":
+            schema = structure.value
+        elif structure.kind == "structural_tag":
+            for tag in structure.value["structures"]:
+                its = self._wrong(tag_source(tag, structure))
+                if its:
+                    wrong, schema, param = its, tag["schema"], tag.get("param", param)
+                    break
+        return TextError(f"{param}: {_at(schema, wrong)}{wrong}", param)
+
+
+def _plain(message: str) -> str:
+    """An error of llguidance without the grammar that it quotes in further lines."""
+    if message.startswith("NoExtension"):
+        return "no text matches it"
+    if found := _REGEX.search(message):
+        return f"invalid regular expression: {found[1]}"
+    return message.partition("\n")[0]
+
+
+def _at(schema: object, wrong: str) -> str:
+    """Where in a schema the keyword is that llguidance does not have, as a beginning of the
+    message; empty if it is not known."""
+    if found := _UNIMPLEMENTED.search(wrong):
+        path = where(schema, json.loads(found[1])[0])
+    elif found := _FORMAT.search(wrong):
+        path = where(schema, "format", found[1])
+    elif wrong.startswith("oneOf"):
+        path = where(schema, "oneOf")
+    else:
+        path = ""
+    return f"at {path}: " if path else ""
+
+
+class _Words:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        card = tokenizer.card
+        if not card.eos_ids:
+            raise ValueError("the model has no token that ends a text")
+        self.eos_token_id = card.eos_ids[0]
+        self.bos_token_id = card.bos_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(card.vocab_size)]
+        special = sorted(tokenizer.special.ids)
+        self.special_token_ids = [token for token in special if token < card.vocab_size]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        plain = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode_alone(plain)

@@ -1,0 +1,187 @@
+"""A structure as a grammar of llguidance: JSON of a list of grammars in Lark or of JSON schemas.
+
+Pure. What is returned need not compile (compiler.py).
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from pdserve.gateway.grammars.schemas import guided
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.errors import TextError
+
+Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens
+
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
+_ANY = r"/(.|\n)*/"  # free text, in Lark
+
+
+def source(structure: Structure, split: Split, free: Collection[int]) -> str:
+    """`free`: the special tokens that text without a form may have. Raises TextError for what is
+    no such structure."""
+    return _joined(_grammars(structure, split, free))
+
+
+def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
+    """The grammar of the schema of one tag alone."""
+    return _joined([_json(tag["schema"], structure, tag.get("lenient"))])
+
+
+def _joined(grammars: list[dict[str, Any]]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _grammars(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
+    value = structure.value
+    match structure.kind:
+        case "json_schema":
+            return [_json(value, structure)]
+        case "json_object":
+            return [_json({"type": "object"}, structure)]
+        case "regex":
+            return [_lark(f"start: /{_as_lark(value)}/")]
+        case "choice":
+            return [_lark("start: " + " | ".join(map(json.dumps, value)))]
+        case "lark":
+            return [_lark(value)]
+        case "grammar":
+            return [_lark(_of_any(value))]
+        case "structural_tag":
+            return _tagged(structure, split, free)
+
+
+def _lark(text: str) -> dict[str, Any]:
+    return {"lark_grammar": text}
+
+
+def _json(schema: Any, structure: Structure, lenient: bool | None = None) -> dict[str, Any]:
+    """`lenient`: of this schema, where that is not the structure's."""
+    lenient = structure.lenient if lenient is None else lenient
+    return {"json_schema": guided(schema, lenient=lenient, whitespace=structure.whitespace)}
+
+
+def _as_lark(regex: str) -> str:
+    """A regular expression as it is written between slashes."""
+
+    def written(found: re.Match[str]) -> str:
+        if found[0].endswith("\n"):
+            return r"\n"
+        return r"\/" if found[0] == "/" else found[0]
+
+    return re.sub(r"\\.|/|\n", written, regex, flags=re.DOTALL)
+
+
+def _of_any(text: str) -> str:
+    """Lark as it is, GBNF as Lark. Raises TextError."""
+    if not _GBNF.search(text):
+        return text
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(_plain_escape, text))
+    except RecursionError:
+        raise TextError("the grammar is nested too deeply") from None
+    except Exception as error:  # the library raises bare Exception, and IndexError at an odd end
+        raise TextError(f"the grammar is not valid GBNF: {error}") from None
+
+
+def _plain_escape(found: re.Match[str]) -> str:
+    r"""An escape of GBNF in a form that the converter reads well: it drops zeros of \u0041, and
+    does not know \-."""
+    escape = found[1]
+    if escape == "-":
+        return r"\x2d"
+    if len(escape) == 1:
+        return found[0]
+    code = int(escape[1:], 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if code < 0x110000 else found[0]
+
+
+def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
+    """Free text in which a trigger begins one of the tags that begin with it."""
+    value = structure.value
+    tags, triggers = value["structures"], value["triggers"]
+    for tag in tags:
+        if not any(tag["begin"].startswith(trigger) for trigger in triggers):
+            raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
+    started = [split(trigger) for trigger in triggers]
+    # Special tokens that free text may have: those of no trigger, and the first of one before what
+    # is not the rest of it.
+    others = ",".join(map(str, sorted(set(free).difference(*started))))
+    lines = [f"TEXT: {_ANY}"]
+    passed = [f"<[{others}]> TEXT"] if others else []
+    for token, rests in _beginnings(started).items():
+        lines.append(f"NOT_{token}: {_ANY} & ~/({'|'.join(map(_literal, rests))}){_ANY[1:]}")
+        passed.append(f"<[{token}]> NOT_{token}")
+    lines.append(f"free: TEXT ({' | '.join(passed)})*" if passed else "free: TEXT")
+    before = f"(TEXT <[{others}]>)* " if others else ""
+    lines += [
+        f"tag_{n}: {_words(split(tag['begin']))} @schema_{n} {_words(split(tag['end']))}"
+        for n, tag in enumerate(tags)
+    ]
+    segments = []
+    for t, trigger in enumerate(triggers):
+        ends = [
+            f"{_words(split(tag['begin'][len(trigger) :]))} @schema_{n} {_words(split(tag['end']))}"
+            for n, tag in enumerate(tags)
+            if tag["begin"].startswith(trigger)
+        ]
+        if ends:
+            if isinstance(started[t][0], int):
+                begun = f"free {_words(started[t])}"
+            else:
+                begun = before + _triggered(t, started[t], lines)
+            lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
+            segments.append(f"segment_{t}")
+    any_tag = " | ".join(f"tag_{n}" for n in range(len(tags)))
+    any_segment = " | ".join(segments)
+    if value.get("required"):
+        start = f"({any_tag})"
+        if not value.get("stop_after_first"):
+            start += f" ({any_segment})* free"
+    elif value.get("stop_after_first"):
+        start = f"{any_segment} | free"
+    else:
+        start = f"({any_segment})* free"
+    lark = "\n".join(("%llguidance {}", f"start: {start}", *lines))
+    schemas = [
+        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
+        for n, tag in enumerate(tags)
+    ]
+    return [_lark(lark), *schemas]
+
+
+def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
+    """The texts that make triggers of special tokens, by the token; none for one that is a trigger
+    whatever follows."""
+    found: dict[int, list[str]] = {}
+    bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
+    for first, *rest in triggers:
+        if isinstance(first, int) and first not in bare and isinstance(rest[0], str):
+            found.setdefault(first, []).append(rest[0])
+    return found
+
+
+def _literal(text: str) -> str:
+    """A regular expression of a text."""
+    return _as_lark("".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text))
+
+
+def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
+    """Free text up to the end of a trigger; its rule is added to `lines`. A special token in it is
+    what triggers: text before it may be any."""
+    at = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
+    if at is not None:
+        return f"TEXT {_words(trigger[at:])}"
+    lines.append(f"trigger_{number}[lazy]: TEXT {_words(trigger)}")
+    return f"trigger_{number}"
+
+
+def _words(parts: Sequence[str | int]) -> str:
+    """Texts and special tokens one after the other, in Lark."""
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)

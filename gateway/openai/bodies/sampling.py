@@ -1,0 +1,130 @@
+"""The fields that chat and plain completions share; their bounds are in gateway/sampling.py."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.openai.bodies.structure import StructureFields
+from pdserve.gateway.openai.body import Body
+from pdserve.gateway.sampling import refuse
+from pdserve.services.host.errors import MAX_QUOTED, cut
+
+# Fields that RequestedSampling has under the same name.
+_SAME_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
+)  # fmt: skip
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
+# One bound under the names that servers have for it: vLLM, Qwen and SGLang, llama.cpp.
+_THINKING = ("thinking_token_budget", "thinking_budget", "reasoning_budget")
+
+
+def _stop(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(stop, str) for stop in value):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _few(name: str) -> BeforeValidator:
+    """Refuses too many entries of a field unseen: an error for each takes long."""
+    most = MAX_ENTRIES[name]
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > most:
+            raise ValueError(f"at most {most} entries, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(StructureFields):
+    """The fields that chat and plain completions share."""
+
+    generates = True
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
+    seed: int | None = None
+    stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
+    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
+    allowed_token_ids: Annotated[list[int] | None, _few("allowed_token_ids")] = None
+    bad_words: Annotated[list[str] | None, _few("bad_words")] = None
+    logprob_token_ids: Annotated[list[int] | None, _few("logprob_token_ids")] = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    reasoning_budget: int | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def _shared(self) -> dict[str, Any]:
+        """Fields of RequestedSampling; a field that is null is not given."""
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "stream_options needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        given = {name: getattr(self, name) for name in _SAME_NAMES}
+        return {
+            **{name: value for name, value in given.items() if value is not None},
+            **{name: tuple(getattr(self, name) or ()) for name in _LISTS},
+            "logit_bias": _biases(self.logit_bias or {}),
+            "include_stop": bool(self.include_stop_str_in_output),
+            "structure": self.structure(),
+            **self._thinking(),
+        }
+
+    def _thinking(self) -> dict[str, Any]:
+        """The bound of thinking, of which -1 says that there is none."""
+        given = [name for name in _THINKING if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise refuse(given[1], f"give either {given[0]} or {given[1]}")
+        if not given or getattr(self, given[0]) == -1:
+            return {}
+        return {"thinking_budget": getattr(self, given[0]), "thinking_budget_field": given[0]}
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    wrong = [t for t in given if not (t.isascii() and t.isdecimal() and len(t) <= 10)]
+    if wrong:
+        named = ", ".join(f"{token[:40]!r}" for token in wrong)
+        what = "is not a token id" if len(wrong) == 1 else "are not token ids"
+        raise refuse("logit_bias", cut(f"logit_bias: {named} {what}", MAX_QUOTED))
+    return {int(token): bias for token, bias in given.items()}

@@ -1,0 +1,214 @@
+"""The fields by which clients of OpenAI, vLLM, SGLang and llama.cpp ask for a structured answer.
+
+A request has at most one of them. A schema's keywords that cannot be enforced are refused by name;
+only OpenAI's json_schema without `strict` is best effort, as there: they bind nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
+
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_CHARS
+from pdserve.gateway.openai.body import Body
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.structure import Kind, Structure
+
+MAX_NAME = 64  # characters of a schema's name
+MAX_TAGS = 256
+
+
+def _parsed(value: Any) -> Any:
+    """JSON that may come as text; an empty text is none."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > 2 * MAX_STRUCTURE_CHARS:
+        raise ValueError(f"it has more than {2 * MAX_STRUCTURE_CHARS} characters")
+    try:
+        return from_json(value, allow_inf_nan=False) if value else None
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+
+
+def _nothing(value: Any) -> None:
+    if value not in (None, False):
+        raise ValueError("it is not supported by this server")
+
+
+def _texts(value: Any) -> Any:
+    """Fails at once: an error for each of many entries takes long."""
+    if isinstance(value, list) and not all(isinstance(text, str) for text in value):
+        raise ValueError("it must be a list of strings")
+    return value
+
+
+JsonText = BeforeValidator(_parsed)
+Schema = Annotated[dict[str, Any] | bool | None, JsonText]
+Choices = Annotated[list[str], Field(min_length=1), BeforeValidator(_texts)]
+NotServed = Annotated[None, BeforeValidator(_nothing)]
+
+
+class TagBody(Body):
+    """The form of what follows one beginning."""
+
+    begin: str = Field(min_length=1)
+    content: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+Tags = Annotated[list[TagBody], Field(min_length=1, max_length=MAX_TAGS)]
+Trigger = Annotated[str, Field(min_length=1)]
+Triggers = Annotated[list[Trigger], Field(min_length=1, max_length=MAX_TAGS)]
+
+
+class StructuralTag(Body):
+    """Free text with tags, in the form that vLLM and SGLang share."""
+
+    structures: Tags
+    triggers: Triggers
+    format: NotServed = None  # XGrammar's later form
+
+
+Tag = Annotated[StructuralTag | None, JsonText]
+
+
+class JsonSchemaFormat(Body):
+    """`json_schema` of a response format."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    description: str | None = None
+    content: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`; llama.cpp and others know a schema in a json_object, too."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    content: Schema = Field(None, alias="schema")
+    structures: Tags | None = None
+    triggers: Triggers | None = None
+    format: NotServed = None
+
+    def structure(self, param: str) -> Structure | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object" if self.content is None:
+                return Structure("json_object", None, param)
+            case "json_object":
+                return Structure("json_schema", self.content, param)
+            case "json_schema":
+                asked = self.json_schema
+                if asked is None or asked.content is None:
+                    missing = "json_schema.schema" if asked else "json_schema"
+                    raise refuse(f"{param}.{missing}", f"{param}.{missing} is required")
+                return Structure("json_schema", asked.content, param, lenient=not asked.strict)
+            case "structural_tag":
+                for name in ("structures", "triggers"):
+                    if getattr(self, name) is None:
+                        raise refuse(f"{param}.{name}", f"{param}.{name} is required")
+                return _tagged(self.structures or (), self.triggers or (), param)
+            case _:
+                known = "text, json_object, json_schema or structural_tag"
+                raise refuse(f"{param}.type", f"{param}.type must be {known}")
+
+
+def _tagged(tags: Sequence[TagBody], triggers: Sequence[str], param: str) -> Structure:
+    written = [{"begin": tag.begin, "schema": tag.content, "end": tag.end} for tag in tags]
+    value = {"structures": written, "triggers": list(triggers)}
+    return Structure("structural_tag", value, param)
+
+
+_KINDS: dict[str, Kind] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json_schema",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+_WITHIN: dict[str, Kind] = {  # of StructuredOutputs
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
+def _of_fields(
+    kinds: Mapping[str, Kind], given: Mapping[str, Any], within: str, whitespace: bool
+) -> Iterator[Structure]:
+    """The structures that fields ask for, each by itself; an empty text asks for none."""
+    for name, kind in kinds.items():
+        value = given[name]
+        if isinstance(value, StructuralTag):
+            yield _tagged(value.structures, value.triggers, within + name)
+        elif value not in (None, ""):
+            yield Structure(kind, value, within + name, whitespace=whitespace)
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    model_config = ConfigDict(extra="forbid")
+    content: Schema = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Tag = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None  # there is one implementation
+    disable_additional_properties: NotServed = None
+    whitespace_pattern: NotServed = None
+
+    def structures(self, param: str) -> Iterator[Structure]:
+        spaced = not self.disable_any_whitespace
+        given = {
+            "json": self.content,
+            **{n: getattr(self, n) for n in _WITHIN if n != "json"},
+        }
+        yield from _of_fields(_WITHIN, given, f"{param}.", whitespace=spaced)
+        if self.json_object:
+            yield Structure("json_object", None, f"{param}.json_object", whitespace=spaced)
+
+
+class StructureFields(Body):
+    """Each asks for a structure."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: Schema = None
+    grammar: str | None = None
+    structural_tag: Tag = None
+
+    def structure(self) -> Structure | None:
+        """The one that is asked for. Raises ServiceError for more than one."""
+        found = list(self._structures())
+        if len(found) > 1:
+            first, second = found[0].param, found[1].param
+            raise refuse(second, f"give either {first} or {second}")
+        return found[0] if found else None
+
+    def _structures(self) -> Iterator[Structure]:
+        if self.response_format is not None:
+            asked = self.response_format.structure("response_format")
+            if asked is not None:
+                yield asked
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.structures("structured_outputs")
+        given = {name: getattr(self, name) for name in _KINDS}
+        yield from _of_fields(_KINDS, given, "", whitespace=True)

@@ -1,0 +1,44 @@
+"""Grammars that were compiled, and errors of those that cannot be, by the digest of the structure.
+
+Invariant: what is kept has at most `max_bytes`; what was asked for last goes last.
+"""
+
+import math
+
+from pdserve.gateway.text.errors import TextError
+
+MAX_BYTES = 4 << 20  # of one model
+ENTRY_BYTES = 512  # that an entry takes beside its text
+
+
+class GrammarCache:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._held = 0
+        self._found: dict[bytes, tuple[str | TextError, float]] = {}  # with the time it is kept to
+
+    def get(self, key: bytes, now_s: float) -> str | TextError | None:
+        entry = self._drop(key)
+        if entry is None or entry[1] <= now_s:
+            return None
+        self.put(key, *entry)
+        return entry[0]
+
+    def put(self, key: bytes, found: str | TextError, until_s: float = math.inf) -> None:
+        """`until_s`: when it is to be forgotten."""
+        self._drop(key)
+        self._found[key] = found, until_s
+        self._held += _size(found)
+        while self._held > self._max_bytes:
+            self._drop(next(iter(self._found)))
+
+    def _drop(self, key: bytes) -> tuple[str | TextError, float] | None:
+        entry = self._found.pop(key, None)
+        if entry is not None:
+            self._held -= _size(entry[0])
+        return entry
+
+
+def _size(found: str | TextError) -> int:
+    """In bytes; a text may have up to four for each character."""
+    return ENTRY_BYTES + (4 * len(found) if isinstance(found, str) else len(str(found)))

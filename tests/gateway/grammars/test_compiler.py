@@ -1,0 +1,229 @@
+"""Structures become grammars that bind what they say, or errors that name field and place."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+from grammar_walks import Walk, compiler, tokenizer
+
+from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.errors import TextError
+
+ONE = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "items": {"type": "null"}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def walk(kind: Any, value: Any = None, **options: Any) -> Walk:
+    return Walk(compiler().compile(Structure(kind, value, "field", **options)))
+
+
+def takes(kind: Any, value: Any, text: str, **options: Any) -> bool:
+    """Whether a text is a whole answer."""
+    found = walk(kind, value, **options)
+    return found.take(text) and found.may_end
+
+
+def error_of(kind: Any, value: Any, **options: Any) -> TextError:
+    with pytest.raises(TextError) as caught:
+        compiler().compile(Structure(kind, value, "field", **options))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "right", "wrong"),
+    [
+        ("json_schema", ONE, ['{"a": true, "b": [null]}'], ['{"a": 1, "b": []}', '{"b": []}']),
+        ("json_schema", True, ['"x"', "[1, {}]"], ["x"]),
+        ("json_object", None, ['{"x": [1, {"y": null}]}', "{}"], ["[]", '"x"', "{x: 1}"]),
+        ("regex", r"a/b\/\d{2}[/]", ["a/b/12/"], ["a/b/1/", "xa/b/12/"]),
+        ("regex", "^(yes|no)$", ["yes", "no"], ["maybe", "yes "]),
+        ("regex", "^a|b$", ["a", "b"], ["ab", "c"]),
+        ("regex", r"cost\$", ["cost$"], ["cost"]),
+        ("regex", "a\nb\\\n", ["a\nb\n"], ["ab", "a\nb\\n"]),
+        ("choice", ['sa"y', "é\\", "a\nb"], ['sa"y', "é\\", "a\nb"], ["say", "sa"]),
+        ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', ["a", "a(x)x"], ["b", "a(x"]),
+        ("grammar", 'start: "::= "', ["::= "], ["x"]),
+        ("grammar", 'root ::= "a" item*\nitem ::= "(" item ")" | [x-z]', ["a(y)z"], ["a(y", "w"]),
+        ("grammar", 'root ::= "\\u0041" [\\u0042-\\u0044a\\-]{2}', ["AC-", "ABa"], ["A+a", "AC"]),
+        ("grammar", 'my-rule ::= "b"\nroot ::= ("a" | my-rule) # or', ["a", "b"], ["ab"]),
+    ],
+)
+def test_an_answer_is_what_the_structure_says(kind, value, right, wrong):
+    for text in right:
+        assert takes(kind, value, text), text
+    for text in wrong:
+        assert not takes(kind, value, text), text
+
+
+def test_json_has_few_spaces_between_its_tokens() -> None:
+    for text in (
+        '{"a":true,"b":[]}',
+        '{ "a" : true , "b" : [ ] }',
+        '{\n    "a": true,\n    "b": [\n        null,\n        null\n    ]\n}',
+        '{\n\t"a": true,\n\t"b": []\n}',
+    ):
+        assert takes("json_schema", ONE, text)
+    for text in ("{  ", "{\n\n", "{ \n", "{\n" + " " * 21, '{"a":\t', " {"):
+        assert not walk("json_schema", ONE).take(text), text
+    for kind, value in (("json_object", None), ("json_schema", True)):
+        assert not walk(kind, value).take("{  ")
+    assert takes("json_schema", ONE, '{"a":true,"b":[null,null]}', whitespace=False)
+    assert not walk("json_schema", ONE, whitespace=False).take("{ ")
+    assert not walk("json_schema", ONE, whitespace=False).take("{\n")
+
+
+def test_a_client_s_options_for_the_library_are_dropped() -> None:
+    schema = {**ONE, "x-guidance": {"whitespace_pattern": " *", "item_separator": ";"}}
+    assert not walk("json_schema", schema).take("{  ")
+    assert takes("json_schema", schema, '{"a": true, "b": []}')
+
+
+NOT_ENFORCED = [
+    ({"properties": {"a": {"not": {"type": "string"}}}}, "#/properties/a", "not"),
+    ({"$defs": {"x": {"uniqueItems": True}}, "$ref": "#/$defs/x"}, "#/$defs/x", "uniqueItems"),
+    ({"anyOf": [{"type": "null"}, {"contains": {}}]}, "#/anyOf/1", "contains"),
+    ({"items": {"properties": {"a/b": {"if": {}, "then": {}}}}}, "#/items/properties/a~1b", "if"),
+    ({"items": {"type": "string", "format": "isbn"}}, "#/items", "isbn"),
+    ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "#/items", "oneOf"),
+    ({"properties": {"not": {"enum": [{"not": 1}], "unevaluatedItems": False}}},
+     "#/properties/not", "unevaluatedItems"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "place", "named"), NOT_ENFORCED)
+def test_what_cannot_be_enforced_is_named_or_binds_nothing(schema, place, named):
+    error = error_of("json_schema", schema)
+    assert error.param == "field"
+    assert str(error).startswith(f"field: at {place}: ")
+    assert named in str(error)
+    compiler().compile(Structure("json_schema", schema, "field", lenient=True))
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("json_schema", False, "must be an object"),
+        ("json_schema", {"type": "strin"}, "strin"),
+        ("json_schema", {"$ref": "#/$defs/none"}, "does not exist"),
+        ("json_schema", {"$ref": "http://example.com/s"}, "not present"),
+        ("json_schema", {"$ref": "#"}, "no text matches"),
+        ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", {"type": "string", "minLength": 5, "maxLength": 3}, "Unsatisfiable"),
+        ("json_schema", {"enum": []}, "Unsatisfiable"),
+        ("json_schema", {"type": "string", "pattern": "\ud800"}, "not valid Unicode"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", "(^a|b$)c", "lookarounds"),
+        ("choice", ["\ud800"], "error parsing"),
+        ("lark", "start: nothing", "unknown name"),
+        ("lark", 'start: "' + "é" * (MAX_GRAMMAR_BYTES // 2) + '"', "too large"),
+        ("grammar", "hello", "Expected"),
+        ("grammar", 'top ::= "x"', "No 'root' rule"),
+        ("grammar", "root ::= " + "(" * 9999, "nested too deeply"),
+        ("grammar", 'root ::= "\\', "not valid GBNF"),
+    ],
+)
+def test_what_is_wrong_is_said(kind, value, said, lenient):
+    error = error_of(kind, value, lenient=lenient)
+    assert said in str(error)
+    assert "field" in str(error)
+    assert error.param == "field"
+
+
+TAG = {
+    "structures": [
+        {"begin": "<f=one>", "schema": ONE, "end": "</f>"},
+        {"begin": "<f=two>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<|im_start|>three ", "schema": {"type": "null"}, "end": "<|im_start|>"},
+    ],
+    "triggers": ["<f=", "<|im_start|>"],
+}
+
+
+def test_free_text_may_have_tags() -> None:
+    for text in (
+        "", "hello", "a < b", "say <f=two>7</f> and <f=one>{\"a\": true, \"b\": []}</f> bye",
+        "<f=two>7</f><f=two>-1</f>", "so <|im_start|>three null<|im_start|> done",
+    ):  # fmt: skip
+        assert takes("structural_tag", TAG, text), text
+    for text in ("x <f=x", "<f=two>x", '<f=one>{"b', "<f=two>7</x", "<|im_start|>four"):
+        assert not walk("structural_tag", TAG).take(text), text
+    assert not takes("structural_tag", TAG, "hello <f=two>7")
+
+
+def test_a_tag_s_special_tokens_are_tokens() -> None:
+    found = walk("structural_tag", TAG)
+    assert found.take("<|im_start|>three null<|im_start|>")
+    special = tokenizer().special.texts["<|im_start|>"]
+    assert found.ids.count(special) == 2
+
+
+def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
+    value = {"structures": TAG["structures"][:2], "triggers": ["<f="]}
+    for text in ("<|im_start|>", "a <|im_start|> b<|im_start|><|im_start|> <f=two>7</f> c"):
+        assert takes("structural_tag", value, text), text
+    for text in ("<|im_start|><f=x", "<f=two>7</f><|im_start|>a<f=two>x"):
+        assert not walk("structural_tag", value).take(text), text
+
+
+def test_a_special_token_may_trigger_only_before_a_text() -> None:
+    """As <|channel|> before the name of a function, and not before another channel's."""
+    begin = "<|im_start|>call to="
+    tag = {"begin": f"{begin}f ", "schema": {"type": "integer"}, "end": "<|im_start|>"}
+    value = {"structures": [tag, {**tag, "begin": f"{begin}g/"}], "triggers": [begin]}
+    for text in (
+        "<|im_start|>final",
+        "a <|im_start|>called",
+        f"{begin}f 7<|im_start|>",
+        "x<|im_start|>call it<|im_start|><|im_start|>calm",
+        f"<|im_start|>a{begin}g/7<|im_start|>b",
+    ):
+        assert takes("structural_tag", value, text), text
+    for text in (f"{begin}h", f"a {begin}f x", f"{begin}f 7<|im_start|>so {begin}x"):
+        assert not walk("structural_tag", value).take(text), text
+
+
+def test_each_tag_may_be_lenient() -> None:
+    tag = {"begin": "<f=x>", "schema": {"type": "null", "not": {}}, "end": ""}
+    value = {"structures": [TAG["structures"][0], {**tag, "lenient": True}], "triggers": ["<f="]}
+    assert takes("structural_tag", value, "<f=x>null")
+    value["structures"].append({**tag, "lenient": False})
+    assert "not" in str(error_of("structural_tag", value, lenient=True))
+
+
+def test_an_answer_may_have_to_begin_with_a_tag_or_end_with_one() -> None:
+    first = {**TAG, "required": True}
+    assert takes("structural_tag", first, "<f=two>7</f> and more <f=two>8</f>")
+    assert not walk("structural_tag", first).take("h")
+    once = {**TAG, "stop_after_first": True}
+    for text in ("hello", "so <f=two>7</f>"):
+        assert takes("structural_tag", once, text)
+    ended = walk("structural_tag", once)
+    assert ended.take("so <f=two>7</f>")
+    assert ended.allowed() == []
+    both = {**first, "stop_after_first": True}
+    only = walk("structural_tag", both)
+    assert not walk("structural_tag", both).take("so")
+    assert only.take("<f=two>7</f>")
+    assert only.allowed() == []
+    assert re.match(r"<f=one>|<f=two>|<\|im_start\|>three", walk("structural_tag", both).finish(
+        random.Random(1)
+    ))  # fmt: skip
+
+
+def test_the_wrong_schema_of_a_tag_is_named() -> None:
+    tags = [TAG["structures"][0], {"begin": "<f=x>", "schema": {"not": {}}, "end": ""}]
+    value = {"structures": tags, "triggers": ["<f="]}
+    assert error_of("structural_tag", value).param == "field"
+    tags[1]["param"] = "tools[1].function.parameters"
+    error = error_of("structural_tag", value)
+    assert error.param == "tools[1].function.parameters"
+    assert str(error).startswith("tools[1].function.parameters: at #: ")
+    compiler().compile(Structure("structural_tag", value, "field", lenient=True))
+    assert "triggers" in str(error_of("structural_tag", {**value, "triggers": ["<g"]}))

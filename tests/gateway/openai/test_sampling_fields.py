@@ -1,0 +1,191 @@
+"""Fields of vLLM and its kin that bind tokens or tell of them, on both routes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, logprob, saying
+from grammar_walks import tokenizer
+from http_errors import CHAT, HI, PLAIN, check
+
+from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
+from pdserve.gateway.openai.logprobs import AT_ONCE, of_prompt
+from pdserve.protos import common_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "tiny", "messages": HI},
+    PLAIN: {"model": "tiny", "prompt": "hello world"},
+}
+SCORED: dict[str, dict[str, Any]] = {CHAT: {"logprobs": True}, PLAIN: {"logprobs": 0}}
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_bad_words_are_banned_after_a_space_and_without_one(make_http, url):
+    router = FakeRouter(saying("x"))
+    body = {**BODIES[url], "bad_words": ["hello", "  wor", "<|im_start|>", "hello"]}
+    reply = await make_http(router).post(url, json=body)
+    assert reply.status_code == 200, reply.json()
+    found = [list(word.ids) for word in router.starts[0].params.bad_words]
+    special = router.words.token_to_id("<|im_start|>")
+    space = router.encode(" ")
+    assert found == [
+        router.encode("hello"), router.encode(" hello"), router.encode("wor"),
+        router.encode(" wor"), [special], [*space, special],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_ids_reach_workers(make_http, url):
+    router = FakeRouter(saying("x"))
+    body = {**BODIES[url], **SCORED[url], "allowed_token_ids": [7, 3], "logprob_token_ids": [9, 4]}
+    assert (await make_http(router).post(url, json=body)).status_code == 200
+    assert list(router.starts[0].params.allowed_token_ids) == [7, 3]
+    assert list(router.starts[0].params.logprob_token_ids) == [9, 4]
+
+
+@pytest.mark.parametrize("url", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [1]}, "bad_words[0]"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x" * (MAX_BAD_WORD_CHARS + 1)]}, "bad_words"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["x"]}, "allowed_token_ids[0]"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"thinking_budget": -2}, "thinking_budget"),
+        ({"thinking_token_budget": 2**31}, "thinking_token_budget"),
+        ({"thinking_budget": 1, "reasoning_budget": 1}, "reasoning_budget"),
+        ({"thinking_token_budget": 1, "thinking_budget": 1}, "thinking_budget"),
+    ],
+)
+async def test_what_is_wrong_is_named(make_http, url, fields, param):
+    router = FakeRouter(saying("x"))
+    check(await make_http(router).post(url, json={**BODIES[url], **fields}), 400, param)
+    assert router.starts == []
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "reasoning_budget"])
+@pytest.mark.parametrize("url", BODIES)
+async def test_a_bound_of_thinking(make_http, url, name):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for budget in (5, 0, -1):
+        assert (await client.post(url, json={**BODIES[url], name: budget})).status_code == 200
+    five, none, free = (start.params for start in router.starts)
+    assert five.thinking.max_tokens == 5
+    assert list(five.thinking.start_ids) == router.encode("<think>")
+    assert list(five.thinking.end_ids) == router.encode("</think>")
+    assert none.HasField("thinking")
+    assert none.thinking.max_tokens == 0
+    assert not free.HasField("thinking")
+
+
+async def test_a_prompt_may_have_begun_the_thinking(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for prompt, begun in (
+        ("a<think>\n", True),
+        ("a<think>b", True),
+        ("<think>x</think> a", False),
+        ("<think>x</think> a <think>", True),
+        ("a", False),
+    ):
+        body = {"model": "tiny", "prompt": prompt, "thinking_budget": 3}
+        assert (await client.post(PLAIN, json=body)).status_code == 200
+        thinking = router.starts[-1].params.thinking
+        assert (list(thinking.start_ids) == []) == begun, prompt
+        assert list(thinking.end_ids) == router.encode("</think>")
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_log_probabilities_of_tokens_by_id(make_http, url):
+    router = FakeRouter(saying("hello"))
+    more = {"top_logprobs": 1} if url == CHAT else {"logprobs": 1}
+    own = router.encode("hello")[0]
+    asked = {**BODIES[url], **SCORED[url], **more, "logprob_token_ids": [66, own, 67]}
+    for as_ids in (False, True):
+        body = {**asked, "return_tokens_as_token_ids": as_ids}
+        reply = await make_http(router).post(url, json=body)
+        (choice,) = reply.json()["choices"]
+        names = {
+            token: f"token_id:{token}" if as_ids else text
+            for token, text in ((own, "hello"), (66, router.words.decode([66])),
+                                (67, router.words.decode([67])))
+        }  # fmt: skip
+        if url == CHAT:
+            first = choice["logprobs"]["content"][0]
+            assert first["token"] == names[own]
+            assert bytes(first["bytes"]) == b"hello"
+            told = [(top["token"], top["logprob"]) for top in first["top_logprobs"]]
+            assert told == [(names[own], -9.0 - own), (names[66], -75.0), (names[67], -76.0)]
+        else:
+            assert choice["logprobs"]["tokens"][0] == names[own]
+            assert set(choice["logprobs"]["top_logprobs"][0]) == set(names.values())
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_log_probabilities_of_a_prompt(make_http, url):
+    for count in (0, 2):
+        router = FakeRouter(saying("x"))
+        body = {**BODIES[url], "prompt_logprobs": count, "n": 2}
+        reply = (await make_http(router).post(url, json=body)).json()
+        (start,) = router.starts
+        assert start.params.prompt_logprobs == count
+        assert not start.params.HasField("logprobs")
+        told = [reply] if url == CHAT else reply["choices"]
+        assert len(told) == (1 if url == CHAT else 2)
+        for place in told:
+            first, *rest = place["prompt_logprobs"]
+            assert first is None
+            assert len(rest) == len(start.prompt_ids) - 1
+            for position, (token, entries) in enumerate(
+                zip(start.prompt_ids[1:], rest, strict=True)
+            ):
+                own, *others = entries.items()
+                assert own[0] == str(token)
+                assert own[1]["logprob"] == logprob(position).logprob
+                assert own[1]["decoded_token"] == router.words.decode([token], False)
+                assert own[1].get("rank") == (1 if count else None)
+                assert [entry["rank"] for _, entry in others] == list(range(2, count + 1))
+
+
+async def test_log_probabilities_of_a_prompt_beside_its_echo(make_http):
+    router = FakeRouter(saying("x"))
+    body = {
+        "model": "tiny", "prompt": ["hello world", "hello w"], "echo": True, "logprobs": 1,
+        "prompt_logprobs": 3, "max_tokens": 1,
+    }  # fmt: skip
+    reply = (await make_http(router).post(PLAIN, json=body)).json()
+    assert [start.params.prompt_logprobs for start in router.starts] == [3, 3]
+    for choice, start in zip(reply["choices"], router.starts, strict=True):
+        count = len(start.prompt_ids)
+        assert len(choice["prompt_logprobs"]) == count
+        assert len(choice["prompt_logprobs"][1]) == 3
+        assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:count])
+    body |= {"prompt": "a", "echo": False}
+    (choice,) = (await make_http(router).post(PLAIN, json=body)).json()["choices"]
+    assert choice["prompt_logprobs"] == [None], "a prompt of one token"
+
+
+async def test_a_long_prompt_s_log_probabilities_leave_the_loop_to_others():
+    passes = 0
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    scores = [pb.TokenLogprob(logprob=-1.0)] * (8 * AT_ONCE)
+    described = await of_prompt(tokenizer(), [7] * (len(scores) + 1), scores, 0)
+    counting.cancel()
+    assert len(described) == len(scores) + 1
+    assert passes >= 8

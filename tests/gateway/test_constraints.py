@@ -1,0 +1,160 @@
+"""What binds an answer depends on what its prompt has begun, and on what the model can write."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import tokenizers
+from fake_router import FakeRouter, saying, served
+from http_errors import CHAT, HI, check
+from scripted_service import scripted_service
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.service import TextCompletionRequest
+from pdserve.gateway.structure import Structure
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2
+from pdserve.services.host.errors import ServiceError
+
+pytestmark = pytest.mark.anyio
+WORD = Structure("regex", "[a-z]+", "regex")
+
+
+async def params_of(
+    prompt: str, router: FakeRouter | None = None, **sampling: Any
+) -> tuple[FakeRouter, pb.SamplingParams]:
+    """What a worker would get."""
+    router = router or FakeRouter(saying("x"))
+    service = scripted_service(router)
+    asked = TextCompletionRequest("tiny", [prompt], RequestedSampling(**sampling))
+    async with service.prepare(asked, Caller("r")) as completion:
+        return router, completion.prompts[0].params
+
+
+async def test_a_structure_may_bind_what_follows_a_text() -> None:
+    router, params = await params_of("a", structure=WORD, structure_after="</think>")
+    assert list(params.grammar.begins_after) == router.encode("</think>")
+    assert params.grammar.source
+    _, params = await params_of("a", structure=WORD)
+    assert list(params.grammar.begins_after) == []
+    _, params = await params_of("a", structure_after="</think>")
+    assert not params.HasField("grammar")
+
+
+async def test_a_special_token_is_one_id() -> None:
+    router, params = await params_of("a", structure=WORD, structure_after="<|im_end|>")
+    assert list(params.grammar.begins_after) == [router.eos]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "binds_at_once"),
+    [
+        ("a<think>\n\n</think>\n\n", True),
+        ("a</think>", True),
+        ("<think>b</think> and then", False),
+        ("a<think>", False),
+    ],
+)
+async def test_a_prompt_that_closes_the_thinking_leaves_the_whole_answer_to_the_structure(
+    prompt, binds_at_once
+):
+    _, params = await params_of(prompt, structure=WORD, structure_after="</think>")
+    assert (list(params.grammar.begins_after) == []) == binds_at_once
+
+
+@pytest.mark.parametrize(
+    ("template", "begun"),
+    [("{{ messages[0].content }}", False), ("{{ messages[0].content }}<think>\n", True)],
+)
+async def test_a_template_begins_the_thinking_and_a_client_s_words_do_not(
+    make_http, template, begun
+):
+    card, blobs = served()
+    card.template_digest = hashlib.sha256(template.encode()).hexdigest()
+    blobs[card.template_digest] = template.encode()
+    router = FakeRouter(saying("x"), [card], blobs)
+    messages = [{"role": "user", "content": "what is <think> for?"}]
+    body = {"model": "tiny", "messages": messages, "thinking_budget": 3}
+    assert (await make_http(router).post(CHAT, json=body)).status_code == 200
+    assert (list(router.starts[0].params.thinking.start_ids) == []) == begun
+
+
+async def test_tags_of_thinking_are_given() -> None:
+    tags = ("<|im_start|>", "<|im_end|>")
+    router, params = await params_of("a", thinking_budget=4, thinking_tags=tags)
+    assert list(params.thinking.start_ids) == [router.words.token_to_id("<|im_start|>")]
+    assert list(params.thinking.end_ids) == [router.eos]
+    _, params = await params_of("a", thinking_budget=4, thinking_tags=("", "<|im_end|>"))
+    assert list(params.thinking.start_ids) == []
+
+
+async def test_a_model_that_cannot_write_a_tag_is_said() -> None:
+    """This one has only a part of the letters."""
+    vocab = {letter: number for number, letter in enumerate("?<think>/")}
+    words = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words.decoder = decoders.Fuse()
+    data = words.to_str().encode()
+    card, blobs = served()
+    card.tokenizer_digest = hashlib.sha256(data).hexdigest()
+    card.vocab_size = len(vocab)
+    del card.eos_ids[:]
+    card.eos_ids.append(0)
+    blobs[card.tokenizer_digest] = data
+    router = FakeRouter(saying("x"), [card], blobs)
+    budget = {"thinking_budget": 1, "thinking_budget_field": "reasoning_budget"}
+    _, params = await params_of("think", router, **budget)
+    assert len(params.thinking.end_ids) == len("</think>")
+    for tags in (("<thank>", "</think>"), ("<think>", "</thank>"), ("<think>", "")):
+        with pytest.raises(ServiceError) as caught:
+            await params_of("think", router, **budget, thinking_tags=tags)
+        assert (caught.value.code, caught.value.param) == (pb.INVALID_ARGUMENT, "reasoning_budget")
+    with pytest.raises(ServiceError) as caught:
+        await params_of("think", router, structure=WORD, structure_after="</thank>")
+    assert (caught.value.code, caught.value.param) == (pb.INVALID_ARGUMENT, "regex")
+
+
+async def test_each_prompt_is_bound_by_what_it_has() -> None:
+    card, blobs = served()
+    router = FakeRouter(saying("x"), [card], blobs)
+    service = scripted_service(router)
+    sampling = RequestedSampling(thinking_budget=2, bad_words=("x",), structure=WORD)
+    asked = TextCompletionRequest("tiny", ["a", "a<think>"], sampling)
+    async with service.prepare(asked, Caller("r")) as completion:
+        plain, begun = (prompt.params for prompt in completion.prompts)
+    assert plain.grammar == begun.grammar
+    assert plain.bad_words == begun.bad_words
+    assert len(plain.thinking.start_ids)
+    assert not len(begun.thinking.start_ids)
+
+
+async def test_a_bad_word_of_many_tokens_is_refused() -> None:
+    await params_of("a", bad_words=("x" * (MAX_SEQUENCE_IDS - 1),))
+    with pytest.raises(ServiceError) as caught:
+        await params_of("a", bad_words=("x" * MAX_SEQUENCE_IDS,))
+    assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields", "field"),
+    [
+        ("grammar", {"guided_regex": "a"}, "guided_regex"),
+        ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("thinking", {"reasoning_budget": 3}, "reasoning_budget"),
+        ("bad_words", {"bad_words": ["a"]}, "bad_words"),
+        ("max_tokens", {"max_completion_tokens": 3}, "max_completion_tokens"),
+    ],
+)
+async def test_what_a_worker_refuses_is_named_as_the_client_wrote_it(
+    make_http, param, fields, field
+):
+    async def play(router, start):
+        failure = pb.Failure(code=pb.INVALID_ARGUMENT, message="no", param=param)
+        failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
+        yield router_pb2.RequestEvent(failed=failed)
+
+    reply = await make_http(play).post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+    check(reply, 400, field)

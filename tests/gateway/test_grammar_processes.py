@@ -1,0 +1,188 @@
+"""Grammars are compiled off the loop, one at a time, in bounded time and memory, and once."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+from eventually import LIMIT_S, eventually
+from fake_router import saying, served
+from hostile_structures import HOSTILE
+from http_errors import CHAT, HI, PLAIN, check
+from text_pools import Pool, workers
+
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.gateway.text_processes.grammar_cache import ENTRY_BYTES, GrammarCache
+from pdserve.gateway.text_processes.pool import LoadedText
+
+pytestmark = pytest.mark.anyio
+SLOW = HOSTILE["GBNF"]  # as long as it may
+WORD = Structure("regex", "[a-z]+", "regex")
+
+
+@pytest.fixture
+async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
+    pool = Pool(workers=1)
+    yield pool
+    await pool.close()
+
+
+async def loaded(pool: Pool) -> LoadedText:
+    card, blobs = served()
+    digests = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
+    names = ("tokenizer", "template", "generation")
+    files = {name: blobs[digest] for name, digest in zip(names, digests, strict=True)}
+    return await pool.load(TextCard(card.vocab_size, tuple(card.eos_ids)), files)
+
+
+async def test_hostile_structures_end(pool: Pool) -> None:
+    text = await loaded(pool)
+    compiled, refused = [], []
+    for name, structure in HOSTILE.items():
+        began = time.monotonic()
+        try:
+            await text.processes.grammar(b"", structure)
+            compiled.append(name)
+        except TextError as error:
+            refused.append((error.param == structure.param, str(error)))
+        assert time.monotonic() - began < LIMIT_S / 2, name
+    assert {"long text", "states"} <= set(compiled)
+    assert all(named for named, _ in refused)
+    assert any("takes too long" in why for _, why in refused)
+    assert any("needs too much memory" in why for _, why in refused)
+    assert await text.processes.grammar(b"", WORD)
+
+
+async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:
+    text = await loaded(pool)
+    ask = partial(text.processes.chat_ids, b"", TemplateInput(HI), max_len=999)
+    await ask()
+    compiling = asyncio.create_task(text.processes.grammar(b"", SLOW))
+    for _ in range(5):
+        assert await ask()
+    assert not compiling.done()
+    assert len(workers()) == 2
+    with pytest.raises(TextError, match="the grammar takes too long"):
+        await compiling
+
+
+async def test_other_requests_do_not_wait_for_grammars(make_http, pool: Pool) -> None:
+    client = make_http(saying("hello"), text_pool=pool)
+    plain = {"model": "tiny", "messages": HI}
+    assert (await client.post(CHAT, json=plain)).status_code == 200
+    hostile = {"model": "tiny", "prompt": "a", "grammar": 'root ::= "a"' + " | root" * 7000}
+    asked = asyncio.create_task(client.post(PLAIN, json=hostile))
+    await eventually(lambda: len(workers()) == 2)
+    for _ in range(3):
+        assert (await client.post(CHAT, json=plain)).status_code == 200
+    assert not asked.done()
+    error = check(await asked, 400, "grammar")
+    assert "takes too long" in error["message"]
+
+
+async def test_a_structure_is_compiled_once(pool: Pool) -> None:
+    text = await loaded(pool)
+    wrong = Structure("regex", "(a", "regex")
+    source = await text.processes.grammar(b"", WORD)
+    with pytest.raises(TextError) as refused:
+        await text.processes.grammar(b"", wrong)
+    (child,) = workers()
+    child.suspend()
+    assert await text.processes.grammar(b"other", Structure("regex", "[a-z]+", "regex")) == source
+    for _ in range(2):
+        with pytest.raises(TextError) as again:
+            await text.processes.grammar(b"", wrong)
+        assert (str(again.value), again.value.param) == (str(refused.value), "regex")
+    other = asyncio.create_task(text.processes.grammar(b"", Structure("regex", "[0-9]+", "regex")))
+    done, _ = await asyncio.wait([other], timeout=0.05)
+    assert not done, "another field or text is another structure"
+    child.resume()
+    assert await other != source
+
+
+async def test_many_who_ask_the_same_wait_for_one(pool: Pool) -> None:
+    text = await loaded(pool)
+    began = time.process_time(), time.monotonic()
+    asked = [text.processes.grammar(bytes([n]), SLOW) for n in range(20)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(error, TextError) for error in found)
+    assert time.monotonic() - began[1] < LIMIT_S / 2
+    assert len({str(error) for error in found}) == 1
+
+
+async def test_a_client_that_goes_leaves_its_grammar(pool: Pool) -> None:
+    text = await loaded(pool)
+    await text.processes.grammar(b"", WORD)
+    (child,) = workers()
+    child.suspend()
+    other = Structure("choice", ["a"], "guided_choice")
+    asked = asyncio.create_task(text.processes.grammar(b"", other))
+    await asyncio.sleep(0)  # it has the child
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    child.resume()
+    assert await text.processes.grammar(b"", other)
+    assert workers() == [child]
+
+
+def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
+    cache = GrammarCache(max_bytes=3 * ENTRY_BYTES + 3 * 40)
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, "x" * 10)
+    cache.put(b"b", "x" * 10)
+    assert cache.get(b"a", 0.0) == "x" * 10
+    cache.put(b"d", "x" * 10)
+    assert [cache.get(name, 0.0) is None for name in (b"a", b"b", b"c", b"d")] == [
+        False, False, True, False,
+    ]  # fmt: skip
+    cache.put(b"large", "x" * (10 * ENTRY_BYTES))
+    assert cache.get(b"large", 0.0) is None
+
+
+def test_what_has_ended_a_child_is_forgotten_in_time() -> None:
+    cache = GrammarCache()
+    error = TextError("it takes too long")
+    cache.put(b"a", error, until_s=60.0)
+    assert cache.get(b"a", 59.0) is error
+    assert cache.get(b"a", 60.0) is None
+    assert cache.get(b"a", 0.0) is None
+
+
+async def test_a_grammar_whose_child_was_killed_is_compiled_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.gateway.text_processes.pool.DEATH_S", 0.0)
+    text = await loaded(pool)
+    await text.processes.grammar(b"", WORD)
+    (child,) = workers()
+    child.suspend()
+    other = Structure("choice", ["a"], "guided_choice")
+    asked = asyncio.create_task(text.processes.grammar(b"", other))
+    await asyncio.sleep(0)  # it has the child
+    child.kill()
+    with pytest.raises(TextError, match="cannot be prepared") as caught:
+        await asked
+    assert caught.value.param == "guided_choice"
+    assert await text.processes.grammar(b"", other)
+
+
+def test_each_part_of_a_structure_counts() -> None:
+    encoded = {
+        structure.encoded()
+        for structure in (
+            WORD,
+            Structure("regex", "[a-z]*", "regex"),
+            Structure("regex", "[a-z]+", "guided_regex"),
+            Structure("grammar", "[a-z]+", "regex"),
+            Structure("regex", "[a-z]+", "regex", lenient=True),
+            Structure("regex", "[a-z]+", "regex", whitespace=False),
+        )
+    }
+    assert len(encoded) == 6
+    assert WORD.encoded() in encoded
+    assert all(Structure.decoded(data).encoded() == data for data in encoded)
