@@ -9,20 +9,22 @@ import logging
 import math
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
-from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.settings import NO_DATABASE, GatewaySettings
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
@@ -33,8 +35,11 @@ from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import make_keys
+from pdserve.services.host.tenants.keys import ApiKeys, make_keys
 from pdserve.services.host.tenants.rate_limits import make_rate_limits
+
+if TYPE_CHECKING:
+    from pdserve.gateway.openai.stored.parts import StoredParts
 
 log = logging.getLogger("pdserve.gateway")
 
@@ -70,6 +75,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     )
     text_pool.prepare()
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
+    stored = make_stored(settings, keys, limits)
     service = Service(
         client,
         text_pool,
@@ -80,6 +86,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.request_timeout_s,
         settings.queue_timeout_s,
         settings.template_kwargs,
+        stored.usage.count if stored else uncounted,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -89,15 +96,20 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.max_buffer_bytes,
         settings.stall_timeout_s,
     )
-    openai = OpenAiDialect(service, http_limits, BodyReader(http_limits))
+    openai = OpenAiDialect(
+        service, http_limits, BodyReader(http_limits), stored.routes if stored else None
+    )
+    dialects = [openai]
+    routes = create_routes(dialects, service, readiness)
     app = create_app(
-        [openai],
+        dialects,
         service,
         readiness,
         keys,
         settings.open_metrics,
         local=is_loopback(settings.host),
         allowed_origins=settings.allow_origins,
+        routes=routes,
     )
     http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
@@ -112,6 +124,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     add_TextServicer_to_server(text, grpc_host.server)
     grpc_bind = host_port(settings.host, settings.grpc_port)
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
+    if stored:
+        await stored.start()
     await grpc_host.start()
     session = await client.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")
@@ -127,6 +141,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         asyncio.create_task(keys.watch(), name="keys"),
         asyncio.create_task(http.watch_certificate(), name="certificate"),
     ]
+    if stored:
+        watching.append(asyncio.create_task(stored.run(routes), name="stored"))
     announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
 
     def set_serving(serving: bool) -> None:
@@ -135,6 +151,9 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
+        await asyncio.gather(drain_clients(), *([stored.drain()] if stored else []))
+
+    async def drain_clients() -> None:
         # A load balancer over several gateways learns from /ready that this one ends.
         await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
         limits.close()
@@ -146,6 +165,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         http.should_exit = True
         http.config.timeout_graceful_shutdown = math.ceil(grace_s)
         await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
+        if stored:
+            await stored.close()
         await client.close()
         await service.catalog.close()
         await rates.close()
@@ -157,6 +178,17 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         drain_s=settings.drain_s,
         failed=(serving, session, announcing, *watching),
     )
+
+
+def make_stored(
+    settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits
+) -> "StoredParts | None":
+    """None without a database. Raises ValueError for a URL of none."""
+    if settings.database_url in ("", NO_DATABASE):
+        return None
+    from pdserve.gateway.openai.stored.parts import StoredParts  # SQLAlchemy takes a while
+
+    return StoredParts(settings, keys, limits)
 
 
 def make_text_limits(settings: GatewaySettings) -> TextLimits:

@@ -15,7 +15,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
 from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
@@ -85,8 +85,10 @@ class Service:
         timeout_s: float,
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
+        count_usage: CountUsage = uncounted,
     ) -> None:
-        """`template_kwargs`: names that clients may give a chat template."""
+        """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
+        each request that has used a model."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
@@ -97,6 +99,7 @@ class Service:
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
+        self._count_usage = count_usage
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -106,12 +109,12 @@ class Service:
         caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
         """The completion to run inside the block. Raises ServiceError."""
-        meter = Meter(self.metrics, caller, self._clock)
+        meter = Meter(self.metrics, caller, self._clock, self._count_usage)
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
         error: BaseException | None = None
         try:
-            with self.limits.admit(owner) as admitted:
+            with self.limits.admit(owner, caller.background) as admitted:
                 try:
                     await self.rates.count_request(owner)
                     model = await self.catalog.get(asked.model)

@@ -6,6 +6,7 @@ are not served is in fields.py.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
@@ -32,6 +34,7 @@ MAX_TOOL_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
 _OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
+MAX_SESSION = 128  # characters of what usage is counted under
 MAX_FIELDS = 1024  # of a body, unknown ones too
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 # Fields that RequestedSampling has under the same name.
@@ -127,6 +130,14 @@ class Sampling(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    session_id: str | None = Field(None, max_length=MAX_SESSION)
+    user: str | None = Field(None, max_length=MAX_SESSION)
+
+    def called_by(self, caller: Caller, request_id: str) -> Caller:
+        """The caller of this body: its own session counts before that of the header, and the user
+        where there is none."""
+        session = self.session_id or caller.session or self.user or ""
+        return replace(caller, request_id=request_id, session=session)
 
     @property
     def include_usage(self) -> bool:
