@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,17 @@ BOUNDS = HttpLimits(
 
 @dataclass
 class StoredGateway:
-    """`stored` are its parts; `client` is a client with a key."""
+    """`stored` are its parts; its clients are closed with it."""
 
     url: str
     limits: AdmissionLimits
     stored: StoredParts
+    clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0)
+        client = openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0)
+        self.clients.append(client)
+        return client
 
     def http(self, key: str = "none") -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
@@ -77,7 +80,13 @@ async def stored_gateway(
     if runs:
         tasks.append(asyncio.create_task(stored.run(routes)))
     try:
-        yield StoredGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", limits, stored)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        gateway = StoredGateway(url, limits, stored)
+        try:
+            yield gateway
+        finally:
+            for client in gateway.clients:
+                await client.close()
     finally:
         for task in tasks[1:]:
             task.cancel()
