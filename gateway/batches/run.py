@@ -87,6 +87,7 @@ class BatchRun:
             return
         if batch.status == "in_progress":
             await self._answer_lines(batch)
+            self._go_on()
             batch = await self._owned.load()
         if await self._owned.lines(0, 1):
             cancelled = batch.status == "cancelling"
@@ -171,13 +172,14 @@ class BatchRun:
         taking = asyncio.Lock()
 
         async def worker() -> None:
-            while True:
-                self._go_on()
-                async with taking:
-                    span = await anext(spans, None)
-                if span is None:
-                    return
-                await self._answer_line(batch, tenant, span)
+            with suppress(_Stopped):  # the lines of the others may end
+                while True:
+                    self._go_on()
+                    async with taking:
+                        span = await anext(spans, None)
+                    if span is None:
+                        return
+                    await self._answer_line(batch, tenant, span)
 
         try:
             async with aclosing(spans), asyncio.TaskGroup() as group:

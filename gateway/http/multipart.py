@@ -18,7 +18,7 @@ from pdserve.services.host.errors import ServiceError, quoted
 PACE = 64 << 10  # bytes in a second
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
-MAX_HEAD_BYTES = 4096  # of a part
+MAX_HEAD_BYTES = 2048  # of a part
 MAX_BOUNDARY = 70  # RFC 2046
 MAX_OVERHEAD = MAX_FIELDS * (MAX_FIELD_BYTES + MAX_HEAD_BYTES)  # beside the file
 FILE = "file"
