@@ -71,7 +71,8 @@ def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
     bucket_s, default, most = WIDTHS[width]
     limit = whole_number(given.get("limit", str(default)), "limit", 1, most)
     end = whole_number(given.get("end_time", str(now + 1)), "end_time", 0, MAX_TIME)
-    first = given.get("start_time", str(max(0, end - limit * bucket_s)))
+    last_bucket = (end - 1) // bucket_s * bucket_s
+    first = given.get("start_time", str(max(0, last_bucket - (limit - 1) * bucket_s)))
     name, value = ("page", given["page"]) if "page" in given else ("start_time", first)
     start = whole_number(value, name, 0, MAX_TIME)
     if start >= end:
