@@ -19,6 +19,7 @@ from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ENDS = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 WINDOW, WINDOW_S = "24h", 24 * 3600
 MAX_LISTED, LISTED = 100, 20
 MAX_TAGS, MAX_TAG_NAME, MAX_TAG = 16, 64, 512
@@ -96,7 +97,9 @@ def _tenant(request: Request) -> str:
 
 
 def _batch_object(batch: StoredBatch) -> dict[str, Any]:
-    ends: dict[str, int | None] = {f"{s}_at": None for s in ("completed", "failed", "expired", "cancelled")}
+    ends: dict[str, int | None] = {
+        f"{s}_at": None for s in ("completed", "failed", "expired", "cancelled")
+    }
     if batch.ended_at is not None:
         ends[f"{batch.status}_at"] = batch.ended_at
     errors = None if batch.errors is None else {"object": "list", "data": batch.errors}

@@ -93,18 +93,21 @@ async def test_a_batch_is_a_session(tmp_path):
 
 async def test_a_key_sees_its_own_usage_only(tmp_path):
     keys = ("first", "second")
-    async with stored_gateway(FakeRouter(saying("hello")), tmp_path, keys, runs=False) as gateway:
-        async with gateway.http("first") as http, gateway.http("second") as other:
-            await http.post(CHAT, json=BODY)
-            await gateway.stored.usage.flush()
-            (result,) = await results(http, group_by="api_key_id")
-            assert len(result["api_key_id"]) == 12
-            report = (await other.get("/v1/usage")).json()
-            assert not any(bucket["results"] for bucket in report["data"])
-            assert (await http.post(CHAT, json={**BODY, "max_tokens": -1})).status_code == 400
-            await gateway.stored.usage.flush()
-            (result,) = await results(http)
-            assert result["num_model_requests"] == 1  # what is refused has used nothing
+    async with (
+        stored_gateway(FakeRouter(saying("hello")), tmp_path, keys, runs=False) as gateway,
+        gateway.http("first") as http,
+        gateway.http("second") as other,
+    ):
+        await http.post(CHAT, json=BODY)
+        await gateway.stored.usage.flush()
+        (result,) = await results(http, group_by="api_key_id")
+        assert len(result["api_key_id"]) == 12
+        report = (await other.get("/v1/usage")).json()
+        assert not any(bucket["results"] for bucket in report["data"])
+        assert (await http.post(CHAT, json={**BODY, "max_tokens": -1})).status_code == 400
+        await gateway.stored.usage.flush()
+        (result,) = await results(http)
+        assert result["num_model_requests"] == 1  # what is refused has used nothing
 
 
 async def test_an_answer_that_is_cut_off_is_counted_as_far_as_it_came(tmp_path):
@@ -113,14 +116,16 @@ async def test_an_answer_that_is_cut_off_is_counted_as_far_as_it_came(tmp_path):
         yield tokens(start, router.encode(" w"), 1)
         raise RuntimeError("the router has gone")
 
-    async with stored_gateway(FakeRouter(play), tmp_path, runs=False) as gateway:
-        async with gateway.http() as http:
-            reply = await http.post(CHAT, json=BODY)
-            assert reply.status_code == 500
-            await gateway.stored.usage.flush()
-            (result,) = await results(http)
-            assert result["output_tokens"] == 2
-            assert result["input_tokens"] > 0
+    async with (
+        stored_gateway(FakeRouter(play), tmp_path, runs=False) as gateway,
+        gateway.http() as http,
+    ):
+        reply = await http.post(CHAT, json=BODY)
+        assert reply.status_code == 500
+        await gateway.stored.usage.flush()
+        (result,) = await results(http)
+        assert result["output_tokens"] == 2
+        assert result["input_tokens"] > 0
 
 
 async def test_buckets_and_pages(tmp_path):
@@ -134,30 +139,32 @@ async def test_buckets_and_pages(tmp_path):
     await usage.flush()
     await database.close()
     start = NOON - 12 * HOUR
-    async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
-        async with gateway.http() as http:
+    async with (
+        stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway,
+        gateway.http() as http,
+    ):
 
-            async def page(**params):
-                return (await http.get("/v1/usage", params=params)).json()
+        async def page(**params):
+            return (await http.get("/v1/usage", params=params)).json()
 
-            days = await page(start_time=start, end_time=start + 3 * DAY)
-            assert [bucket["start_time"] for bucket in days["data"]] == [
-                start, start + DAY, start + 2 * DAY,
-            ]  # fmt: skip
-            requests = [b["results"][0]["num_model_requests"] for b in days["data"]]
-            assert requests == [3, 1, 1]
-            assert (days["has_more"], days["next_page"]) == (False, None)
-            assert days["data"][0]["results"][0]["input_tokens"] == 30
-            hours = await page(
-                start_time=NOON + 60, end_time=NOON + 3 * HOUR, bucket_width="1h", limit=2
-            )
-            assert [len(bucket["results"]) for bucket in hours["data"]] == [1, 1]
-            assert hours["has_more"]
-            rest = await page(
-                end_time=NOON + 3 * HOUR, bucket_width="1h", limit=2, page=hours["next_page"]
-            )
-            assert [bucket["results"] for bucket in rest["data"]] == [[]]
-            assert not rest["has_more"]
+        days = await page(start_time=start, end_time=start + 3 * DAY)
+        assert [bucket["start_time"] for bucket in days["data"]] == [
+            start, start + DAY, start + 2 * DAY,
+        ]  # fmt: skip
+        requests = [b["results"][0]["num_model_requests"] for b in days["data"]]
+        assert requests == [3, 1, 1]
+        assert (days["has_more"], days["next_page"]) == (False, None)
+        assert days["data"][0]["results"][0]["input_tokens"] == 30
+        hours = await page(
+            start_time=NOON + 60, end_time=NOON + 3 * HOUR, bucket_width="1h", limit=2
+        )
+        assert [len(bucket["results"]) for bucket in hours["data"]] == [1, 1]
+        assert hours["has_more"]
+        rest = await page(
+            end_time=NOON + 3 * HOUR, bucket_width="1h", limit=2, page=hours["next_page"]
+        )
+        assert [bucket["results"] for bucket in rest["data"]] == [[]]
+        assert not rest["has_more"]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +182,11 @@ async def test_buckets_and_pages(tmp_path):
     ],
 )
 async def test_what_a_report_refuses(tmp_path, params, param):
-    async with stored_gateway(FakeRouter(saying("hello")), tmp_path, runs=False) as gateway:
-        async with gateway.http() as http:
-            reply = await http.get("/v1/usage", params=params)
+    async with (
+        stored_gateway(FakeRouter(saying("hello")), tmp_path, runs=False) as gateway,
+        gateway.http() as http,
+    ):
+        reply = await http.get("/v1/usage", params=params)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
 
