@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from pdserve.gateway.batches.files import OPEN, Page, now_us, rows_of
 from pdserve.gateway.batches.jsonl import Span
-from pdserve.gateway.batches.leases import Lease
+from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
 from pdserve.gateway.storage.database import Database
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
@@ -35,7 +35,7 @@ class LeaseLost(Exception):
 class OpenBatch(NamedTuple):
     """A batch that has not ended, for those who may run it."""
 
-    lease: Lease
+    lease: BatchLease
     tenant: str
     key_name: str
     expires_at: int
@@ -126,11 +126,11 @@ class Batches:
         async with self._db.reading() as session:
             rows = (await session.scalars(query)).all()
         return [
-            OpenBatch(Lease(b.id, b.owner, b.beat), b.tenant, b.key_name, b.expires_at)
+            OpenBatch(BatchLease(b.id, b.owner, b.beat), b.tenant, b.key_name, b.expires_at)
             for b in rows
         ]
 
-    async def claim(self, lease: Lease, owner: str) -> bool:
+    async def claim(self, lease: BatchLease, owner: str) -> bool:
         """Whether the batch is the owner's now: nobody has taken it, and its holder has not said
         that it lives, since the lease was read."""
         same = (StoredBatch.owner == lease.owner, StoredBatch.beat == lease.beat)

@@ -45,7 +45,7 @@ class LineError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LineRequest:
     """What a line asks for."""
 
     custom_id: str
@@ -93,7 +93,7 @@ class LineSplitter:
             yield Span(self._number, at, num_bytes), None if too_long else line
 
 
-def parse_line(line: bytes, endpoint: str) -> Request:
+def parse_line(line: bytes, endpoint: str) -> LineRequest:
     """Raises LineError, without the line's number."""
     try:
         value = from_json(line, allow_inf_nan=False)
@@ -118,7 +118,7 @@ def parse_line(line: bytes, endpoint: str) -> Request:
         raise LineError("invalid_value", "The body must be an object.", "body")
     if body.get("stream"):
         raise LineError("invalid_value", "A batch does not stream.", "body.stream")
-    return Request(custom_id, body)
+    return LineRequest(custom_id, body)
 
 
 class LineChecker:
@@ -167,6 +167,6 @@ def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:
     return to_json(line) + b"\n"
 
 
-def body_of(request: Request) -> bytes:
+def body_of(request: LineRequest) -> bytes:
     """The body as a client would send it."""
     return to_json(request.body)

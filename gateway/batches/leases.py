@@ -10,7 +10,7 @@ LEASE_S = 5.0  # without a beat, after which an owner counts as dead
 BEAT_S = 1.0  # between two beats of a live owner
 
 
-class Lease(NamedTuple):
+class BatchLease(NamedTuple):
     """Who runs a batch ("": nobody), and how often it has said so."""
 
     batch_id: str
@@ -22,9 +22,9 @@ class LeaseWatch:
     """Remembers when each beat was first seen."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Lease, float]] = {}
+        self._seen: dict[str, tuple[BatchLease, float]] = {}
 
-    def free(self, leases: Iterable[Lease], now: float) -> list[Lease]:
+    def free(self, leases: Iterable[BatchLease], now: float) -> list[BatchLease]:
         """Of all leases that there are those which nobody holds, in their order; `now` in seconds
         of a clock that never goes back."""
         before, self._seen = self._seen, {}

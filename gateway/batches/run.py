@@ -16,7 +16,7 @@ from typing import Any
 from pdserve.gateway.batches import jsonl
 from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
-from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineSplitter, Request, Span
+from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineRequest, LineSplitter, Span
 from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.batches.tables import StoredBatch
 from pdserve.services.host.tenants.keys import Tenant
@@ -144,7 +144,7 @@ class BatchRun:
         for found in splitter.flush():
             yield found
 
-    async def _request(self, batch: StoredBatch, span: Span) -> Request:
+    async def _request(self, batch: StoredBatch, span: Span) -> LineRequest:
         line = await self._files.read(batch.input_file_id, span.at, span.num_bytes)
         return jsonl.parse_line(line, batch.endpoint)
 

@@ -15,7 +15,7 @@ from time import time
 from pdserve.gateway.batches.batches import Batches, LeaseLost, OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import ENVELOPE_BYTES
-from pdserve.gateway.batches.leases import BEAT_S, Lease, LeaseWatch
+from pdserve.gateway.batches.leases import BEAT_S, BatchLease, LeaseWatch
 from pdserve.gateway.batches.run import Ask, BatchRun
 from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.storage.database import Database
@@ -123,7 +123,7 @@ class BatchRunner:
             if await self._batches.claim(lease, self._owner):
                 self._start(lease, opened.tenant, ask)
 
-    def _start(self, lease: Lease, tenant: str, ask: Ask) -> None:
+    def _start(self, lease: BatchLease, tenant: str, ask: Ask) -> None:
         if lease.owner:
             log.info("%s goes on here", lease.batch_id)
         owned = OwnedBatch(self._db, lease.batch_id, self._owner)

@@ -131,12 +131,13 @@ class Sampling(Body):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
-    user: str | None = Field(None, max_length=MAX_SESSION)
+    user: Any = None
 
     def called_by(self, caller: Caller, request_id: str) -> Caller:
         """The caller of this body: its own session counts before that of the header, and the user
-        where there is none."""
-        session = self.session_id or caller.session or self.user or ""
+        where there is none, if it is a short text."""
+        user = self.user if isinstance(self.user, str) and len(self.user) <= MAX_SESSION else ""
+        session = self.session_id or caller.session or user
         return replace(caller, request_id=request_id, session=session)
 
     @property

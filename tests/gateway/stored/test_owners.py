@@ -13,7 +13,7 @@ from gateway_process import GatewayProcess
 from router_process import serve_router
 from stored_gateway import content_of, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.batches.leases import LEASE_S, Lease, LeaseWatch
+from pdserve.gateway.batches.leases import LEASE_S, BatchLease, LeaseWatch
 
 pytestmark = pytest.mark.anyio
 LINES = 60
@@ -131,7 +131,7 @@ async def test_a_gateway_that_lost_its_lease_changes_nothing_more(tmp_path):
 
 def test_a_lease_is_free_when_its_beat_stands_still():
     watch = LeaseWatch()
-    live, dead, nobodys = Lease("a", "x", 1), Lease("b", "y", 1), Lease("c", "", 0)
+    live, dead, nobodys = BatchLease("a", "x", 1), BatchLease("b", "y", 1), BatchLease("c", "", 0)
     assert watch.free([live, dead, nobodys], 0.0) == [nobodys]
     assert watch.free([live._replace(beat=2), dead], LEASE_S - 0.1) == []
     assert watch.free([live._replace(beat=2), dead], LEASE_S) == [dead]
