@@ -64,6 +64,10 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
     tls = make_tls(settings.tls_cert, settings.tls_key)
+    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
+    stored = make_stored(settings, keys, limits)
+    if stored:
+        await stored.start()
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
@@ -74,8 +78,6 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.queue_timeout_s,
     )
     text_pool.prepare()
-    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
-    stored = make_stored(settings, keys, limits)
     service = Service(
         client,
         text_pool,
@@ -124,8 +126,6 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     add_TextServicer_to_server(text, grpc_host.server)
     grpc_bind = host_port(settings.host, settings.grpc_port)
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
-    if stored:
-        await stored.start()
     await grpc_host.start()
     session = await client.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")

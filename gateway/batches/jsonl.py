@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from pdserve.services.host.errors import cut
+from pdserve.gateway.http.body import num_values
+from pdserve.services.host.errors import ServiceError, cut
 
 MAX_LINES = 50_000  # OpenAI's bound
 MAX_CUSTOM_ID = 512  # characters
@@ -96,7 +97,10 @@ class LineSplitter:
 def parse_line(line: bytes, endpoint: str) -> LineRequest:
     """Raises LineError, without the line's number."""
     try:
+        num_values(line)  # what would take the event loop for long
         value = from_json(line, allow_inf_nan=False)
+    except ServiceError:
+        raise LineError("invalid_json_line", "This line has too many values.") from None
     except ValueError:
         value = None
     if not isinstance(value, dict):

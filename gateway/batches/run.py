@@ -24,7 +24,7 @@ from pdserve.services.host.tenants.keys import Tenant
 MAX_ERRORS = 100  # of an input file that are reported
 LINES_AT_ONCE = 500  # that are written in one transaction
 PAGE = 64  # lines that are looked up at once
-CHECK_BYTES = 1 << 16  # of an input that are checked before others have the loop
+CHECK_BYTES = 1 << 14  # of an input that are checked before others have the loop
 AGAIN = (429, 499, 503)  # the server is busy or ends: no line's result
 NOT_FOUND = 404
 MODEL_WAIT_S = 30.0  # for a model that is not there: its workers may be about to start

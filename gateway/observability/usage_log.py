@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, Row, String, func, select
+from sqlalchemy import BigInteger, Row, String, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -110,7 +110,8 @@ class UsageLog:
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
         """Rows with `bucket` (the start of one), the columns of `group_by` and the sums, in order
         of time; at most so many."""
-        bucket = (UsageRow.start - UsageRow.start % query.bucket_s).label("bucket")
+        width = literal_column(str(int(query.bucket_s)))  # as a parameter it would group nothing
+        bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
         groups = [bucket, *(getattr(UsageRow, name) for name in query.group_by)]
         sums = [func.sum(getattr(UsageRow, name)).label(name) for name in COUNTS]
         wanted = select(*groups, *sums).where(

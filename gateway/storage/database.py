@@ -1,4 +1,4 @@
-"""The database of a gateway: SQLite in a file, or any that SQLAlchemy has an async driver for.
+"""The database of a gateway: SQLite in a file, or PostgreSQL.
 
 It owns the connections. What is kept there is each module's own table on `Base`. Several gateways
 may use one: SQLite's file has a write-ahead log, so that readers wait for nobody, and a transaction
@@ -6,8 +6,10 @@ that writes takes its turn when it begins.
 """
 
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import event, text
@@ -39,9 +41,11 @@ class Database:
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
-        ValueError for one that it cannot read."""
+        ValueError for one that cannot be used."""
         try:
             self._url = _with_driver(make_url(url))
+            if self._url.get_backend_name() not in DRIVERS:
+                raise ValueError("it must begin with sqlite:/// or postgresql://")
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise ValueError(f"--database-url: {error}") from None
@@ -62,12 +66,18 @@ class Database:
 
     async def start(self) -> None:
         """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
+        path = self._url.database or ""
+        if self.is_file and path not in ("", ":memory:"):
+            folder = Path(path).absolute().parent
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise OSError(f"--database-url: {folder} is no folder that can be written to")
         try:
             async with self._engine.begin() as connection:
                 if not self.is_file:
                     await connection.execute(text(f"SELECT pg_advisory_xact_lock({MAKING_TABLES})"))
                 await connection.run_sync(Base.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
+            await self._engine.dispose()
             shown = self._url.render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
 

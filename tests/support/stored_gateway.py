@@ -63,8 +63,9 @@ async def stored_gateway(
     runs: bool = True,
     **settings: Any,
 ) -> AsyncIterator[StoredGateway]:
-    """Its database is in `folder`. Without `runs` it runs no batch, and writes no usage."""
-    made = GatewaySettings(database_url=f"sqlite:///{folder}/gateway.db", **settings)
+    """Its database is in `folder` unless `settings` have another. Without `runs` it runs no batch,
+    and writes no usage."""
+    made = GatewaySettings(**{"database_url": f"sqlite:///{folder}/gateway.db", **settings})
     accepted = ApiKeys(keys)
     limits = limits or AdmissionLimits(64, 32)
     stored = StoredParts(made, accepted, limits)

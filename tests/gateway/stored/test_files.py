@@ -185,6 +185,20 @@ async def test_a_client_that_leaves_leaves_nothing(tmp_path):
         await eventually(uploaded)  # its place is free
 
 
+async def test_an_upload_whose_gateway_has_died_is_removed(tmp_path, monkeypatch):
+    async with stored_gateway(router(), tmp_path, runs=False, max_files=1) as gateway:
+        files = gateway.stored.routes.files
+        stopped = await files.begin("")
+        await files.append("", stopped, 0, b"x")
+        await files.remove_stopped()
+        with pytest.raises(openai.BadRequestError, match="you have 1 files"):
+            await gateway.client().files.create(file=b"{}", purpose="batch")
+        monkeypatch.setattr("pdserve.gateway.batches.files.STOPPED_S", 0.0)
+        await files.remove_stopped()
+        assert (await gateway.client().files.create(file=b"{}", purpose="batch")).bytes == 2
+        assert [piece async for piece in files.pieces(stopped)] == []
+
+
 async def test_a_file_is_read_in_pieces(tmp_path):
     """And a client may leave in the middle of it."""
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:

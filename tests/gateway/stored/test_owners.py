@@ -7,6 +7,7 @@ from collections import Counter
 
 import openai
 import pytest
+from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, saying
 from gateway_process import GatewayProcess
@@ -14,6 +15,8 @@ from router_process import serve_router
 from stored_gateway import content_of, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.leases import LEASE_S, BatchLease, LeaseWatch
+from pdserve.gateway.main import run
+from pdserve.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 LINES = 60
@@ -74,6 +77,46 @@ async def test_a_batch_survives_kill_9(tmp_path):
         assert len(servicer.router.starts) - before == LINES - 25  # what was done is not done again
     finally:
         await host.stop(0)
+
+
+async def test_sigterm_lets_lines_end_and_the_process_too(tmp_path):
+    hold = asyncio.Event()
+    servicer, host, address = await serve_router(FakeRouter(holding_after(9, hold)))
+    settings = {"database_url": f"sqlite:///{tmp_path}/gateway.db", "batch_concurrency": 4}
+    try:
+        with GatewayProcess(address, **settings) as gateway:
+            async with openai.AsyncOpenAI(api_key="none", base_url=f"{gateway.url}/v1") as client:
+                await start_batch(client, lines_of(LINES))
+                await eventually(lambda: len(servicer.router.starts) == 13)
+            gateway.process.send_signal(signal.SIGTERM)
+            hold.set()
+            assert await asyncio.to_thread(gateway.process.wait, LIMIT_S) == 0
+    finally:
+        await host.stop(0)
+    with sqlite3.connect(tmp_path / "gateway.db") as found:
+        (left,) = found.execute("SELECT count(*) FROM batch_lines").fetchone()
+        (owner,) = found.execute("SELECT owner FROM batches").fetchone()
+        (counted,) = found.execute("SELECT sum(requests) FROM usage").fetchone()
+    found.close()
+    answered = len(servicer.router.starts)
+    assert 13 <= answered < LINES
+    assert (left, owner, counted) == (LINES - answered, "", answered)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nonsense", "--database-url"),
+        ("mysql://host/name", "--database-url"),
+        ("sqlite:////nowhere/at/all/gateway.db", "no folder that can be written to"),
+    ],
+)
+def test_a_url_that_cannot_work_is_named(url, why):
+    settings = GatewaySettings(
+        port=0, routers=("127.0.0.1:1",), cluster_secret=(SECRET,), database_url=url
+    )
+    with pytest.raises((ValueError, OSError), match=why):
+        run(settings)
 
 
 async def test_two_gateways_share_a_database(tmp_path):
