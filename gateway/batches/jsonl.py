@@ -157,7 +157,7 @@ def answered(request_id: str, custom_id: str, status: int, body: bytes) -> bytes
     """A line of the output or error file; `body` is the JSON of the answer."""
     head = to_json({"id": f"batch_req_{request_id}", "custom_id": custom_id})[:-1]
     response = to_json({"status_code": status, "request_id": request_id})[:-1]
-    return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body)
+    return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body or b"null")
 
 
 def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:

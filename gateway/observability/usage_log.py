@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, Row, String, func, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Row, String, func, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -79,7 +79,8 @@ class UsageLog:
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         """One more request."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
-        session = self._known(start, tenant, model, caller.session)
+        known = caller.session.replace("\0", "")  # which PostgreSQL has in no text
+        session = self._known(start, tenant, model, known)
         self._add(
             _Key(tenant, start, model, session, caller.tenant.name),
             (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
@@ -110,7 +111,8 @@ class UsageLog:
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
         """Rows with `bucket` (the start of one), the columns of `group_by` and the sums, in order
         of time; at most so many."""
-        width = literal_column(str(int(query.bucket_s)))  # as a parameter it would group nothing
+        # As a parameter PostgreSQL would not see that it is the same in each place.
+        width: ColumnElement[int] = literal_column(str(int(query.bucket_s)))
         bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
         groups = [bucket, *(getattr(UsageRow, name) for name in query.group_by)]
         sums = [func.sum(getattr(UsageRow, name)).label(name) for name in COUNTS]

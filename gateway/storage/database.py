@@ -66,11 +66,7 @@ class Database:
 
     async def start(self) -> None:
         """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
-        path = self._url.database or ""
-        if self.is_file and path not in ("", ":memory:"):
-            folder = Path(path).absolute().parent
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise OSError(f"--database-url: {folder} is no folder that can be written to")
+        self._check_folder()
         try:
             async with self._engine.begin() as connection:
                 if not self.is_file:
@@ -80,6 +76,14 @@ class Database:
             await self._engine.dispose()
             shown = self._url.render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
+
+    def _check_folder(self) -> None:
+        path = self._url.database or ""
+        if not self.is_file or path in ("", ":memory:"):
+            return
+        folder = Path(path).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(f"--database-url: {folder} is no folder that can be written to")
 
     async def close(self) -> None:
         await self._engine.dispose()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import openai
 import pytest
@@ -60,12 +61,16 @@ async def test_two_gateways_from_files_to_answers(tmp_path, database_url):
         assert [batch.id async for batch in client.batches.list(limit=4)] == made[::-1]
         bad = await ended(client, await start_batch(client, b"{\n"))
         assert bad.errors.data[0].code == "invalid_json_line"
+        hi: list[Any] = [{"role": "user", "content": "hi"}]
+        await client.chat.completions.create(
+            model="tiny", messages=hi, extra_body={"session_id": "a\0b"}
+        )
         for gateway in (one, other):
             await gateway.stored.usage.flush()
         async with one.http() as http:
             report = (await http.get("/v1/usage", params={"group_by": "session_id"})).json()
         counted = {r["session_id"]: r["num_model_requests"] for r in report["data"][-1]["results"]}
-        assert counted == dict.fromkeys(made, 12)
+        assert counted == dict.fromkeys(made, 12) | {"ab": 1}
 
 
 @pytest.mark.skipif(find_spec("asyncpg") is None, reason="no asyncpg")
