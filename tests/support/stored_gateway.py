@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 from eventually import eventually
-from fake_router import FakeRouter
+from fake_router import FakeRouter, saying
 from scripted_service import scripted_service
 
 from pdserve.gateway.http.app import create_app, create_routes
@@ -95,6 +95,22 @@ async def stored_gateway(
         http.config.timeout_graceful_shutdown = 1
         await asyncio.gather(*tasks, return_exceptions=True)
         await stored.close()
+
+
+def all_take_part(count: int) -> list[FakeRouter]:
+    """Routers of so many gateways, which answer nothing until each has been asked."""
+    asked: set[int] = set()
+    everybody = asyncio.Event()
+
+    async def play(router: FakeRouter, start: Any) -> AsyncGenerator[Any, None]:
+        asked.add(id(router))
+        if len(asked) == count:
+            everybody.set()
+        await everybody.wait()
+        async for event in saying("hello", cached=1)(router, start):
+            yield event
+
+    return [FakeRouter(play) for _ in range(count)]
 
 
 def lines_of(count: int, url: str = CHAT, **body: Any) -> bytes:

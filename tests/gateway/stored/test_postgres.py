@@ -9,7 +9,15 @@ import pytest
 from eventually import eventually
 from fake_router import FakeRouter, saying
 from postgres import postgres, programs
-from stored_gateway import CHAT, content_of, ended, lines_of, start_batch, stored_gateway
+from stored_gateway import (
+    CHAT,
+    all_take_part,
+    content_of,
+    ended,
+    lines_of,
+    start_batch,
+    stored_gateway,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +45,7 @@ async def opened(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_two_gateways_from_files_to_answers(tmp_path, database_url):
-    routers = [FakeRouter(saying("hello", cached=1)) for _ in range(2)]
+    routers = all_take_part(2)
     options = {"database_url": database_url}
     async with (
         stored_gateway(routers[0], tmp_path, **options) as one,
@@ -57,7 +65,6 @@ async def test_two_gateways_from_files_to_answers(tmp_path, database_url):
             lines = await content_of(second, batch.output_file_id)
             assert [line["custom_id"] for line in lines] == [f"request-{n}" for n in range(12)]
         assert sum(len(router.starts) for router in routers) == 6 * 12
-        assert all(router.starts for router in routers)
         assert [batch.id async for batch in client.batches.list(limit=4)] == made[::-1]
         bad = await ended(client, await start_batch(client, b"{\n"))
         assert bad.errors.data[0].code == "invalid_json_line"
