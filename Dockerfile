@@ -1,7 +1,8 @@
 # Two images: `control` (gateway and router) and `worker` (prefill and decode, with the model that
 # ships). Neither has torch. WORKER_EXTRAS: extras of pyproject.toml for workers; "worker torch" adds
 # the reference kernels, "worker torch cuda" is for GPUs. TORCH_INDEX: an extra package index for
-# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for gateways, e.g. "redis".
+# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for gateways, e.g. "redis
+# postgres".
 FROM python:3.11-slim AS base
 ENV PATH=/opt/pdserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -49,9 +50,10 @@ FROM worker-env AS worker-app
 COPY --from=wheel /wheels /wheels
 RUN pip install -q --no-deps /wheels/*.whl
 
-# /run/pdserve holds the sockets of shared-memory hand-offs; a volume made from it keeps the owner.
+# /run/pdserve holds the sockets of shared-memory hand-offs, /var/lib/pdserve a gateway's database; a
+# volume made from either keeps the owner.
 FROM base AS runtime
-RUN useradd --uid 10001 --create-home pdserve && install -d -o pdserve -g pdserve /run/pdserve
+RUN useradd --uid 10001 --create-home pdserve && install -d -o pdserve -g pdserve /run/pdserve /var/lib/pdserve
 USER 10001:10001
 WORKDIR /home/pdserve
 ENTRYPOINT ["pdserve"]

@@ -14,13 +14,14 @@ from pdserve.services.host.tenants.fairness import FairShare
 class AdmittedRequest:
     """One request within the limits: it waits for its first token, then is answered."""
 
-    def __init__(self, limits: "AdmissionLimits", tenant: bytes) -> None:
+    def __init__(self, limits: "AdmissionLimits", tenant: bytes, background: bool) -> None:
         self._limits = limits
         self._tenant = tenant
-        self._waiting = True
+        self._background = background
+        self._waiting = not background
 
     def __enter__(self) -> "AdmittedRequest":
-        self._limits.entered(self._tenant)
+        self._limits.entered(self._tenant, self._background)
         return self
 
     def first_token(self) -> None:
@@ -36,17 +37,19 @@ class AdmittedRequest:
         trace: TracebackType | None,
     ) -> None:
         self.first_token()
-        self._limits.left(self._tenant)
+        self._limits.left(self._tenant, self._background)
 
 
 class AdmissionLimits:
     """Counts requests: `max_requests` bounds the open ones, `max_unanswered` those of them
-    without a token. Tenants have a share of both (fairness.py)."""
+    without a token. Tenants have a share of both (fairness.py). Those in the background take no
+    places of others: whoever starts them bounds them (gateway/batches/slots.py)."""
 
     def __init__(self, max_requests: int, max_unanswered: int) -> None:
         self._open = FairShare(max_requests)
         self._waiting = FairShare(max_unanswered)
         self._closed = False
+        self.background = 0  # requests that are open
         self.idle = asyncio.Event()  # no request is open
         self.idle.set()
 
@@ -62,24 +65,29 @@ class AdmissionLimits:
         """Admit no more; `idle` is set when the last request has ended."""
         self._closed = True
 
-    def admit(self, tenant: bytes = b"") -> AdmittedRequest:
+    def admit(self, tenant: bytes = b"", background: bool = False) -> AdmittedRequest:
         """One more request; enter its block at once.
 
         Raises ServiceError OVERLOADED at a limit, UNAVAILABLE when closed.
         """
         if self._closed:
             raise ServiceError(UNAVAILABLE, "the server is shutting down", retry_after_s=1.0)
+        if background:
+            return AdmittedRequest(self, tenant, background)
         if not self._open.has_room(tenant):
             raise ServiceError(OVERLOADED, "too many requests are open", retry_after_s=1.0)
         if not self._waiting.has_room(tenant):
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
-        return AdmittedRequest(self, tenant)
+        return AdmittedRequest(self, tenant, background)
 
     # called by AdmittedRequest only
 
-    def entered(self, tenant: bytes) -> None:
+    def entered(self, tenant: bytes, background: bool) -> None:
         """A request is open, without a token."""
         self.idle.clear()
+        if background:
+            self.background += 1
+            return
         self._open.take(tenant)
         self._waiting.take(tenant)
 
@@ -87,8 +95,11 @@ class AdmissionLimits:
         """An open request has its first token, or ends without one."""
         self._waiting.give_back(tenant)
 
-    def left(self, tenant: bytes) -> None:
+    def left(self, tenant: bytes, background: bool) -> None:
         """A request is no longer open."""
-        self._open.give_back(tenant)
-        if not self.open:
+        if background:
+            self.background -= 1
+        else:
+            self._open.give_back(tenant)
+        if not self.open and not self.background:
             self.idle.set()

@@ -9,23 +9,25 @@ import logging
 import math
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
-from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.settings import NO_DATABASE, GatewaySettings
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
@@ -36,8 +38,11 @@ from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import make_keys
+from pdserve.services.host.tenants.keys import ApiKeys, make_keys
 from pdserve.services.host.tenants.rate_limits import make_rate_limits
+
+if TYPE_CHECKING:
+    from pdserve.gateway.openai.stored.parts import StoredParts
 
 log = logging.getLogger("pdserve.gateway")
 
@@ -62,6 +67,10 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
     tls = make_tls(settings.tls_cert, settings.tls_key)
+    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
+    stored = make_stored(settings, keys, limits)
+    if stored:
+        await stored.start()
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
@@ -72,7 +81,6 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.queue_timeout_s,
     )
     text_pool.prepare()
-    limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     service = Service(
         client,
         text_pool,
@@ -84,6 +92,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.queue_timeout_s,
         settings.template_kwargs,
         ParserChoice(settings.tool_parser, settings.reasoning_parser),
+        stored.usage.count if stored else uncounted,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -94,19 +103,28 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.stall_timeout_s,
     )
     bodies = BodyReader(http_limits)
-    openai = OpenAiDialect(service, http_limits, bodies)
+    openai = OpenAiDialect(
+        service,
+        http_limits,
+        bodies,
+        responses=stored.responses if stored else None,
+        stored=stored.routes if stored else None,
+    )
+    dialects: list[Dialect] = [
+        AnthropicDialect(service, http_limits, bodies),
+        RerankDialect(service, http_limits, bodies),
+        openai,
+    ]
+    routes = create_routes(dialects, service, readiness)
     app = create_app(
-        [
-            AnthropicDialect(service, http_limits, bodies),
-            RerankDialect(service, http_limits, bodies),
-            openai,
-        ],
+        dialects,
         service,
         readiness,
         keys,
         settings.open_metrics,
         local=is_loopback(settings.host),
         allowed_origins=settings.allow_origins,
+        routes=routes,
     )
     http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
@@ -136,6 +154,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         asyncio.create_task(keys.watch(), name="keys"),
         asyncio.create_task(http.watch_certificate(), name="certificate"),
     ]
+    if stored:
+        watching.append(asyncio.create_task(stored.run(routes), name="stored"))
     announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
 
     def set_serving(serving: bool) -> None:
@@ -144,6 +164,9 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         grpc_host.set_serving(serving)
 
     async def drain() -> None:
+        await asyncio.gather(drain_clients(), *([stored.drain()] if stored else []))
+
+    async def drain_clients() -> None:
         # A load balancer over several gateways learns from /ready that this one ends.
         await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
         limits.close()
@@ -155,6 +178,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         http.should_exit = True
         http.config.timeout_graceful_shutdown = math.ceil(grace_s)
         await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
+        if stored:
+            await stored.close()
         await client.close()
         await service.catalog.close()
         await rates.close()
@@ -166,6 +191,17 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         drain_s=settings.drain_s,
         failed=(serving, session, announcing, *watching),
     )
+
+
+def make_stored(
+    settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits
+) -> "StoredParts | None":
+    """None without a database. Raises ValueError for a URL of none."""
+    if settings.database_url in ("", NO_DATABASE):
+        return None
+    from pdserve.gateway.openai.stored.parts import StoredParts  # SQLAlchemy takes a while
+
+    return StoredParts(settings, keys, limits)
 
 
 def make_text_limits(settings: GatewaySettings) -> TextLimits:

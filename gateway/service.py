@@ -22,7 +22,7 @@ from pdserve.gateway.content.answer_format import (
     shaped,
 )
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
-from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
@@ -98,8 +98,10 @@ class Service:
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
         parsers: ParserChoice | None = None,
+        count_usage: CountUsage = uncounted,
     ) -> None:
-        """`template_kwargs`: names that clients may give a chat template."""
+        """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
+        each request that has used a model."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
@@ -112,6 +114,7 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
         self._parsers = parsers or ParserChoice()
+        self._count_usage = count_usage
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -193,11 +196,11 @@ class Service:
     @asynccontextmanager
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
         """Counts a request in the limits; its line is in the log at the end."""
-        meter = Meter(self.metrics, caller, self._clock)
+        meter = Meter(self.metrics, caller, self._clock, self._count_usage)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:
-            with self.limits.admit(owner) as admitted:
+            with self.limits.admit(owner, caller.background) as admitted:
                 yield admitted, meter
         except BaseException as caught:
             error = caught

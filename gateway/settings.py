@@ -6,6 +6,8 @@ from pdserve.gateway.text.reasoning import reasoning_parser_names
 from pdserve.gateway.text.tools import tool_parser_names
 from pdserve.services.host.options import PublicSettings, option
 
+NO_DATABASE = "none"
+
 
 @dataclass(frozen=True)
 class GatewaySettings(PublicSettings):
@@ -42,6 +44,18 @@ class GatewaySettings(PublicSettings):
         "bytes of all bodies and of their parsed values until they are answered; a key beyond its "
         "share gets 429 (all have at most twice as much)",
         min=1024,
+    )
+    database_url: str = option(
+        "",
+        "where files, batches and usage are kept: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/"
+        "NAME; none: nowhere; empty: nowhere, but for `pdserve up` a file in the user's folder",
+        secret=True,
+    )
+    max_file_bytes: int = option(200 << 20, "bytes of an uploaded file", min=1024, max=1 << 40)
+    max_files_bytes: int = option(4 << 30, "bytes of all files of one API key", min=1024)
+    max_files: int = option(1000, "files of one API key", min=1, max=100_000)
+    batch_concurrency: int = option(
+        16, "lines of batches that run at once; one while other requests wait", min=1, max=1024
     )
     body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
     max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)

@@ -18,6 +18,14 @@ async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     yield  # noqa: PT022  (a fixture that is not over keeps the loop)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `pdserve up` keeps is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _blocks_add_up() -> Iterator[None]:
     """Of every engine that the test has made, in whatever state it is left."""

@@ -47,15 +47,12 @@ def create_app(
     open_metrics: bool = False,
     local: bool = False,
     allowed_origins: Sequence[str] = (),
+    routes: FastAPI | None = None,
 ) -> ASGIApp:
     """The ASGI application; `open_metrics` lets /metrics in without a key. `local` and
-    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers."""
-    # No generated docs: with keys set, a route that is not listed here does not exist.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_errors(app, dialects)
-    for dialect in dialects:
-        dialect.add_routes(app)
-    _add_operations(app, service, readiness)
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `routes` are
+    those of `create_routes`, if they are made already."""
+    app = routes or create_routes(dialects, service, readiness)
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
@@ -69,6 +66,17 @@ def create_app(
         allow_headers=["*"],
         expose_headers=EXPOSED,
     )
+
+
+def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Readiness) -> FastAPI:
+    """What answers requests that the Guard has let in."""
+    # No generated docs: with keys set, a route that is not listed here does not exist.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_errors(app, dialects)
+    for dialect in dialects:
+        dialect.add_routes(app)
+    _add_operations(app, service, readiness)
+    return app
 
 
 def _lenient(app: ASGIApp) -> ASGIApp:
@@ -115,6 +123,7 @@ async def _metrics_page(service: Service) -> bytes:
         log.warning("metrics without a fresh view of the fleet: %s", error.message)
     service.metrics.open.labels("waiting").set(service.limits.waiting)
     service.metrics.open.labels("open").set(service.limits.open)
+    service.metrics.open.labels("batch").set(service.limits.background)
     return generate_latest(service.metrics.registry)
 
 

@@ -27,6 +27,7 @@ from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 
 REQUEST_ID = "x-request-id"
 API_KEY = "x-api-key"  # counts where there is no Authorization
+SESSION_ID = "x-session-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -81,7 +82,15 @@ class Guard:
             return
         tenant = tenant or EVERYBODY
         with ExitStack() as at_end:
-            caller = Caller(own_id, client_id, tenant, more, at_end)
+            session = headers.get(SESSION_ID, "")
+            caller = Caller(
+                own_id,
+                client_id,
+                tenant,
+                more,
+                at_end,
+                session if _GOOD_ID.fullmatch(session) else "",
+            )
             scope.setdefault("state", {}).update(caller=caller)
             await self._app(scope, receive, send_with_id)
 

@@ -1,6 +1,6 @@
-"""Answers that take time: a whole one, or a stream of events that their dialect has framed.
+"""Answers that take time: a whole one, a file, or a stream of events that their dialect has framed.
 
-Both watch the connection while they work: when the client leaves, the work is cancelled at once.
+All watch the connection while they work: when the client leaves, the work is cancelled at once.
 An error before the first byte is an ordinary error response; later it is the last event.
 """
 
@@ -87,6 +87,48 @@ class Reply(Response):
             piece, more = body[at : at + PIECE_BYTES], at + PIECE_BYTES < len(body)
             async with asyncio.timeout(self._stall_s):
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+class PieceStream(Response):
+    """Sends bytes of a known length as a generator yields them; a client that takes nothing for
+    `stall_s` loses its connection, as does one whose bytes cannot be had."""
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str, stall_s: float
+    ) -> None:
+        self._pieces = pieces
+        self._head = [
+            (b"content-type", media_type.encode()),
+            (b"content-length", str(num_bytes).encode()),
+        ]
+        self._stall_s = stall_s
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        watching = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                return
+        except TimeoutError:
+            log.warning("a client took no byte for %g s", self._stall_s)
+        except ServiceError as error:
+            log.warning("a file could not be sent: %s", error.message)
+        finally:
+            await _end(watching, sending)
+        await _drop_connection(scope)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._head})
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                for at in range(0, len(piece), PIECE_BYTES):
+                    part = piece[at : at + PIECE_BYTES]
+                    async with asyncio.timeout(self._stall_s):
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 class EventStream(Response):

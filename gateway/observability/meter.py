@@ -6,6 +6,7 @@ Invariant: `close` is called once and counts the request once, however it ended.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -16,13 +17,37 @@ from pdserve.services.host.errors import ServiceError
 log = logging.getLogger("pdserve.gateway.request")
 
 
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """What one request has used of a model, in tokens."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+CountUsage = Callable[[Caller, str, RequestUsage], None]
+"""Notes whose request has used what of which model, at once."""
+
+
+def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
+    """The CountUsage of a gateway that keeps no usage."""
+
+
 class Meter:
     """Measures one request with the clock that it is given (seconds); its ids go to the log."""
 
-    def __init__(self, metrics: GatewayMetrics, caller: Caller, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        caller: Caller,
+        clock: Callable[[], float],
+        count_usage: CountUsage = uncounted,
+    ) -> None:
         self._metrics = metrics
         self._caller = caller
         self._clock = clock
+        self._count_usage = count_usage
         self.arrived = clock()
         self._model = ""
         self._prompt_tokens = 0
@@ -72,6 +97,7 @@ class Meter:
     def close(self, error: BaseException | None) -> None:
         """The request has ended: with an answer, or with an error."""
         now = self._clock()
+        self._note_usage(error)
         if error is None:
             self._count(now - self.arrived)
             outcome = ",".join(self._finishes)
@@ -89,6 +115,16 @@ class Meter:
         else:
             line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
         log.info("%s", line, extra={"request": self._caller.request_id})
+
+    def _note_usage(self, error: BaseException | None) -> None:
+        """An answer that was cut off is counted, too, as far as it came."""
+        if error is None:
+            usage = RequestUsage(self._prompt_tokens, self._cached, self._counted)
+        elif self.num_generated:
+            usage = RequestUsage(self._prompt_tokens, self._cached, self.num_generated)
+        else:
+            return
+        self._count_usage(self._caller, self._model, usage)
 
     def _token_counts(self) -> str:
         """The model, and how many tokens came in and went out."""

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
@@ -39,7 +38,7 @@ class ChatReply:
             separate_reasoning=body.separate_reasoning is not False,
         )
         self._id = f"chatcmpl-{caller.request_id}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from pdserve.gateway.caller import Caller
@@ -34,7 +33,7 @@ class CompletionReply:
             kept_tokens=body.truncate_prompt_tokens,
         )
         self._id = f"cmpl-{caller.request_id}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
@@ -23,24 +23,28 @@ from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, parse_tokenize
 from pdserve.gateway.openai.tokens import detokenize, tokenize
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore
 
+if TYPE_CHECKING:
+    from pdserve.gateway.openai.stored.routes import StoredRoutes  # with SQLAlchemy
+
 DONE = b"data: [DONE]\n\n"
+STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
 class OpenAiDialect:
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, and
-    vLLM's /tokenize,
-    /detokenize."""
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, vLLM's
+    /tokenize and /detokenize, and with a database /v1/files, /v1/batches and /v1/usage."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = tuple(
         f"/v1/{route}/"
         for route in (
-            "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
-            "conversations", "edits", "engines", "evals", "files", "fine-tunes",
+            "assistants", "audio", "chat/completions", "chatkit", "containers",
+            "conversations", "edits", "engines", "evals", "fine-tunes",
             "fine_tuning", "images", "moderations", "organization", "realtime", "skills",
             "threads", "uploads", "vector_stores", "videos",
         )
@@ -52,12 +56,14 @@ class OpenAiDialect:
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
+        stored: "StoredRoutes | None" = None,
     ) -> None:
-        """Without `responses` none is kept."""
+        """Without `responses` none is kept, without `stored` there are no files and batches."""
         self._responses = responses
         self._service = service
         self._limits = limits
         self._bodies = bodies
+        self._stored = stored
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
         return error_object(error)
@@ -106,6 +112,11 @@ class OpenAiDialect:
         async def model(name: str) -> Response:
             return JSONResponse(model_object(await service.catalog.card(name)))
 
+        if self._stored is None:
+            _add_refusals(app)
+        else:
+            self._stored.add_routes(app, self, self._limits, self._bodies)
+
     async def _read(self, request: Request, kind: type[B]) -> B:
         return await self._bodies.read(request, partial(parse, kind))
 
@@ -113,6 +124,17 @@ class OpenAiDialect:
         if stream:
             return EventStream(_events(reply.chunks()), self, self._limits)
         return Reply(reply.whole(), self, self._limits)
+
+
+def _add_refusals(app: FastAPI) -> None:
+    """Where the routes of a database would be."""
+
+    async def refused() -> Response:
+        raise refuse("", "this server keeps no files, batches or usage: it needs --database-url")
+
+    for path in STORED:
+        for route in (path, path + "/{rest:path}"):
+            app.add_api_route(route, refused, methods=["GET", "POST", "DELETE"])
 
 
 def _event(value: dict[str, Any]) -> bytes:

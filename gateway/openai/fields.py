@@ -124,10 +124,10 @@ OTHER_NAMES: dict[str, str] = {
 IGNORED: frozenset[str] = frozenset(
     (
         # OpenAI
-        "user", "metadata", "service_tier", "prediction",
+        "metadata", "service_tier", "prediction",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
         # vLLM, SGLang
-        "request_id", "rid", "priority", "session_id", "stream_reasoning",
+        "request_id", "rid", "priority", "stream_reasoning",
         # llama.cpp
         "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
         "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",

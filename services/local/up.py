@@ -24,6 +24,7 @@ from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
+from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.progress import progress_on
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor
@@ -139,7 +140,8 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        gateway = supervisor.start(GATEWAY, self._gateway_task)
+        database = self._database_url(folder)
+        gateway = supervisor.start(GATEWAY, lambda: self._gateway_task(database))
         routers: list[Child] = []
         children: list[Child] = []
         try:
@@ -189,9 +191,28 @@ class System:
         )
         return Task(self._entries["router"], (made,))
 
-    def _gateway_task(self) -> Task:
-        trust = self._trust[Role.GATEWAY]
-        made = replace(self._gateway, routers=(self._router_address,), **trust)
+    def _database_url(self, folder: Path) -> str:
+        """Without an option a file of this port, so that a system finds again what it has kept,
+        and no other one's batches; with a port that nobody can know again, one that goes with it.
+        """
+        url, port = self._gateway.database_url, self._gateway.port
+        if url:
+            return url
+        kept = folder
+        if port:
+            try:
+                kept = data_dir()
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                say(f"warning: files, batches and usage are lost at the end: {error}")
+        return f"sqlite:///{kept / f'gateway-{port}.db'}"
+
+    def _gateway_task(self, database: str) -> Task:
+        made = replace(
+            self._gateway,
+            routers=(self._router_address,),
+            database_url=database,
+            **self._trust[Role.GATEWAY],
+        )
         return Task(self._entries["gateway"], (made,))
 
     def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:

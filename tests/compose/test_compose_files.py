@@ -109,6 +109,13 @@ def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) ->
     assert len(set(volumes)) == 1
 
 
+def test_the_database_is_in_a_volume_that_its_user_owns(services: dict[str, Any]) -> None:
+    url = default(services["gateway"]["environment"]["PDSERVE_DATABASE_URL"])
+    folder = url.removeprefix("sqlite:///").rpartition("/")[0]
+    assert services["gateway"]["volumes"] == [f"data:{folder}"]
+    assert re.search(rf"install -d -o pdserve .*{folder}\n", (ROOT / "Dockerfile").read_text())
+
+
 def test_the_gpu_overlay_only_adds_to_workers() -> None:
     overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
     assert set(overlay) == {"prefill", "decode"}

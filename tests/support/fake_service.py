@@ -126,6 +126,7 @@ def gateway(settings: Any, report: Report) -> int:
     block(signal.SIGHUP)
     report("listening", {"url": f"http://{settings.host}:{settings.port}", "grpc": "g:1"})
     facts = {"routers": settings.routers, **trust(settings)}
+    facts["database_url"] = settings.database_url
     report("ready", {"pid": os.getpid(), "models": ["fake"], **facts})
     return until_sigterm_with_reloads(report)
 

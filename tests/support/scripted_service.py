@@ -9,6 +9,7 @@ from in_process_text import InProcessPool
 
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.meter import CountUsage, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
@@ -22,6 +23,7 @@ def scripted_service(
     rates: RateLimits | None = None,
     template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
     parsers: ParserChoice | None = None,
+    count_usage: CountUsage = uncounted,
 ) -> Service:
     """Within a running loop."""
     return Service(
@@ -35,4 +37,5 @@ def scripted_service(
         queue_timeout_s=60.0,
         template_kwargs=template_kwargs,
         parsers=parsers,
+        count_usage=count_usage,
     )

@@ -91,6 +91,12 @@ class ApiKeys:
         salt = b"" if self._shared_prefix else _derived(key, b"cache salt")
         return Tenant(found, _derived(key, b"tenant")[:ID_BYTES], salt)
 
+    def has_name(self, name: str) -> bool:
+        """Whether a key of that name is accepted; with no keys, whether it is everybody's."""
+        if not self.required:
+            return name == EVERYBODY.name
+        return any(name == known for _, known in (*self._given, *self._from_file))
+
     def reload(self) -> None:
         """Reads the file again. One that cannot be used changes nothing."""
         try:

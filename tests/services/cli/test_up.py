@@ -99,6 +99,29 @@ def test_everybody_is_told_what_they_need(
     assert "router: loading" not in said.err
 
 
+def database_of(tmp_path: Path, *words: str) -> str:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir(exist_ok=True)
+    url: str = serve(run_folder, "--prefill", "0", *words).named("gateway").figures["database_url"]
+    return url
+
+
+def test_files_and_batches_are_kept_for_the_next_system_of_the_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    assert database_of(tmp_path, "--port", "28765") == (
+        f"sqlite:///{tmp_path}/home/pdserve/gateway-28765.db"
+    )
+    assert (tmp_path / "home/pdserve").stat().st_mode & 0o777 == 0o700
+    assert database_of(tmp_path).startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
+    assert database_of(tmp_path, "--database-url", "none") == "none"
+    monkeypatch.setenv("XDG_DATA_HOME", "/proc/nowhere")
+    url = database_of(tmp_path, "--port", "28765")
+    assert url.startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
+    assert "warning: files, batches and usage are lost at the end" in capsys.readouterr().err
+
+
 def test_the_allotment_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     ended = serve(tmp_path, "--prefill", "0")

@@ -1,0 +1,285 @@
+"""Batches in the database: what clients do with them, and what the gateway that runs one does.
+
+Invariant: a line is either in `batch_lines` or in the output or error file, and moves there in one
+transaction, which fails unless the gateway still owns the batch.
+"""
+
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import CursorResult, delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pdserve.gateway.batches.files import OPEN, Page, now_us, rows_of
+from pdserve.gateway.batches.jsonl import Span
+from pdserve.gateway.batches.leases import BatchLease
+from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
+from pdserve.gateway.storage.database import Database
+from pdserve.protos.common_pb2 import INVALID_ARGUMENT
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import Tenant
+
+MAX_OPEN = 100  # batches of a tenant that have not ended
+SALT_BYTES = 16
+OUTPUT, ERRORS = "output", "errors"
+
+
+class LeaseLost(Exception):
+    """Another gateway runs the batch now, or it has ended."""
+
+
+class OpenBatch(NamedTuple):
+    """A batch that has not ended, for those who may run it."""
+
+    lease: BatchLease
+    tenant: str
+    key_name: str
+    expires_at: int
+
+
+class Batches:
+    """The batches of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # --- of clients
+
+    async def create(
+        self,
+        tenant: Tenant,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: int,
+        tags: dict[str, str] | None,
+    ) -> StoredBatch:
+        """Raises ServiceError for a file that is not there, and for too many open batches."""
+        owner = tenant.id.hex()
+        async with self._db.changing() as session:
+            file = await session.get(StoredFile, input_file_id[: MAX_ID + 1])
+            if file is None or not file.complete or file.tenant != owner:
+                text = f"there is no file {input_file_id[:MAX_ID]!r}"
+                raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
+            if file.purpose != "batch":
+                text = f"the file has the purpose {file.purpose!r}, not 'batch'"
+                raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
+            mine = (StoredBatch.tenant == owner, StoredBatch.status.in_(OPEN))
+            held = await session.scalar(select(func.count()).where(*mine))
+            if (held or 0) >= MAX_OPEN:
+                text = f"{MAX_OPEN} of your batches are open, which is the most; wait or cancel one"
+                raise ServiceError(INVALID_ARGUMENT, text)
+            created = now_us()
+            batch = StoredBatch(
+                id=f"batch_{uuid.uuid4().hex}",
+                tenant=owner,
+                key_name=tenant.name,
+                # The key's own salt would tell a reader of the database what the key has cached.
+                salt=secrets.token_bytes(SALT_BYTES) if tenant.salt else b"",
+                endpoint=endpoint,
+                input_file_id=file.id,
+                window=window,
+                tags=tags,
+                status="validating",
+                created_us=created,
+                expires_at=math.ceil(created / 1e6) + window_s,
+            )
+            session.add(batch)
+        return batch
+
+    async def find(self, tenant: str, batch_id: str) -> StoredBatch | None:
+        async with self._db.reading() as session:
+            found = await session.get(StoredBatch, batch_id) if len(batch_id) <= MAX_ID else None
+        return found if found is not None and found.tenant == tenant else None
+
+    async def page(self, tenant: str, page: Page) -> list[StoredBatch] | None:
+        """At most one more than `page.limit`; None if there is no row `page.after`."""
+        async with self._db.reading() as session:
+            return await rows_of(session, StoredBatch, [StoredBatch.tenant == tenant], page)
+
+    async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
+        """The batch, which its owner will end. Raises ServiceError if it has ended already."""
+        async with self._db.changing() as session:
+            batch = await session.get(StoredBatch, batch_id, with_for_update=True)
+            if batch is None or batch.tenant != tenant:
+                return None
+            if batch.status in ("validating", "in_progress"):
+                batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            elif batch.status != "cancelling":
+                text = f"a batch whose status is {batch.status!r} cannot be cancelled"
+                raise ServiceError(INVALID_ARGUMENT, text)
+            return batch
+
+    # --- leases
+
+    async def leases(self) -> list[OpenBatch]:
+        """Of all open batches, the oldest first."""
+        query = (
+            select(StoredBatch)
+            .where(StoredBatch.status.in_(OPEN))
+            .order_by(StoredBatch.created_us, StoredBatch.id)
+        )
+        async with self._db.reading() as session:
+            rows = (await session.scalars(query)).all()
+        return [
+            OpenBatch(BatchLease(b.id, b.owner, b.beat), b.tenant, b.key_name, b.expires_at)
+            for b in rows
+        ]
+
+    async def claim(self, lease: BatchLease, owner: str) -> bool:
+        """Whether the batch is the owner's now: nobody has taken it, and its holder has not said
+        that it lives, since the lease was read."""
+        same = (StoredBatch.owner == lease.owner, StoredBatch.beat == lease.beat)
+        return await self._change(lease.batch_id, *same, owner=owner, beat=lease.beat + 1)
+
+    async def renew(self, owner: str) -> dict[str, str]:
+        """One more beat of all that the owner holds; returns their ids and statuses."""
+        held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
+        async with self._db.changing() as session:
+            await session.execute(
+                update(StoredBatch).where(*held).values(beat=StoredBatch.beat + 1)
+            )
+            rows = await session.execute(select(StoredBatch.id, StoredBatch.status).where(*held))
+            return {row.id: row.status for row in rows}
+
+    async def release(self, owner: str, batch_id: str) -> None:
+        """Anybody may take the batch at once."""
+        await self._change(batch_id, StoredBatch.owner == owner, owner="")
+
+    async def _change(self, batch_id: str, *where: Any, **values: Any) -> bool:
+        async with self._db.changing() as session:
+            return await _changed(session, batch_id, *where, **values)
+
+
+class OwnedBatch:
+    """What the gateway that owns a batch does with it. Every method raises LeaseLost if it does
+    not own it any more, and then nothing has changed."""
+
+    def __init__(self, database: Database, batch_id: str, owner: str) -> None:
+        self._db = database
+        self._id = batch_id
+        self._owner = owner
+
+    async def load(self) -> StoredBatch:
+        async with self._db.reading() as session:
+            batch = await session.get(StoredBatch, self._id)
+        if batch is None or batch.owner != self._owner:
+            raise LeaseLost
+        return batch
+
+    async def restart_validation(self) -> None:
+        """Forgets what an earlier owner has found."""
+        async with self._db.changing() as session:
+            await self._own(session)
+            await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
+
+    async def add_lines(self, spans: Sequence[Span]) -> None:
+        rows = [
+            {"batch_id": self._id, "number": s.number, "at": s.at, "num_bytes": s.num_bytes}
+            for s in spans
+        ]
+        async with self._db.changing() as session:
+            await self._own(session)
+            await session.execute(insert(BatchLine), rows)
+
+    async def fail(self, errors: list[dict[str, Any]]) -> None:
+        """Its file cannot be run. A batch that is to be cancelled has failed all the same."""
+        async with self._db.changing() as session:
+            await self._own(session, status="failed", ended_at=int(time.time()), errors=errors)
+            await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
+
+    async def begin(self, total: int) -> None:
+        """Its lines are known. One that is to be cancelled stays so."""
+        async with self._db.changing() as session:
+            await self._own(session, total=total)
+            begun = {"status": "in_progress", "in_progress_at": int(time.time())}
+            await _changed(session, self._id, StoredBatch.status == "validating", **begun)
+
+    async def lines(self, after: int, limit: int) -> list[Span]:
+        """The first lines behind the number `after` that have no result."""
+        query = (
+            select(BatchLine)
+            .where(BatchLine.batch_id == self._id, BatchLine.number > after)
+            .order_by(BatchLine.number)
+            .limit(limit)
+        )
+        async with self._db.reading() as session:
+            rows = (await session.scalars(query)).all()
+        return [Span(row.number, row.at, row.num_bytes) for row in rows]
+
+    async def add_result(self, number: int, data: bytes, ok: bool) -> None:
+        """The line has its result."""
+        counted = StoredBatch.completed if ok else StoredBatch.failed
+        async with self._db.changing() as session:
+            await self._own(session, **{counted.key: counted + 1})
+            await self._move(session, number, OUTPUT if ok else ERRORS, data)
+
+    async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        """These lines get no answer, and are not counted."""
+        async with self._db.changing() as session:
+            await self._own(session)
+            for number, data in lines:
+                await self._move(session, number, ERRORS, data)
+
+    async def finalize(self) -> None:
+        """No line is left. One that is to be cancelled stays so."""
+        async with self._db.changing() as session:
+            await self._own(session)
+            final = {"status": "finalizing", "finalizing_at": int(time.time())}
+            await _changed(session, self._id, StoredBatch.status == "in_progress", **final)
+
+    async def end(self, status: str) -> None:
+        """Shows its files, as far as they have lines."""
+        async with self._db.changing() as session:
+            await self._own(session, status=status, ended_at=int(time.time()))
+            batch = await session.get_one(StoredBatch, self._id)
+            for kind, column in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
+                file_id = result_file_id(self._id, kind)
+                size = func.sum(func.length(FilePiece.data))
+                num_bytes = await session.scalar(select(size).where(FilePiece.file_id == file_id))
+                if num_bytes is None:
+                    continue
+                now = now_us()
+                session.add(
+                    StoredFile(
+                        id=file_id,
+                        tenant=batch.tenant,
+                        filename=f"{self._id}_{kind}.jsonl",
+                        purpose="batch_output",
+                        num_bytes=int(num_bytes),
+                        created_us=now,
+                        touched_us=now,
+                        complete=True,
+                    )
+                )
+                setattr(batch, column, file_id)
+
+    async def _own(self, session: AsyncSession, **values: Any) -> None:
+        """The first statement of each transaction: on Postgres, too, others wait for its end."""
+        held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
+        if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
+            raise LeaseLost
+
+    async def _move(self, session: AsyncSession, number: int, kind: str, data: bytes) -> None:
+        this = (BatchLine.batch_id == self._id, BatchLine.number == number)
+        gone: CursorResult[Any] = await session.execute(delete(BatchLine).where(*this))  # type: ignore[assignment]
+        if gone.rowcount != 1:
+            raise LeaseLost
+        file_id = result_file_id(self._id, kind)
+        await session.execute(insert(FilePiece).values(file_id=file_id, number=number, data=data))
+
+
+def result_file_id(batch_id: str, kind: str) -> str:
+    """The id of a batch's output or error file; its lines are there before the file is."""
+    return f"file-{batch_id.removeprefix('batch_')}-{kind}"
+
+
+async def _changed(session: AsyncSession, batch_id: str, *where: Any, **values: Any) -> bool:
+    """Whether there was such a batch to change."""
+    change = update(StoredBatch).where(StoredBatch.id == batch_id, *where).values(**values)
+    done: CursorResult[Any] = await session.execute(change)  # type: ignore[assignment]
+    return done.rowcount == 1

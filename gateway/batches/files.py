@@ -1,0 +1,204 @@
+"""Files of tenants in the database: written and read piece by piece, never whole.
+
+Invariant: what is not complete is nobody's yet; an upload that has stopped is removed.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from pdserve.gateway.batches.tables import (
+    MAX_ID,
+    PIECE_BYTES,
+    FilePiece,
+    StoredBatch,
+    StoredFile,
+)
+from pdserve.gateway.storage.database import Database
+from pdserve.protos.common_pb2 import INVALID_ARGUMENT
+from pdserve.services.host.errors import ServiceError
+
+PAGE_BYTES = 1 << 20  # of pieces that are read at once, about
+MAX_PAGE = 256  # pieces
+STOPPED_S = 600.0  # an upload without a piece for so long is given up
+Row = TypeVar("Row", StoredFile, StoredBatch)
+
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")  # batches that have not ended
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """Bytes of one file; bytes and number of all files of a tenant."""
+
+    max_file_bytes: int
+    max_bytes: int
+    max_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a list asks for: `limit` rows after the one with the id `after`."""
+
+    after: str = ""
+    limit: int = 20
+    descending: bool = True
+
+
+class Files:
+    """The files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
+
+    def __init__(self, database: Database, limits: FileLimits) -> None:
+        self._db = database
+        self.limits = limits
+
+    async def begin(self, tenant: str) -> str:
+        """The id of a new file, not complete yet. Raises ServiceError for too many."""
+        file_id = f"file-{uuid.uuid4().hex}"
+        now = now_us()
+        async with self._db.changing() as session:
+            held = select(func.count()).where(StoredFile.tenant == tenant)
+            if (await session.scalar(held) or 0) >= self.limits.max_files:
+                text = f"you have {self.limits.max_files} files, which is the most; delete some"
+                raise ServiceError(INVALID_ARGUMENT, text, param="file")
+            session.add(
+                StoredFile(
+                    id=file_id,
+                    tenant=tenant,
+                    filename="",
+                    purpose="",
+                    num_bytes=0,
+                    created_us=now,
+                    touched_us=now,
+                    complete=False,
+                )
+            )
+        return file_id
+
+    async def append(self, tenant: str, file_id: str, number: int, data: bytes) -> None:
+        """One more piece. Raises ServiceError if the tenant has too much then."""
+        async with self._db.changing() as session:
+            session.add(FilePiece(file_id=file_id, number=number, data=data))
+            await session.execute(
+                update(StoredFile)
+                .where(StoredFile.id == file_id)
+                .values(num_bytes=StoredFile.num_bytes + len(data), touched_us=now_us())
+            )
+            held = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
+            if int(await session.scalar(held) or 0) > self.limits.max_bytes:
+                most = f"your files may have {self.limits.max_bytes} bytes in all"
+                raise ServiceError(INVALID_ARGUMENT, f"{most}; delete some", param="file")
+
+    async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:
+        """The file is whole. Raises ServiceError if it has been given up meanwhile."""
+        async with self._db.changing() as session:
+            file = await session.get(StoredFile, file_id)
+            if file is None:
+                raise ServiceError(INVALID_ARGUMENT, "the upload took too long", param="file")
+            file.filename, file.purpose, file.complete = filename, purpose, True
+            return file
+
+    async def abandon(self, file_id: str) -> None:
+        """Forgets an upload that has failed."""
+        async with self._db.changing() as session:
+            await _remove(session, [file_id])
+
+    async def remove_stopped(self) -> None:
+        """Forgets uploads whose gateway has died."""
+        before = now_us() - int(STOPPED_S * 1e6)
+        stopped = select(StoredFile.id).where(
+            StoredFile.complete.is_(False), StoredFile.touched_us < before
+        )
+        async with self._db.changing() as session:
+            await _remove(session, (await session.scalars(stopped)).all())
+
+    async def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        async with self._db.reading() as session:
+            found = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
+        whole = found is not None and found.complete and found.tenant == tenant
+        return found if whole else None
+
+    async def page(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile] | None:
+        """At most one more than `page.limit`; None if there is no row `page.after`."""
+        mine = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
+        if purpose:
+            mine.append(StoredFile.purpose == purpose)
+        async with self._db.reading() as session:
+            return await rows_of(session, StoredFile, mine, page)
+
+    async def delete(self, tenant: str, file_id: str) -> bool:
+        """Whether it was there. Raises ServiceError while an open batch reads it."""
+        async with self._db.changing() as session:
+            file = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
+            if file is None or not file.complete or file.tenant != tenant:
+                return False
+            reader = select(StoredBatch.id).where(
+                StoredBatch.input_file_id == file_id, StoredBatch.status.in_(OPEN)
+            )
+            if batch := await session.scalar(reader.limit(1)):
+                text = f"the batch {batch} still reads this file; cancel it first"
+                raise ServiceError(INVALID_ARGUMENT, text, param="file_id")
+            await _remove(session, [file_id])
+        return True
+
+    async def pieces(self, file_id: str) -> AsyncGenerator[bytes, None]:
+        """The bytes, some at a time. No transaction is open while the caller uses them."""
+        last, largest = -1, PIECE_BYTES
+        while True:
+            most = max(1, min(MAX_PAGE, PAGE_BYTES // max(1, largest)))
+            query = (
+                select(FilePiece.number, FilePiece.data)
+                .where(FilePiece.file_id == file_id, FilePiece.number > last)
+                .order_by(FilePiece.number)
+                .limit(most)
+            )
+            async with self._db.reading() as session:
+                found = (await session.execute(query)).all()
+            if not found:
+                return
+            last = found[-1].number
+            largest = max(len(piece.data) for piece in found)
+            yield b"".join(piece.data for piece in found)
+
+    async def read(self, file_id: str, at: int, num_bytes: int) -> bytes:
+        """A part of an uploaded file."""
+        first, last = at // PIECE_BYTES, (at + max(1, num_bytes) - 1) // PIECE_BYTES
+        query = (
+            select(FilePiece.data)
+            .where(FilePiece.file_id == file_id, FilePiece.number.between(first, last))
+            .order_by(FilePiece.number)
+        )
+        async with self._db.reading() as session:
+            data = b"".join((await session.scalars(query)).all())
+        start = at - first * PIECE_BYTES
+        return data[start : start + num_bytes]
+
+
+async def rows_of(
+    session: AsyncSession, table: type[Row], wanted: Sequence[ColumnElement[bool]], page: Page
+) -> list[Row] | None:
+    """A page of a table by time; None if there is no row `page.after` among those wanted."""
+    key = tuple_(table.created_us, table.id)
+    query = select(table).where(*wanted)
+    if page.after:
+        found = await session.scalar(query.where(table.id == page.after[: MAX_ID + 1]))
+        if found is None:
+            return None
+        mark = tuple_(found.created_us, found.id)
+        query = query.where(key < mark if page.descending else key > mark)
+    for column in (table.created_us, table.id):
+        query = query.order_by(column.desc() if page.descending else column)
+    return list((await session.scalars(query.limit(page.limit + 1))).all())
+
+
+async def _remove(session: AsyncSession, file_ids: Sequence[str]) -> None:
+    await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
+    await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000

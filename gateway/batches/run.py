@@ -1,0 +1,248 @@
+"""Runs one batch, from wherever it is to its end.
+
+Whatever is needed to go on is in the database: a run that is cut off anywhere loses nothing but
+answers that were not committed, and those lines are asked again.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.gateway.batches import jsonl
+from pdserve.gateway.batches.batches import OwnedBatch
+from pdserve.gateway.batches.files import Files
+from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineRequest, LineSplitter, Span
+from pdserve.gateway.batches.slots import LineSlots
+from pdserve.gateway.batches.tables import StoredBatch
+from pdserve.services.host.tenants.keys import Tenant
+
+MAX_ERRORS = 100  # of an input file that are reported
+LINES_AT_ONCE = 500  # that are written in one transaction
+PAGE = 64  # lines that are looked up at once
+CHECK_BYTES = 1 << 14  # of an input that are checked before others have the loop
+AGAIN = (429, 499, 503)  # the server is busy or ends: no line's result
+NOT_FOUND = 404
+MODEL_WAIT_S = 30.0  # for a model that is not there: its workers may be about to start
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is asked again
+REASONS = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "The batch was cancelled before this request was executed.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the API answers to a line; `body` is JSON."""
+
+    request_id: str
+    status: int
+    body: bytes
+    retry_after_s: float = 0.0
+
+
+Ask = Callable[[str, bytes, Tenant, str], Awaitable[Answer]]
+"""Asks the API: (endpoint, body, whose request it is, its session)."""
+
+
+class _Stopped(Exception):
+    """This process ends."""
+
+
+class BatchRun:
+    """`cancelling` is set when the client no longer wants the batch, `stopping` when this process
+    ends: lines that run then may end, and no more are begun."""
+
+    def __init__(
+        self, owned: OwnedBatch, files: Files, ask: Ask, slots: LineSlots, max_line_bytes: int
+    ) -> None:
+        self._owned = owned
+        self._files = files
+        self._ask = ask
+        self._slots = slots
+        self._max_line_bytes = max_line_bytes
+        self._missing_since: float | None = None  # the model
+        self.cancelling = asyncio.Event()
+        self.stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when the batch has ended, or soon after `stopping` is set. Raises LeaseLost, and
+        ServiceError if the database cannot be used."""
+        with suppress(_Stopped):
+            await self._run()
+
+    async def _run(self) -> None:
+        batch = await self._owned.load()
+        if batch.status == "validating":
+            if not await self._validate(batch):
+                return
+            batch = await self._owned.load()
+        if batch.status == "cancelling" and batch.in_progress_at is None:
+            await self._owned.restart_validation()
+            await self._owned.end("cancelled")
+            return
+        if batch.status == "in_progress":
+            await self._answer_lines(batch)
+            self._go_on()
+            batch = await self._owned.load()
+        if await self._owned.lines(0, 1):
+            cancelled = batch.status == "cancelling"
+            await self._give_up(batch, "batch_cancelled" if cancelled else "batch_expired")
+            await self._owned.end("cancelled" if cancelled else "expired")
+            return
+        await self._owned.finalize()
+        cancelled = (await self._owned.load()).status == "cancelling"
+        await self._owned.end("cancelled" if cancelled else "completed")
+
+    def _go_on(self) -> None:
+        if self.stopping.is_set():
+            raise _Stopped
+
+    # --- the input file
+
+    async def _validate(self, batch: StoredBatch) -> bool:
+        """Whether all lines are good; they are known then."""
+        await self._owned.restart_validation()
+        checker = LineChecker(batch.endpoint, self._max_line_bytes)
+        errors: list[LineError] = []
+        spans: list[Span] = []
+        async with aclosing(self._lines_of(batch.input_file_id)) as lines:
+            async for span, line in lines:
+                try:
+                    checker.check(span, line)
+                except LineError as error:
+                    errors.append(error)
+                    if len(errors) == MAX_ERRORS or error.code == "too_many_tasks":
+                        break
+                spans.append(span)
+                if len(spans) == LINES_AT_ONCE and not errors:
+                    await self._owned.add_lines(spans)
+                    spans.clear()
+        if not checker.count:
+            errors.append(LineError("empty_file", "The input file has no request."))
+        if errors:
+            await self._owned.fail([error.as_object() for error in errors])
+            return False
+        if spans:
+            await self._owned.add_lines(spans)
+        await self._owned.begin(checker.count)
+        return True
+
+    async def _lines_of(self, file_id: str) -> AsyncGenerator[tuple[Span, bytes | None], None]:
+        splitter = LineSplitter(self._max_line_bytes)
+        async with aclosing(self._files.pieces(file_id)) as pieces:
+            async for piece in pieces:
+                self._go_on()
+                for at in range(0, len(piece), CHECK_BYTES):
+                    for found in splitter.push(piece[at : at + CHECK_BYTES]):
+                        yield found
+                    await asyncio.sleep(0)
+        for found in splitter.flush():
+            yield found
+
+    async def _request(self, batch: StoredBatch, span: Span) -> LineRequest:
+        line = await self._files.read(batch.input_file_id, span.at, span.num_bytes)
+        return jsonl.parse_line(line, batch.endpoint)
+
+    # --- answers
+
+    async def _answer_lines(self, batch: StoredBatch) -> None:
+        """Returns when no line is left, at the end of the window, or when the client cancels."""
+        tenant = Tenant(batch.key_name, bytes.fromhex(batch.tenant), batch.salt)
+        working = asyncio.create_task(self._work(batch, tenant), name=batch.id)
+        cancelling = asyncio.create_task(self.cancelling.wait())
+        left_s = max(0.0, batch.expires_at - time.time())
+        try:
+            await asyncio.wait(
+                (working, cancelling), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            cancelling.cancel()
+            await asyncio.gather(working, cancelling, return_exceptions=True)
+
+    async def _work(self, batch: StoredBatch, tenant: Tenant) -> None:
+        spans = self._spans()
+        taking = asyncio.Lock()
+
+        async def worker() -> None:
+            with suppress(_Stopped):  # the lines of the others may end
+                while True:
+                    self._go_on()
+                    async with taking:
+                        span = await anext(spans, None)
+                    if span is None:
+                        return
+                    await self._answer_line(batch, tenant, span)
+
+        try:
+            async with aclosing(spans), asyncio.TaskGroup() as group:
+                for _ in range(self._slots.most):
+                    group.create_task(worker())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _spans(self) -> AsyncGenerator[Span, None]:
+        """The lines without a result, in order."""
+        last = 0
+        while page := await self._owned.lines(last, PAGE):
+            for span in page:
+                yield span
+            last = page[-1].number
+
+    async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
+        """Asks until there is an answer. What it holds in memory it holds in its turn."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            async with self._slots.turn(tenant.id):
+                self._go_on()
+                request = await self._request(batch, span)
+                body = jsonl.body_of(request)
+                answer = await self._ask(batch.endpoint, body, tenant, batch.id)
+                if not self._is_to_be_asked_again(answer):
+                    line = jsonl.answered(
+                        answer.request_id, request.custom_id, answer.status, answer.body
+                    )
+                    await self._owned.add_result(span.number, line, answer.status == 200)
+                    return
+            wait_s = max(answer.retry_after_s, pause_s) * random.uniform(1.0, 1.5)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            await _either(self.stopping, wait_s)
+
+    def _is_to_be_asked_again(self, answer: Answer) -> bool:
+        if answer.status in AGAIN:
+            return True
+        if answer.status != NOT_FOUND:
+            self._missing_since = None
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._missing_since is None:
+            self._missing_since = now
+        return now - self._missing_since < MODEL_WAIT_S
+
+    # --- lines that are not run
+
+    async def _give_up(self, batch: StoredBatch, code: str) -> None:
+        while page := await self._owned.lines(0, LINES_AT_ONCE):
+            self._go_on()
+            rest = []
+            for span in page:
+                request = await self._request(batch, span)
+                line = jsonl.not_run(uuid.uuid4().hex, request.custom_id, code, REASONS[code])
+                rest.append((span.number, line))
+            await self._owned.add_not_run(rest)
+
+
+async def _either(event: asyncio.Event, wait_s: float) -> None:
+    """Returns when the event is set or the time is over."""
+    waiting: asyncio.Task[Any] = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((waiting,), timeout=wait_s)
+    finally:
+        waiting.cancel()

@@ -1,0 +1,32 @@
+"""How many lines of batches run at once: few, and one alone while other requests wait."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+
+PAUSE_S = 0.05  # between two looks at who waits
+
+
+class LineSlots:
+    """At most `most` lines; tenants take turns. While `num_waiting()` requests of clients have no
+    first token, a line starts only if no other one runs: so batches go on, and hold up nobody."""
+
+    def __init__(self, most: int, num_waiting: Callable[[], int]) -> None:
+        self.most = most
+        self._num_waiting = num_waiting
+        self._turns = FairSemaphore(most)
+        self.running = 0
+
+    @asynccontextmanager
+    async def turn(self, owner: bytes) -> AsyncIterator[None]:
+        """The block runs one line."""
+        async with self._turns.turn(owner):
+            while self.running and self._num_waiting():  # noqa: ASYNC110  (no request tells)
+                await asyncio.sleep(PAUSE_S)
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1

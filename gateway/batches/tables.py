@@ -1,0 +1,87 @@
+"""The tables of files and batches.
+
+A file is its pieces in order. Those of an upload have PIECE_BYTES each, so that a byte's piece is
+known; those of an output are the lines of a batch, each under its line's number: that a line is
+twice in an output is impossible.
+"""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Index, LargeBinary, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pdserve.gateway.storage.database import Base
+
+PIECE_BYTES = 256 << 10
+MAX_ID = 64  # characters
+
+
+class StoredFile(Base):
+    """A file of a tenant."""
+
+    __tablename__ = "files"
+    id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(32))
+    filename: Mapped[str] = mapped_column(String(255))
+    purpose: Mapped[str] = mapped_column(String(32))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_us: Mapped[int] = mapped_column(BigInteger)
+    touched_us: Mapped[int] = mapped_column(BigInteger)  # the last piece was added
+    complete: Mapped[bool] = mapped_column()
+    __table_args__ = (Index("files_of_tenant", "tenant", "created_us", "id"),)
+
+
+class FilePiece(Base):
+    """Bytes of a file."""
+
+    __tablename__ = "file_pieces"
+    file_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class StoredBatch(Base):
+    """A batch. Times are seconds since the epoch, as the API gives them.
+
+    `owner` is the gateway that runs it, which alone changes it then, but for the wish to cancel;
+    it counts `beat` up while it lives.
+    """
+
+    __tablename__ = "batches"
+    id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(32))
+    key_name: Mapped[str] = mapped_column(String(64))
+    salt: Mapped[bytes] = mapped_column(LargeBinary)  # of the prefix cache; the batch's own
+    endpoint: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(MAX_ID))
+    output_file_id: Mapped[str | None] = mapped_column(String(MAX_ID))  # once it is complete
+    error_file_id: Mapped[str | None] = mapped_column(String(MAX_ID))
+    window: Mapped[str] = mapped_column("completion_window", String(16))
+    tags: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
+    status: Mapped[str] = mapped_column(String(16))
+    created_us: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
+    finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # as `status` says
+    errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
+    total: Mapped[int] = mapped_column(default=0)
+    completed: Mapped[int] = mapped_column(default=0)
+    failed: Mapped[int] = mapped_column(default=0)
+    owner: Mapped[str] = mapped_column(String(MAX_ID), default="")
+    beat: Mapped[int] = mapped_column(BigInteger, default=0)
+    __table_args__ = (
+        Index("batches_of_tenant", "tenant", "created_us", "id"),
+        Index("batches_by_status", "status"),
+    )
+
+
+class BatchLine(Base):
+    """A line of a batch that has no result yet: where it is in the input file."""
+
+    __tablename__ = "batch_lines"
+    batch_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)  # from 1, as an editor counts
+    at: Mapped[int] = mapped_column(BigInteger)
+    num_bytes: Mapped[int] = mapped_column()

@@ -1,0 +1,69 @@
+"""Asks the application from within: the same routes, bodies, bounds and errors as for a client.
+
+The Guard is not passed: the caller says whose request it is.
+"""
+
+import asyncio
+import uuid
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message
+
+from pdserve.gateway.caller import Caller
+from pdserve.services.host.tenants.keys import Tenant
+
+
+class InnerReply(NamedTuple):
+    """A whole response."""
+
+    request_id: str
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str) -> InnerReply:
+    """The response to a JSON body; `app` has the routes, without a Guard. The request runs in the
+    background (Caller)."""
+    request_id = uuid.uuid4().hex
+    unread = [body]
+    found: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.Event().wait()  # it does not leave; whoever waits for that is cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    with ExitStack() as at_end, suppress(Exception):  # it is answered, and logged, by then
+        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": {"caller": caller},
+        }
+        await app(scope, receive, send)
+    headers = Headers(raw=found.get("headers", []))
+    return InnerReply(request_id, found.get("status", 500), headers, b"".join(parts))

@@ -1,0 +1,188 @@
+"""Reads a form with one file (multipart/form-data) as it comes: the file goes on in pieces.
+
+Bounded are the fields, their bytes, the heads of parts, and the pace: the whole may take
+`body_timeout_s`, and a second more for each PACE bytes.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT
+from pdserve.services.host.errors import ServiceError, quoted
+
+PACE = 64 << 10  # bytes in a second
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 4096
+MAX_HEAD_BYTES = 2048  # of a part
+MAX_BOUNDARY = 70  # RFC 2046
+MAX_OVERHEAD = MAX_FIELDS * (MAX_FIELD_BYTES + MAX_HEAD_BYTES)  # beside the file
+FILE = "file"
+
+
+class FileForm:
+    """One form; take `pieces` to its end, then `fields` and `filename` are complete."""
+
+    def __init__(self, request: Request, max_file_bytes: int, timeout_s: float) -> None:
+        """Raises HTTPException 415 for another content type."""
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY:
+            raise HTTPException(415, "send a form, with 'Content-Type: multipart/form-data'")
+        self._request = request
+        self._max_file_bytes = max_file_bytes
+        self._timeout_s = timeout_s
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None  # None: no file has come
+        self.file_bytes = 0
+        self._names: set[str] = set()
+        self._part = _Part()
+        self._file = bytearray()  # what has come of it and is not yielded
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": lambda data, start, end: self._part.add_name(data[start:end]),
+                "on_header_value": lambda data, start, end: self._part.add_value(data[start:end]),
+                "on_header_end": lambda: self._part.end_header(),
+                "on_headers_finished": self._begin_data,
+                "on_part_data": self._data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+        self._ended = False
+
+    async def pieces(self, piece_bytes: int) -> AsyncGenerator[bytes, None]:
+        """The file, `piece_bytes` at a time but for the last one. Raises ServiceError for a form
+        that is wrong, HTTPException 413 for a file that is too large and 408 for a slow one."""
+        declared = self._request.headers.get("content-length", "0")
+        if not declared.isdecimal() or len(declared) > 18:
+            raise _refused("the length of the body is no number")
+        if int(declared) > self._max_file_bytes + MAX_OVERHEAD:
+            raise self._too_large()
+        received = 0
+        chunks = self._request.stream()
+        loop = asyncio.get_running_loop()
+        started, waited_elsewhere = loop.time(), 0.0
+        while True:
+            limit = started + waited_elsewhere + self._timeout_s + received / PACE
+            try:
+                async with asyncio.timeout_at(limit):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise HTTPException(408, "the file comes too slowly") from None
+            except ClientDisconnect:
+                raise ServiceError(CANCELLED, "the client left") from None
+            if chunk is None:
+                break
+            received += len(chunk)
+            if received > self._max_file_bytes + MAX_OVERHEAD:
+                raise self._too_large()
+            self._parse(chunk)
+            began = loop.time()
+            while len(self._file) >= piece_bytes:
+                piece = bytes(self._file[:piece_bytes])
+                del self._file[:piece_bytes]
+                yield piece
+            waited_elsewhere += loop.time() - began
+        if not self._ended:
+            raise _refused("the form is cut short")
+        if self.filename is None:
+            raise ServiceError(INVALID_ARGUMENT, "file is required", param=FILE)
+        if self._file:
+            yield bytes(self._file)
+
+    def _parse(self, chunk: bytes) -> None:
+        try:
+            self._parser.write(chunk)
+        except FormParserError:
+            raise _refused("the body is no multipart form") from None
+
+    def _begin_part(self) -> None:
+        if len(self._names) >= MAX_FIELDS:
+            raise _refused(f"the form has more than {MAX_FIELDS} fields")
+        self._part = _Part()
+
+    def _begin_data(self) -> None:
+        part = self._part
+        part.read_head()
+        if part.name in self._names:
+            raise ServiceError(INVALID_ARGUMENT, f"{quoted(part.name)} is given twice", part.name)
+        self._names.add(part.name)
+        if part.name == FILE:
+            self.filename = part.filename or FILE
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._part.name == FILE:
+            self.file_bytes += end - start
+            if self.file_bytes > self._max_file_bytes:
+                raise self._too_large()
+            self._file += memoryview(data)[start:end]
+            return
+        self._part.value += data[start:end]
+        if len(self._part.value) > MAX_FIELD_BYTES:
+            name = self._part.name
+            raise ServiceError(INVALID_ARGUMENT, f"{quoted(name)} is too long", param=name)
+
+    def _end_part(self) -> None:
+        if self._part.name != FILE:
+            self.fields[self._part.name] = self._part.value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"a file may have at most {self._max_file_bytes} bytes")
+
+
+class _Part:
+    """A part of a form: its head, and its value if it is no file."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.filename = ""
+        self.value = bytearray()
+        self._headers: dict[bytes, bytes] = {}
+        self._header = bytearray(), bytearray()
+        self._head_bytes = 0
+
+    def add_name(self, data: bytes) -> None:
+        self._count(data)
+        self._header[0].extend(data)
+
+    def add_value(self, data: bytes) -> None:
+        self._count(data)
+        self._header[1].extend(data)
+
+    def end_header(self) -> None:
+        name, value = self._header
+        self._headers[bytes(name).lower()] = bytes(value)
+        self._header = bytearray(), bytearray()
+
+    def read_head(self) -> None:
+        """Raises ServiceError for a part without a name."""
+        kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        if kind != b"form-data" or not options.get(b"name"):
+            raise _refused("a part of the form has no name")
+        self.name = _text(options[b"name"])
+        self.filename = _text(options.get(b"filename", b""))
+
+    def _count(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _refused("the head of a part is too long")
+
+
+def _text(data: bytes) -> str:
+    """As a line of a log may have it."""
+    text = data.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "?" for c in text)[:255]
+
+
+def _refused(message: str) -> ServiceError:
+    return ServiceError(INVALID_ARGUMENT, message)

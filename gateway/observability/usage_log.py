@@ -1,0 +1,157 @@
+"""What keys have used, by hour, model and session: counted in memory, written once a second.
+
+No request waits for it. A gateway that is killed loses what it has counted since its last write,
+at most FLUSH_S; one that stops in order loses nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import BigInteger, ColumnElement, Row, String, func, literal_column, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.observability.meter import RequestUsage
+from pdserve.gateway.storage.database import Base, Database
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger("pdserve.gateway.usage")
+
+FLUSH_S = 1.0
+HOUR_S = 3600
+MAX_SESSIONS = 10_000  # of one key and model in an hour; what others use counts under no session
+MAX_UNWRITTEN = 100_000  # rows that wait for a database that cannot be used
+ROWS_AT_ONCE = 500
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+class UsageRow(Base):
+    """Sums of one hour (`start`, seconds since the epoch)."""
+
+    __tablename__ = "usage"
+    tenant: Mapped[str] = mapped_column(String(32), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    model: Mapped[str] = mapped_column(String(512), primary_key=True)
+    session: Mapped[str] = mapped_column(String(128), primary_key=True)
+    key_name: Mapped[str] = mapped_column(String(64))
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+
+
+class _Key(NamedTuple):
+    tenant: str
+    start: int
+    model: str
+    session: str
+    key_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
+    """What a report is of: [start, end) in seconds, sums of `bucket_s` each, apart by `group_by`
+    (columns of UsageRow) and only of these models and sessions, if any are named."""
+
+    start: int
+    end: int
+    bucket_s: int
+    group_by: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
+
+
+class UsageLog:
+    """`count` is a CountUsage; `run` is the task that writes."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._db = database
+        self._clock = clock
+        self._counts: dict[_Key, list[int]] = {}
+        self._hour = 0
+        self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
+
+    def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
+        """One more request."""
+        tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
+        known = caller.session.replace("\0", "")  # which PostgreSQL has in no text
+        session = self._known(start, tenant, model, known)
+        self._add(
+            _Key(tenant, start, model, session, caller.tenant.name),
+            (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        )
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            try:
+                await self.flush()
+            except ServiceError as error:
+                log.warning("usage waits: %s", error.message)
+
+    async def flush(self) -> None:
+        """Everything is written. Raises ServiceError; what is not written then is kept."""
+        unwritten, self._counts = self._counts, {}
+        rows = list(unwritten.items())
+        done = 0
+        try:
+            for at in range(0, len(rows), ROWS_AT_ONCE):
+                await self._write(rows[at : at + ROWS_AT_ONCE])
+                done = at + ROWS_AT_ONCE
+        finally:
+            for key, counts in rows[done:]:
+                self._add(key, counts)
+
+    async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
+        """Rows with `bucket` (the start of one), the columns of `group_by` and the sums, in order
+        of time; at most so many."""
+        # As a parameter PostgreSQL would not see that it is the same in each place.
+        width: ColumnElement[int] = literal_column(str(int(query.bucket_s)))
+        bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
+        groups = [bucket, *(getattr(UsageRow, name) for name in query.group_by)]
+        sums = [func.sum(getattr(UsageRow, name)).label(name) for name in COUNTS]
+        wanted = select(*groups, *sums).where(
+            UsageRow.tenant == tenant, UsageRow.start >= query.start, UsageRow.start < query.end
+        )
+        if query.models:
+            wanted = wanted.where(UsageRow.model.in_(query.models))
+        if query.sessions:
+            wanted = wanted.where(UsageRow.session.in_(query.sessions))
+        async with self._db.reading() as session:
+            found = await session.execute(wanted.group_by(*groups).order_by(*groups).limit(most))
+            return found.all()
+
+    def _known(self, start: int, tenant: str, model: str, session: str) -> str:
+        if start != self._hour:
+            self._hour = start
+            self._sessions.clear()
+        seen = self._sessions.setdefault((tenant, model), set())
+        if session not in seen and len(seen) >= MAX_SESSIONS:
+            return ""
+        seen.add(session)
+        return session
+
+    def _add(self, key: _Key, counts: Sequence[int]) -> None:
+        held = self._counts.get(key)
+        if held is None:
+            if len(self._counts) >= MAX_UNWRITTEN:
+                return
+            held = self._counts[key] = [0] * len(COUNTS)
+        for index, count in enumerate(counts):
+            held[index] += count
+
+    async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
+        values = [{**key._asdict(), **dict(zip(COUNTS, c, strict=True))} for key, c in rows]
+        insert = (sqlite if self._db.is_file else postgresql).insert(UsageRow)
+        added = {name: getattr(UsageRow, name) + insert.excluded[name] for name in COUNTS}
+        keys = ["tenant", "start", "model", "session"]
+        async with self._db.changing() as session:
+            await session.execute(
+                insert.on_conflict_do_update(index_elements=keys, set_=added), values
+            )

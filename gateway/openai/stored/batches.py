@@ -1,0 +1,128 @@
+"""/v1/batches: many requests in a file, answered when there is time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import AfterValidator
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from pdserve.gateway.batches.batches import Batches
+from pdserve.gateway.batches.tables import MAX_ID, StoredBatch
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.openai.body import Body, parse
+from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
+from pdserve.gateway.sampling import refuse
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ENDS = ("completed_at", "failed_at", "expired_at", "cancelled_at")
+WINDOW, WINDOW_S = "24h", 24 * 3600
+MAX_LISTED, LISTED = 100, 20
+MAX_TAGS, MAX_TAG_NAME, MAX_TAG = 16, 64, 512
+
+
+def _tags(given: dict[str, str] | None) -> dict[str, str] | None:
+    tags = given or {}
+    if len(tags) > MAX_TAGS:
+        raise ValueError(f"at most {MAX_TAGS} entries, not {len(tags)}")
+    for name, value in tags.items():
+        if len(name) > MAX_TAG_NAME or len(value) > MAX_TAG:
+            most = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
+            raise ValueError(f"at most {most}")
+    return given
+
+
+class BatchBody(Body):
+    """Body of POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, str] | None, AfterValidator(_tags)] = None
+    output_expires_after: None = None  # not served: files stay until they are deleted
+
+
+def add_batch_routes(
+    app: FastAPI, dialect: Dialect, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
+) -> None:
+    """`wake` is called when there is something to do for the runner."""
+
+    @app.post("/v1/batches")
+    async def create(request: Request) -> Response:
+        body = await bodies.read(request, partial(parse, BatchBody))
+        mounted = {route.path for route in app.routes if isinstance(route, Route)}
+        offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
+        if body.endpoint not in offered:
+            raise refuse("endpoint", f"endpoint must be one of {', '.join(offered)}")
+        if len(body.input_file_id) > MAX_ID:
+            raise refuse("input_file_id", "input_file_id is no id of a file")
+        batch = await batches.create(
+            caller_of(request).tenant,
+            body.endpoint,
+            body.input_file_id,
+            WINDOW,
+            WINDOW_S,
+            body.metadata,
+        )
+        wake()
+        return JSONResponse(_batch_object(batch))
+
+    @app.get("/v1/batches")
+    async def list_batches(request: Request) -> Response:
+        page = page_of(request, LISTED, MAX_LISTED)
+        return list_reply(await batches.page(_tenant(request), page), page, _batch_object)
+
+    @app.get("/v1/batches/{batch_id}")
+    async def get_batch(request: Request, batch_id: str) -> Response:
+        batch = await batches.find(_tenant(request), batch_id)
+        if batch is None:
+            return not_found(dialect, "batch", batch_id)
+        return JSONResponse(_batch_object(batch))
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Response:
+        batch = await batches.cancel(_tenant(request), batch_id)
+        if batch is None:
+            return not_found(dialect, "batch", batch_id)
+        wake()
+        return JSONResponse(_batch_object(batch))
+
+
+def _tenant(request: Request) -> str:
+    return caller_of(request).tenant.id.hex()
+
+
+def _batch_object(batch: StoredBatch) -> dict[str, Any]:
+    ends: dict[str, int | None] = {
+        f"{s}_at": None for s in ("completed", "failed", "expired", "cancelled")
+    }
+    if batch.ended_at is not None:
+        ends[f"{batch.status}_at"] = batch.ended_at
+    errors = None if batch.errors is None else {"object": "list", "data": batch.errors}
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": errors,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_us // 1_000_000,
+        "in_progress_at": batch.in_progress_at,
+        "expires_at": batch.expires_at,
+        "finalizing_at": batch.finalizing_at,
+        "cancelling_at": batch.cancelling_at,
+        **ends,
+        "request_counts": {
+            "total": batch.total,
+            "completed": batch.completed,
+            "failed": batch.failed,
+        },
+        "metadata": batch.tags,
+    }

@@ -1,0 +1,109 @@
+"""/v1/files: what batches read and write. A key sees its own files only."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.batches.files import Files
+from pdserve.gateway.batches.tables import PIECE_BYTES, StoredFile
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.multipart import FILE, FileForm
+from pdserve.gateway.http.replies import PieceStream
+from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
+from pdserve.gateway.sampling import refuse
+from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.tenants.fairness import FairShare
+
+PURPOSE = "batch"
+MAX_UPLOADS = 64  # at once, of all keys
+MAX_LISTED = 10_000
+
+
+def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
+    uploads = FairShare(MAX_UPLOADS)
+
+    @app.post("/v1/files")
+    async def upload(request: Request) -> Response:
+        form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
+        owner = caller_of(request).tenant.id
+        with uploads.holding(owner, 1, "uploads"):
+            return JSONResponse(_file_object(await _store(files, owner.hex(), form)))
+
+    @app.get("/v1/files")
+    async def list_files(request: Request) -> Response:
+        page = page_of(request, MAX_LISTED, MAX_LISTED)
+        purpose = request.query_params.get("purpose", "")
+        found = await files.page(_tenant(request), page, purpose)
+        return list_reply(found, page, _file_object)
+
+    @app.get("/v1/files/{file_id}")
+    async def get_file(request: Request, file_id: str) -> Response:
+        file = await files.find(_tenant(request), file_id)
+        if file is None:
+            return not_found(dialect, "file", file_id)
+        return JSONResponse(_file_object(file))
+
+    @app.get("/v1/files/{file_id}/content")
+    async def content(request: Request, file_id: str) -> Response:
+        file = await files.find(_tenant(request), file_id)
+        if file is None:
+            return not_found(dialect, "file", file_id)
+        kind = "application/octet-stream"  # whatever is in it, no browser runs it
+        return PieceStream(files.pieces(file.id), file.num_bytes, kind, limits.stall_s)
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete(request: Request, file_id: str) -> Response:
+        if not await files.delete(_tenant(request), file_id):
+            return not_found(dialect, "file", file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+def _tenant(request: Request) -> str:
+    return caller_of(request).tenant.id.hex()
+
+
+async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
+    """Raises ServiceError and HTTPException; nothing is left of it then."""
+    file_id = await files.begin(tenant)
+    try:
+        number = 0
+        async with aclosing(form.pieces(PIECE_BYTES)) as pieces:
+            async for piece in pieces:
+                _check(form.fields)
+                await files.append(tenant, file_id, number, piece)
+                number += 1
+        _check(form.fields)
+        if PURPOSE not in form.fields.values():
+            raise refuse("purpose", "purpose is required")
+        return await files.finish(file_id, form.filename or FILE, PURPOSE)
+    except BaseException:
+        with suppress(ServiceError):  # the database is away; the upload is forgotten later
+            await asyncio.shield(files.abandon(file_id))
+        raise
+
+
+def _check(fields: dict[str, str]) -> None:
+    """As soon as they have come: before the file, if the client sends them so."""
+    for name, value in fields.items():
+        if name != "purpose":
+            raise refuse(name, f"{quoted(name)} is not supported by this server")
+        if value != PURPOSE:
+            raise refuse(name, f"purpose must be {PURPOSE!r} here, not {quoted(value)}")
+
+
+def _file_object(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_us // 1_000_000,
+        "expires_at": None,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }

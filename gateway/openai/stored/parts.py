@@ -1,0 +1,89 @@
+"""What a gateway with a database has beside one without: its parts, their tasks and their end."""
+
+import asyncio
+import logging
+import time
+
+from starlette.types import ASGIApp
+
+from pdserve.gateway.batches.batches import Batches
+from pdserve.gateway.batches.files import FileLimits, Files
+from pdserve.gateway.batches.run import Answer
+from pdserve.gateway.batches.runner import BatchRunner
+from pdserve.gateway.batches.slots import LineSlots
+from pdserve.gateway.http.inner import post
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.openai.stored.routes import StoredRoutes
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.responses import DatabaseResponses
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import ApiKeys, Tenant
+
+log = logging.getLogger("pdserve.gateway.database")
+
+OPEN_AGAIN_S = 2.0  # after a database could not be opened
+FLUSH_S = 2.0  # for the last counts
+
+
+class StoredParts:
+    """Files, batches, usage and kept responses of one gateway: `start`, then `run` as a task, `drain`
+    and `close`."""
+
+    def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
+        """Raises ValueError for a URL of no database."""
+        self._db = Database(settings.database_url)
+        file_limits = FileLimits(
+            settings.max_file_bytes, settings.max_files_bytes, settings.max_files
+        )
+        files, batches = Files(self._db, file_limits), Batches(self._db)
+        self._runner = BatchRunner(
+            self._db,
+            files,
+            batches,
+            LineSlots(settings.batch_concurrency, lambda: limits.waiting),
+            keys.has_name,
+            settings.max_body_bytes,
+        )
+        self.usage = UsageLog(self._db)
+        self.responses = DatabaseResponses(self._db, time.time)
+        self.routes = StoredRoutes(files, batches, self.usage, self._runner.wake)
+
+    async def start(self) -> None:
+        """Opens a file, which works at once or never: raises OSError."""
+        if self._db.is_file:
+            await self._db.start()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Runs batches and writes usage until it is cancelled; `app` answers lines (`post`). A
+        database that is away is waited for."""
+        while not self._db.is_file:
+            try:
+                await self._db.start()
+                break
+            except OSError as error:
+                log.error("%s", error)
+                await asyncio.sleep(OPEN_AGAIN_S)
+
+        async def ask(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
+            reply = await post(app, endpoint, body, tenant, session)
+            wait = reply.headers.get("retry-after", "0")
+            return Answer(reply.request_id, reply.status, reply.body, float(wait))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._runner.run(ask), name="batches")
+            group.create_task(self.usage.run(), name="usage")
+
+    async def drain(self) -> None:
+        """Lines that run end; no more are begun, and other gateways may go on with the rest."""
+        await self._runner.drain()
+
+    async def close(self) -> None:
+        await self._runner.close()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.usage.flush()
+        except (ServiceError, TimeoutError):
+            log.warning("the usage of the last seconds is lost")
+        await self._db.close()

@@ -1,0 +1,32 @@
+"""The routes of what is kept in the database: files, batches and usage."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from pdserve.gateway.batches.batches import Batches
+from pdserve.gateway.batches.files import Files
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
+from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.openai.stored.batches import add_batch_routes
+from pdserve.gateway.openai.stored.files import add_file_routes
+from pdserve.gateway.openai.stored.usage_report import add_usage_routes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRoutes:
+    """What they read and write; `wake` is called when a batch is new or no longer wanted."""
+
+    files: Files
+    batches: Batches
+    usage: UsageLog
+    wake: Callable[[], None]
+
+    def add_routes(
+        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+    ) -> None:
+        add_file_routes(app, dialect, self.files, limits)
+        add_batch_routes(app, dialect, self.batches, bodies, self.wake)
+        add_usage_routes(app, self.usage)

@@ -1,0 +1,108 @@
+"""/v1/usage: what the asking key has used, in the shape of OpenAI's usage API.
+
+Times are seconds since the epoch. Sums are kept by the hour, so a bucket is an hour or a day (UTC).
+"""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery
+from pdserve.gateway.openai.stored.lists import whole_number
+from pdserve.gateway.sampling import refuse
+
+# Width -> (seconds, buckets of a page by default, at most)
+WIDTHS = {"1h": (3600, 24, 168), "1d": (86400, 7, 31)}
+# As OpenAI names what results may be apart by -> columns
+GROUPS = {"model": "model", "api_key_id": "key_name", "session_id": "session"}
+KNOWN = (
+    "start_time", "end_time", "bucket_width", "group_by", "limit", "page", "models", "session_ids",
+)  # fmt: skip
+MAX_NAMED = 100  # models or sessions
+MAX_RESULTS = 10_000  # of a page
+MAX_TIME = 1 << 40
+
+
+def add_usage_routes(app: FastAPI, usage: UsageLog) -> None:
+    @app.get("/v1/usage")
+    async def report(request: Request) -> Response:
+        query, limit_s = _query(request.query_params, int(time.time()))
+        tenant = caller_of(request).tenant.id.hex()
+        rows = await usage.report(tenant, query, MAX_RESULTS + 1)
+        if len(rows) > MAX_RESULTS:
+            text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
+            raise refuse("limit", text)
+        results: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            results.setdefault(int(row.bucket), []).append(_result(row, query.group_by))
+        starts = range(query.start, query.end, query.bucket_s)
+        more = query.end < limit_s
+        return JSONResponse(
+            {
+                "object": "page",
+                "data": [
+                    {
+                        "object": "bucket",
+                        "start_time": start,
+                        "end_time": start + query.bucket_s,
+                        "results": results.get(start, []),
+                    }
+                    for start in starts
+                ],
+                "has_more": more,
+                "next_page": str(query.end) if more else None,
+            }
+        )
+
+
+def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
+    """The report of one page, and where all of them end. Raises ServiceError."""
+    given = QueryParams([(n.removesuffix("[]"), v) for n, v in given.multi_items()])
+    for name in given:
+        if name not in KNOWN:
+            raise refuse(name[:40], f"{name[:40]!r} is not a parameter of this report")
+    width = given.get("bucket_width", "1d")
+    if width not in WIDTHS:
+        raise refuse("bucket_width", f"bucket_width must be one of {', '.join(WIDTHS)}")
+    bucket_s, default, most = WIDTHS[width]
+    limit = whole_number(given.get("limit", str(default)), "limit", 1, most)
+    end = whole_number(given.get("end_time", str(now + 1)), "end_time", 0, MAX_TIME)
+    last_bucket = (end - 1) // bucket_s * bucket_s
+    first = given.get("start_time", str(max(0, last_bucket - (limit - 1) * bucket_s)))
+    name, value = ("page", given["page"]) if "page" in given else ("start_time", first)
+    start = whole_number(value, name, 0, MAX_TIME)
+    if start >= end:
+        raise refuse(name, f"{name} must be before end_time")
+    groups = given.getlist("group_by")
+    for group in groups:
+        if group not in GROUPS:
+            raise refuse("group_by", f"group_by must be of {', '.join(GROUPS)}")
+    named = [tuple(given.getlist(name)) for name in ("models", "session_ids")]
+    if max(map(len, named)) > MAX_NAMED:
+        raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
+    start -= start % bucket_s
+    asked = UsageQuery(
+        start,
+        min(start + limit * bucket_s, end),
+        bucket_s,
+        tuple(GROUPS[group] for group in dict.fromkeys(groups)),
+        *named,
+    )
+    return asked, end
+
+
+def _result(row: Any, group_by: tuple[str, ...]) -> dict[str, Any]:
+    """One sum; what it is not apart by is null."""
+    groups = {n: getattr(row, c) if c in group_by else None for n, c in GROUPS.items()}
+    return {
+        "object": "usage.result",
+        "num_model_requests": int(row.requests),
+        "input_tokens": int(row.prompt_tokens),
+        "input_cached_tokens": int(row.cached_tokens),
+        "output_tokens": int(row.completion_tokens),
+        **groups,
+    }
