@@ -28,8 +28,8 @@ FLUSH_S = 2.0  # for the last counts
 
 
 class StoredParts:
-    """Files, batches, usage and kept responses of one gateway: `start`, then `run` as a task, `drain`
-    and `close`."""
+    """Files, batches, usage and kept responses of one gateway: `start`, then `run` as a task,
+    `drain` and `close`."""
 
     def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
         """Raises ValueError for a URL of no database."""
