@@ -61,9 +61,10 @@ class _TrialProcess:
         self._asked: dict[int, Future[str]] = {}
         self._num_asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.engine.constraints.grammars.trial_process"],
+            [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.trial_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # a terminal's interrupt is for the worker, which ends it
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
