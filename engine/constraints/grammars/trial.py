@@ -35,10 +35,12 @@ class GrammarTrials:
                 self._stop()
                 self._process = _TrialProcess(self._preamble)
                 self._end = weakref.finalize(self, self._process.close)
-            answer = self._process.ask(source.encode())
+            process = self._process
+            answer = process.ask(source.encode())
         try:
             error = answer.result(TRIAL_S)
         except (TimeoutError, CancelledError):
+            process.ended = True  # or it hangs: the next one who asks starts another
             raise GrammarError("the grammar could not be checked in time") from None
         if error:
             raise GrammarError(error)
