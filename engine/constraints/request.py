@@ -128,15 +128,14 @@ class RequestConstraints:
 
     def has_begun(self, now_s: float) -> bool:
         """Whether every choice is ready for its first token. Raises GrammarError."""
-        if self._choices:
-            self._begun = all(c.grammar is None or c.grammar.is_done for c in self._choices)
-            return self._begun
-        if self._compiling is not None and self._compiling.done():
+        if not self._choices and self._compiling is not None and self._compiling.done():
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
-        elif now_s > self._deadline_s:
+        if not self._choices and now_s > self._deadline_s:
             raise GrammarError("the grammar takes too long to compile")
-        return False
+        ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
+        self._begun = bool(self._choices) and all(ready)
+        return self._begun
 
     def may_sample(self, choice: int) -> bool:
         """Whether its next token can be picked at the end of a step that begins now."""

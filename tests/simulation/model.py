@@ -5,6 +5,7 @@ token before it; a next token is a keyed sum over all visible words. Nothing is 
 missing, corrupted, foreign or misplaced KV gives other tokens, and the oracle sees those.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.kernels.streams import StreamSettings, TokenScores
+from pdserve.kernels.streams import Mask, StreamSettings, TokenScores
 
 VOCAB = 64
 EOS = 0
@@ -116,14 +117,22 @@ class Sampling:
         return settings
 
     def sample(
-        self, logits: Any, rows: list[int], streams: list[Any], generated: list[list[int]]
+        self,
+        logits: Any,
+        rows: list[int],
+        streams: list[Any],
+        generated: list[list[int]],
+        masks: list[Mask | None] | None = None,
     ) -> list[int]:
+        assert masks is None
         return [
             _token(int(logits[row, 0]), stream.seed, stream.choice, len(ids))
             for row, stream, ids in zip(rows, streams, generated, strict=True)
         ]
 
-    def logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenScores]:
+    def logprobs(
+        self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
+    ) -> list[TokenScores]:
         raise NotImplementedError
 
 

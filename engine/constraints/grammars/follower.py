@@ -41,8 +41,7 @@ class GrammarFollower:
         threads: MaskThreads,
         on_late: Callable[[], None],
     ) -> None:
-        """`on_late` is called, on another thread, when a mask is there that nobody waits for: the
-        first, and those that were given up on."""
+        """`on_late` is called, on another thread, when a mask is there that nobody waits for."""
         self._compiled = compiled
         self._num_words = (vocab_size + 31) // 32
         self._threads = threads
@@ -53,7 +52,9 @@ class GrammarFollower:
         self._unseen: list[int] = []  # that the matcher is still to follow
         self._done = Event()
         self._done.set()
-        self._is_late = True  # nobody waits for the first mask
+        # Whether nobody waits for the next mask: for the first one, one after a slow one, and one
+        # that a step has waited for in vain.
+        self._is_late = True
         self._is_slow = False
         self.failure = ""
         self.stopped = False  # nothing may follow
@@ -91,7 +92,7 @@ class GrammarFollower:
     @property
     def is_awaited(self) -> bool:
         """Whether the next mask should be there when the forward pass is over."""
-        return self.is_done or not (self._is_late or self._is_slow)
+        return self.is_done or not self._is_late
 
     def wait(self, until_s: float) -> bool:
         """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
@@ -134,6 +135,7 @@ class GrammarFollower:
             self._search = None
 
     def _begin_task(self) -> None:
+        self._is_late |= self._is_slow
         self._done.clear()
         self._threads.add(self)
 

@@ -35,10 +35,12 @@ class GrammarTrials:
                 self._stop()
                 self._process = _TrialProcess(self._preamble)
                 self._end = weakref.finalize(self, self._process.close)
-            answer = self._process.ask(source.encode())
+            process = self._process
+            answer = process.ask(source.encode())
         try:
             error = answer.result(TRIAL_S)
         except (TimeoutError, CancelledError):
+            process.ended = True  # or it hangs: the next one who asks starts another
             raise GrammarError("the grammar could not be checked in time") from None
         if error:
             raise GrammarError(error)
@@ -61,9 +63,10 @@ class _TrialProcess:
         self._asked: dict[int, Future[str]] = {}
         self._num_asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.engine.constraints.grammars.trial_process"],
+            [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.trial_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # a terminal's interrupt is for the worker, which ends it
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
