@@ -13,6 +13,7 @@ import numpy as np
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import Backend
 from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.execution.runner import Model
@@ -66,12 +67,14 @@ def build_engine(
             shared_step_tokens=max(LEAST_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
+            pooling=card.pooling,
         ),
         backend.sampling,
         kv_identity=kv_identity(card, kv_dtype, numerics),
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
         token_s=measured.token_s,
+        grammars=GrammarCache(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(
         "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",

@@ -14,6 +14,10 @@ from typing import Any
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
+from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.compiled import GrammarError
+from pdserve.engine.constraints.request import Constrainer, constrains
+from pdserve.engine.execution.pooler import with_states
 from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
@@ -69,8 +73,12 @@ class Engine:
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
         token_s: float = 0.0,
+        grammars: GrammarCache | None = None,
     ) -> None:
-        """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise."""
+        """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise.
+
+        Without `grammars` requests that have one are refused.
+        """
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -83,6 +91,8 @@ class Engine:
         self._progress = StepProgress(self.jobs, limits)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
+        self._constrainer = Constrainer(limits.vocab_size, limits.eos_ids, grammars)
+        self._beginning: list[RequestState] = []  # those whose constraints are not ready yet
         self._meter = StepMeter(token_s)
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
@@ -100,6 +110,7 @@ class Engine:
             raise QueueFull(f"{len(self.jobs.waiting)} requests are waiting")
         self.jobs.add(job)
         self._events += self._progress.start(job)
+        self._begin(job)
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool:
         """Ends a request, or some choices of it, in any state; their blocks are free on return.
@@ -144,7 +155,7 @@ class Engine:
         blocks.
         """
         job = self.jobs.by_key.get(key)
-        if job is None or job.request.prefill_only or key in self.jobs.reserved:
+        if job is None or not job.request.generates or key in self.jobs.reserved:
             return None
         if len(job.sequences) != 1 or len(job.unfinished) != 1 or job.prompt_scores is not None:
             return None
@@ -163,6 +174,8 @@ class Engine:
 
     def schedule(self) -> Plan | None:
         """What the next step computes; None when there is nothing to do."""
+        if self._beginning:
+            self._settle()
         plan = self._scheduler.schedule(self._clock(), self._events)
         self._events = []  # only now: if scheduling raises, a later step has them
         return plan
@@ -197,10 +210,12 @@ class Engine:
         if not error:
             try:
                 outcomes = self._sampler.sample(plan.rows, pending.hidden, self.model.logits)
+                outcomes = with_states(plan.rows, outcomes, pending.hidden, self.model)
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
+        self._constrainer.start_masks()
         wall_s = self._clock() - pending.started_s
         self._meter.count(plan, wall_s)
         return Step(self._meter.step, (*plan.events, *events), wall_s)
@@ -226,8 +241,8 @@ class Engine:
         `sender`: digest of the KV identity that computes it, if it is not ours. Its blocks then
         match and enter the prefix cache for that pair of identities only.
         """
-        if request.prefill_only or request.params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt logprobs are computed where the prompt is", "prompt")
+        if request.prefill_only or request.needs_whole_prompt:
+            raise InvalidRequest("its output needs the prompt to be computed here", "prompt")
         key, order = self._refused
         job = self._new_job(request, order if key == request.key else None, sender)
         if not job.unfinished:
@@ -242,6 +257,7 @@ class Engine:
             return None
         reservation, copies = made
         self.kv.copy(copies)
+        self._begin(job)
         return reservation
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
@@ -298,6 +314,20 @@ class Engine:
         """Frees a held request's blocks; no event follows. Raises KeyError if it is not held."""
         self.jobs.end(self.jobs.held[key])
 
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, when a request that had to wait for its grammar or its
+        mask may go on: what schedule has to do may have changed."""
+        self._constrainer.wake = wake
+
+    def load_grammars(self) -> None:
+        """Makes ready for grammars. It takes a second or so, in which no thread of this process
+        runs Python; without it the first request with a grammar costs that."""
+        self._constrainer.load()
+
+    def close(self) -> None:
+        """Ends the threads and the process that grammars need."""
+        self._constrainer.close()
+
     def stats(self) -> EngineStats:
         """The figures of this moment."""
         jobs = self.jobs
@@ -350,13 +380,45 @@ class Engine:
         self, request: Request, order: int | None = None, sender: bytes = b""
     ) -> RequestState:
         max_tokens = self.limits.check(request)
+        self._constrainer.check(request.params)
         if request.key in self.jobs.by_key:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
         if order is None:
             self._arrivals += 1
             order = self._arrivals
         seed_hash = cache_seed(sender + self.kv_identity.digest, request.cache_salt)
-        return RequestState(request, order, self._clock(), max_tokens, seed_hash)
+        pooling = self.limits.pooling
+        return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
+
+    def _begin(self, job: RequestState) -> None:
+        """Makes the constraints of a new job; a grammar is compiled meanwhile."""
+        params = job.request.params
+        if constrains(params) and not job.request.prefill_only and job.key in self.jobs.by_key:
+            now_s = self._clock()
+            job.constraints = self._constrainer.of_request(params, job.generated, now_s)
+            self._beginning.append(job)
+
+    def _settle(self) -> None:
+        """Ends what a grammar ends before the first token: requests whose grammar is wrong, and
+        choices that came here complete."""
+        jobs, now_s = self.jobs, self._clock()
+        beginning, self._beginning = self._beginning, []
+        for job in beginning:
+            if jobs.by_key.get(job.key) is not job or job.constraints is None:
+                continue
+            if job.key not in jobs.waiting and job not in jobs.running:
+                self._beginning.append(job)
+                continue
+            try:
+                if not job.constraints.has_begun(now_s):
+                    self._beginning.append(job)
+                    continue
+            except GrammarError as error:
+                self._events += self._progress.fail(job, str(error), "grammar")
+                continue
+            ended = [c for c in job.unfinished if job.constraints.has_ended(c)]
+            if ended:
+                self._events += self._progress.stop(job, ended)
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

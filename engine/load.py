@@ -22,8 +22,10 @@ from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
 from pdserve.engine.isq import isq_formats
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
-from pdserve.engine.models.layer import HEAD, tensor_shapes
+from pdserve.engine.models.layer import HEAD, HEAD_BIAS, tensor_shapes
 from pdserve.engine.models.rope import BY_CONTEXT
+from pdserve.engine.models.spec import under_model
+from pdserve.engine.task import ModelTask, find_task, score_ids
 from pdserve.engine.weights.mix import find_type
 
 log = logging.getLogger(__name__)
@@ -67,17 +69,20 @@ def _load(
     progress: Progress,
 ) -> LoadedModel:
     """Raises CheckpointError and UnsupportedModel."""
-    checkpoint = open_checkpoint(found.path)
-    spec = find_spec(checkpoint.hf_config)
-    model = spec.parse(checkpoint.hf_config)
+    opened = under_model(open_checkpoint(found.path))
+    spec = find_spec(opened.hf_config)
+    model = spec.parse(opened.hf_config)
+    task = find_task(config, opened, model)
+    model = task.of(model)
     asked = config.context_len or model.context_len
     model = replace(model, context_len=min(asked, model.context_len))
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
         log.info("rope is that of a context of %d tokens (--context-len)", model.context_len)
-    checkpoint = spec.view(checkpoint, model)
+    checkpoint = spec.view(opened, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
-    check_names(checkpoint, tensor_shapes(model), {HEAD} if model.tied_head else set())
+    unused = {HEAD} if model.tied_head else set()
+    check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
     quantized = isq_formats(isq, model, checkpoint) if isq else {}
     backend = chosen(config)
     turned = sorted(set(checkpoint.expanded()) - quantized.keys())
@@ -88,8 +93,9 @@ def _load(
             ", ".join(turned[:3]),
             ", ..." * (len(turned) > 3),
         )
-    decoder, digest = _load_weights(checkpoint, model, backend, quantized, progress)
-    card = _card(config, found, checkpoint, text, model, quantized, digest)
+    cache = DigestCache(part=" without head" if task.kind else "")
+    decoder, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
+    card = _card(config, found, checkpoint, text, model, task, quantized, digest)
     return LoadedModel(decoder, backend, card)
 
 
@@ -124,10 +130,10 @@ def _load_weights(
     model: ModelConfig,
     backend: Backend,
     quantized: Mapping[str, str],
+    cache: DigestCache,
     progress: Progress,
 ) -> tuple[ModelDecoder, str]:
     """(decoder, weights digest)."""
-    cache = DigestCache()
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     doing = "quantizing weights" if quantized else "loading weights"
@@ -157,6 +163,7 @@ def _card(
     checkpoint: Checkpoint,
     text: TextFiles,
     model: ModelConfig,
+    task: ModelTask,
     quantized: Mapping[str, str],
     digest: str,
 ) -> CardData:
@@ -179,5 +186,9 @@ def _card(
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
         generation_config=text.generation_config,
-        config_digest=configuration_digest(model),
+        config_digest=configuration_digest(model, task.kind),
+        pooling=task.kind,
+        normalizes=task.pooling is not None and task.pooling.normalizes,
+        hidden_size=model.hidden_size,
+        score_ids=score_ids(text.tokenizer_json) if task.scores else (),
     )

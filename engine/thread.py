@@ -42,6 +42,7 @@ class EngineThread:
         self._resting = True  # nothing is queued, and the thread waits to be woken
         self._liveness = LivenessCounter()
         self._step_plan: Plan | None = None  # of the step that is computed, or was the last
+        engine.wake_with(self.wake)
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
@@ -79,6 +80,7 @@ class EngineThread:
         if self._thread.ident is not None:
             self._thread.join()
         self._cancel_posted()
+        self._engine.close()
 
     def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
         """Calls fn(engine) between steps, in the order of posting; its result is the future's.

@@ -16,3 +16,8 @@ class Caller:
     tenant: Tenant = EVERYBODY
     headers: dict[str, str] = field(default_factory=dict, compare=False)
     at_end: ExitStack = field(default_factory=ExitStack, compare=False)
+
+    @property
+    def shown_id(self) -> str:
+        """The id that the response has."""
+        return self.client_id or self.request_id

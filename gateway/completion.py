@@ -8,10 +8,11 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
+from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
@@ -56,6 +57,7 @@ class PreparedCompletion:
     echo_only: bool = False  # the one generated token is not part of the answer
     cache_salt: bytes = b""
     tenant: bytes = b""
+    format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class _PromptRun:
                 completion.sampling,
                 continues=completion.continues,
                 offset=len(self._prompt.text) if completion.echo else 0,
+                parser=completion.format.parser(),
+                keep=completion.format.special,
             )
             for c in range(width)
         ]
@@ -274,11 +278,4 @@ class _PromptRun:
             scores = score_prompt(vocabulary, self._prompt.ids, self.prompt_scores, num_top)
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
-        return Delta(
-            delta.choice,
-            (prompt, *delta.content),
-            scores + delta.tokens,
-            delta.num_tokens,
-            delta.finish,
-            delta.ids,
-        )
+        return replace(delta, content=(prompt, *delta.content), tokens=scores + delta.tokens)

@@ -75,7 +75,9 @@ class TextServicer(TextBase):
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
             sampling = _sampling(request.options)
-            return ChatCompletionRequest(request.model, TemplateInput(messages), sampling, salt)
+            return ChatCompletionRequest(
+                request.model, TemplateInput(messages), sampling, salt, separate_reasoning=False
+            )
 
         await self._answer(asked, request.ByteSize(), context)
 

@@ -10,6 +10,8 @@ import math
 import secrets
 import time
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -20,6 +22,7 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
@@ -80,6 +83,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.request_timeout_s,
         settings.queue_timeout_s,
         settings.template_kwargs,
+        ParserChoice(settings.tool_parser, settings.reasoning_parser),
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -89,9 +93,14 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.max_buffer_bytes,
         settings.stall_timeout_s,
     )
-    openai = OpenAiDialect(service, http_limits, BodyReader(http_limits))
+    bodies = BodyReader(http_limits)
+    openai = OpenAiDialect(service, http_limits, bodies)
     app = create_app(
-        [openai],
+        [
+            AnthropicDialect(service, http_limits, bodies),
+            RerankDialect(service, http_limits, bodies),
+            openai,
+        ],
         service,
         readiness,
         keys,

@@ -5,7 +5,7 @@ counts in the limits and its line is in the log.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,15 +14,24 @@ from typing import TypeVar
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
-from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.content.answer_format import (
+    AnswerFormat,
+    ParserChoice,
+    answer_format,
+    prompt_end,
+    shaped,
+)
+from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
@@ -46,6 +55,8 @@ class ChatCompletionRequest:
     sampling: RequestedSampling
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+    tool_use: ToolUse | None = None
+    separate_reasoning: bool = True  # otherwise it is part of the answer's text
 
     @property
     def continues(self) -> bool:
@@ -86,11 +97,13 @@ class Service:
         timeout_s: float,
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
+        parsers: ParserChoice | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
+        self.pooling = PoolingRuns(upstream, clock)
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
@@ -98,6 +111,7 @@ class Service:
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
+        self._parsers = parsers or ParserChoice()
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -107,41 +121,84 @@ class Service:
         caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
         """The completion to run inside the block. Raises ServiceError."""
-        meter = Meter(self.metrics, caller, self._clock)
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
+        sampling, form = asked.sampling, AnswerFormat()
+        async with self._open(caller) as (admitted, meter):
+            try:
+                await self.rates.count_request(owner)
+                model = await self.catalog.get(asked.model)
+                _check_generates(model, "Completions" if text else "Chat Completions")
+                check(asked.sampling, model.card)
+                if isinstance(asked, ChatCompletionRequest):
+                    prompts = [await self._chat_prompt(asked, model, owner)]
+                    sampling, form = self._shape(asked, model, prompts[0].ids)
+                else:
+                    prompts = await self._prompts(asked, model, owner)
+                await self._bind(prompts, sampling, model, owner, asked.continues)
+                num_tokens = sum(len(prompt.ids) for prompt in prompts)
+                await self.rates.count_tokens(owner, num_tokens)
+            finally:
+                caller.headers.update(await self.rates.headers(owner))
+            meter.begin(model.card.name, num_tokens)
+            yield PreparedCompletion(
+                id=caller.request_id,
+                model=model,
+                prompts=prompts,
+                sampling=sampling,
+                admitted=admitted,
+                meter=meter,
+                timeout_s=self._timeout_s,
+                queue_timeout_s=self._queue_timeout_s,
+                continues=asked.continues,
+                echo=text is not None and text.echo,
+                echo_only=text is not None and text.echo_only,
+                cache_salt=caller.tenant.cache_salt(asked.cache_salt),
+                tenant=caller.tenant.id,
+                format=form,
+            )
+
+    @asynccontextmanager
+    async def prepare_inputs(
+        self,
+        model_name: str,
+        tokenized: Callable[[ServedModel], Awaitable[Sequence[Sequence[int]]]],
+        cache_salt: bytes,
+        caller: Caller,
+    ) -> AsyncIterator[PreparedInputs]:
+        """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
+        owner = caller.tenant.id
+        async with self._open(caller) as (admitted, meter):
+            try:
+                await self.rates.count_request(owner)
+                model = await self.catalog.get(model_name)
+                inputs = await tokenized(model)
+                num_tokens = sum(map(len, inputs))
+                await self.rates.count_tokens(owner, num_tokens)
+            finally:
+                caller.headers.update(await self.rates.headers(owner))
+            meter.begin(model.card.name, num_tokens)
+            yield PreparedInputs(
+                id=caller.request_id,
+                model=model,
+                inputs=inputs,
+                admitted=admitted,
+                meter=meter,
+                timeout_s=self._timeout_s,
+                queue_timeout_s=self._queue_timeout_s,
+                cache_salt=caller.tenant.cache_salt(cache_salt),
+                tenant=owner,
+            )
+
+    @asynccontextmanager
+    async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
+        """Counts a request in the limits; its line is in the log at the end."""
+        meter = Meter(self.metrics, caller, self._clock)
+        owner = caller.tenant.id
         error: BaseException | None = None
         try:
             with self.limits.admit(owner) as admitted:
-                try:
-                    await self.rates.count_request(owner)
-                    model = await self.catalog.get(asked.model)
-                    check(asked.sampling, model.card)
-                    if isinstance(asked, ChatCompletionRequest):
-                        prompts = [await self._chat_prompt(asked, model, owner)]
-                    else:
-                        prompts = await self._prompts(asked, model, owner)
-                    await self._bind(prompts, asked.sampling, model, owner, asked.continues)
-                    num_tokens = sum(len(prompt.ids) for prompt in prompts)
-                    await self.rates.count_tokens(owner, num_tokens)
-                finally:
-                    caller.headers.update(await self.rates.headers(owner))
-                meter.begin(model.card.name, num_tokens)
-                yield PreparedCompletion(
-                    id=caller.request_id,
-                    model=model,
-                    prompts=prompts,
-                    sampling=asked.sampling,
-                    admitted=admitted,
-                    meter=meter,
-                    timeout_s=self._timeout_s,
-                    queue_timeout_s=self._queue_timeout_s,
-                    continues=asked.continues,
-                    echo=text is not None and text.echo,
-                    echo_only=text is not None and text.echo_only,
-                    cache_salt=caller.tenant.cache_salt(asked.cache_salt),
-                    tenant=caller.tenant.id,
-                )
+                yield admitted, meter
         except BaseException as caught:
             error = caught
             raise
@@ -153,6 +210,9 @@ class Service:
         """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+        if asked.tools and not model.text.tool_parser:
+            text = f"the chat template of the model {model.card.name!r} has no place for tools"
+            raise refuse("tools", text)
         for name in asked.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -174,13 +234,18 @@ class Service:
         owner: bytes,
         *,
         add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed."""
+        """The token ids of a text, special tokens in it parsed or taken as text."""
         most = _most_chars(len(text), model, param)
         await self.rates.check_text(owner)
         with client_errors():
             return await model.text.processes.text_ids(
-                owner, text, add_special_tokens=add_special_tokens, max_len=most
+                owner,
+                text,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+                max_len=most,
             )
 
     async def count(self, caller: Caller) -> None:
@@ -202,7 +267,7 @@ class Service:
         """The text of token ids, at most as many as the model's context has; owners take turns."""
         if len(ids) > model.card.context_len:
             raise _too_long(len(ids), model, param)
-        _check_ids(ids, model, param)
+        check_ids(ids, model, param)
         detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
         parts = await self._in_turn(ids, owner, detokenizer.push)
         return "".join((*parts, detokenizer.flush()))
@@ -244,10 +309,31 @@ class Service:
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
-        whole = await self.chat_ids(model, asked.conversation, owner)
+        conversation = asked.conversation
+        if asked.tool_use is not None and asked.tool_use.tools:
+            tools = [tool.as_template() for tool in asked.tool_use.tools]
+            conversation = replace(conversation, tools=tools)
+        whole = await self.chat_ids(model, conversation, owner)
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
+
+    def _shape(
+        self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
+    ) -> tuple[RequestedSampling, AnswerFormat]:
+        """The sampling with what holds the answer to the tools, and how the answer is read."""
+        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        end = prompt_end(model.text.vocabulary, ids)
+        if asked.continues:
+            end = str(asked.conversation.messages[-1].get("content") or "")
+        form = answer_format(
+            families,
+            asked.tool_use,
+            end,
+            continues=asked.continues,
+            inline=not asked.separate_reasoning,
+        )
+        return shaped(asked.sampling, families, asked.tool_use, end), form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes
@@ -278,7 +364,7 @@ class Service:
     ) -> str:
         if asked.echo:
             return await self.decode(model, ids, "prompt", owner, skip_special=False)
-        _check_ids(ids, model, "prompt")
+        check_ids(ids, model, "prompt")
         return ""
 
 
@@ -288,9 +374,13 @@ def _kept(
     """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
     room for the answer asked for. Raises ServiceError for another number that is not from 1 to the
     model's context."""
+    return kept_ids(ids, kept, model, model.card.context_len - (sampling.max_tokens or 1))
+
+
+def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int) -> Sequence[int]:
+    """Likewise, where `most` ids leave the room that is needed."""
     if kept is None:
         return ids
-    most = model.card.context_len - (sampling.max_tokens or 1)
     if kept == -1:
         kept = max(1, most)
     if not 1 <= kept <= model.card.context_len:
@@ -302,7 +392,18 @@ def _kept(
     return [*bos, *ids[len(ids) - kept + len(bos) :]]
 
 
-def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+def _check_generates(model: ServedModel, api: str) -> None:
+    if model.card.pooling or model.card.score_token_ids:
+        raise not_supported(api)
+
+
+def not_supported(api: str) -> ServiceError:
+    """What is said of a model that is for something else, in vLLM's words."""
+    return refuse("model", f"The model does not support {api} API")
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raises ServiceError for an id outside the vocabulary."""
     try:
         model.text.vocabulary.check_ids(ids)
     except TextError as error:
@@ -310,7 +411,12 @@ def _check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def _check_len(count: int, model: ServedModel, param: str) -> None:
-    if count >= model.card.context_len:
+    check_room(count, 1, model, param)
+
+
+def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
+    """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
+    if count + more > model.card.context_len:
         raise _too_long(count, model, param)
 
 

@@ -130,9 +130,14 @@ class NativeSampler:
         rows: list[int],
         streams: list[Stream],
         generated: list[list[int]],
+        masks: list[NDArray[np.uint32] | None] | None = None,
     ) -> list[int]: ...
     def logprobs(
-        self, logits: Tensor | NDArray[np.float32], tokens: list[int], count: int
+        self,
+        logits: Tensor | NDArray[np.float32],
+        tokens: list[int],
+        count: int,
+        also: Sequence[int] = (),
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]: ...
 
 def gumbel_at(

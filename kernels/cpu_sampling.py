@@ -1,9 +1,10 @@
 """Sampling on the native kernels: `stream`, `sample` and `logprobs` of `kernels/streams.py`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve.kernels._native import Context, NativeSampler, Stream
-from pdserve.kernels.streams import StreamSettings, TokenScores
+from pdserve.kernels.streams import Mask, StreamSettings, TokenScores
 
 
 class CpuSampling:
@@ -37,10 +38,13 @@ class CpuSampling:
         rows: list[int],
         streams: list[Stream],
         generated: list[list[int]],
+        masks: list[Mask | None] | None = None,
     ) -> list[int]:
         """As kernels/reference/sampling.py, in one call for the whole step."""
-        return self._sampler.sample(logits, rows, streams, generated)
+        return self._sampler.sample(logits, rows, streams, generated, masks)
 
-    def logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenScores]:
+    def logprobs(
+        self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
+    ) -> list[TokenScores]:
         """As kernels/reference/logprobs.py, summed in doubles."""
-        return self._sampler.logprobs(logits, tokens, count)
+        return self._sampler.logprobs(logits, tokens, count, also)

@@ -4,10 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits / T would leave the range of float32
 
-# Of a token: its log-probability, and (id, log-probability) of the best ones, best first.
+# Of a token: its log-probability, and (id, log-probability) of the best ones, best first, and then
+# of those that were asked for.
 TokenScores = tuple[float, tuple[tuple[int, float], ...]]
+
+# [(vocab + 31) // 32]: token `id` may be picked if bit id % 32 of word id // 32 is set. It is the
+# last edit of the scores; bits from `vocab` on mean nothing.
+Mask = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,16 @@ class SamplingOps(Protocol):
         """What picks the tokens of one choice; only the backend that made it looks inside."""
 
     def sample(
-        self, logits: Any, rows: list[int], streams: list[Any], generated: list[list[int]]
-    ) -> list[int]: ...
+        self,
+        logits: Any,
+        rows: list[int],
+        streams: list[Any],
+        generated: list[list[int]],
+        masks: list[Mask | None] | None = None,
+    ) -> list[int]:
+        """The next token of each stream; -1 where no allowed token has a finite score."""
 
-    def logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenScores]: ...
+    def logprobs(
+        self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
+    ) -> list[TokenScores]:
+        """Of tokens[r] under row r, with its `count` best tokens and those of `also`."""

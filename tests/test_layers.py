@@ -66,6 +66,14 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "gateway/http": (  # the shell of every dialect, so it knows none
         ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("torch", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
+    ),
+    "gateway/openai": (  # dialects know nothing of each other
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+        ("torch", "pdserve.gateway.anthropic"),
+    ),
+    "gateway/anthropic": (
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.openai"),
     ),
     "gateway/text": (
@@ -162,7 +170,12 @@ def test_pure_modules_do_no_io(path: Path) -> None:
 
 MAX_MODULES = 12
 MAX_DEPTH = 3
-PLUG_INS = {"engine/architectures", "engine/weights/formats", "engine/transport"}  # may be fuller
+PLUG_INS = {  # may be fuller
+    "engine/architectures",
+    "engine/weights/formats",
+    "engine/transport",
+    "gateway/text/tools",
+}
 
 
 def test_no_folder_is_crowded_or_deep() -> None:

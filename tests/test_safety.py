@@ -10,8 +10,10 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from prometheus_client import CollectorRegistry
 
+from pdserve.gateway.anthropic.schema import MessagesBody
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.openai import schema
+from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.protos import fleet_pb2, router_pb2, text_pb2
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.options.options import Option
@@ -119,7 +121,14 @@ def test_no_client_can_name_an_address() -> None:
         router_pb2.GenerateRequest,
         router_pb2.ListModelsRequest,
     )
-    bodies = (schema.ChatBody, schema.CompletionBody, schema.TokenizeBody, schema.DetokenizeBody)
+    bodies = (
+        schema.ChatBody,
+        schema.CompletionBody,
+        schema.TokenizeBody,
+        schema.DetokenizeBody,
+        ResponsesBody,
+        MessagesBody,
+    )
     for request in asked:
         assert named(fields(request.DESCRIPTOR)) == set()
     for body in bodies:

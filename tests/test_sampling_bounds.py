@@ -33,6 +33,7 @@ LIMITS = EngineLimits(
     chunk_size=16,
 )  # fmt: skip
 UNBOUNDED = {"stop_token_ids", "ignore_eos"}  # ids of the vocabulary, and a boolean
+CONSTRAINTS = {"allowed_token_ids", "bad_words", "grammar", "thinking", "logprob_token_ids"}
 MODEL_DEFAULTS = [field.name for field in fields(GenerationDefaults)]
 
 
@@ -56,9 +57,9 @@ def request(name: str, value: Any) -> Request:
 def test_the_table_has_every_parameter() -> None:
     on_the_wire = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     in_the_engine = {field.name for field in fields(SamplingParams)}
-    assert on_the_wire == in_the_engine == (BOUNDS.keys() - {"seed"}) | UNBOUNDED
+    assert on_the_wire == in_the_engine == (BOUNDS.keys() - {"seed"}) | UNBOUNDED | CONSTRAINTS
     assert BOUNDS.keys() | UNBOUNDED <= {field.name for field in fields(RequestedSampling)}
-    assert MAX_ENTRIES.keys() <= {field.name for field in fields(RequestedSampling)}
+    assert MAX_ENTRIES.keys() - CONSTRAINTS <= {field.name for field in fields(RequestedSampling)}
 
 
 def test_clients_may_ask_for_nothing_that_the_engine_refuses() -> None:

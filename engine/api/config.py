@@ -15,6 +15,18 @@ class EngineConfig:
 
     model: str = option("", "GGUF file, model directory or Hugging Face id; empty: the shipped one")
     served_name: str = option("", "name that clients use; empty: derived from the model")
+    task: str = option(
+        "auto",
+        "what it serves: generate, embed, or score (a reranker that says yes or no to a document); "
+        "auto: embed if the model's files say how to pool, or it has no head, else generate",
+        choices=("auto", "generate", "embed", "score"),
+    )
+    pooling: str = option(
+        "auto",
+        "what an embedding is: the last token's final hidden state, or the mean over all tokens "
+        "(auto: as the model's files say, else last)",
+        choices=("auto", "last", "mean"),
+    )
     device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
     kernels: str = option(
         "auto",

@@ -12,9 +12,29 @@ from typing import NamedTuple
 class FinishReason(Enum):
     """What a choice ended with."""
 
-    STOP = "stop"  # an eos id or a stop token id
+    STOP = "stop"  # an eos id, a stop token id, or the end of a grammar
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer has to match.
+
+    `source` is as llguidance reads it: JSON of a list of grammars, each of Lark or a JSON schema.
+    """
+
+    source: str
+    begins_after: tuple[int, ...] = ()  # it binds what follows these generated ids; empty: all
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many ids a choice may think for before it is made to go on with `end_ids`."""
+
+    max_tokens: int  # end_ids do not count
+    end_ids: tuple[int, ...]
+    start_ids: tuple[int, ...] = ()  # thinking begins after these; empty: with the first id
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +56,12 @@ class SamplingParams:
     logprobs: int | None = None  # k: the chosen token's and the k best; 0: the chosen one's
     prompt_logprobs: int | None = None
     n: int = 1
+    # What follows leaves tokens out (engine/constraints), but for the last.
+    allowed_token_ids: tuple[int, ...] = ()  # and eos and stop ids; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # none of these sequences is ever completed
+    grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these tokens' as well, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,7 @@ class Request:
 
     `key` names it inside the engine; services use the attempt in hex.
     `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
+    With `pool` nothing is generated: its one output is `Pooled`.
     `tenant`: whose it is; requests of several wait in turn.
     """
 
@@ -63,6 +90,17 @@ class Request:
     cache_salt: bytes = b""
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
     tenant: bytes = b""
+    pool: bool = False  # an embedding of prompt_ids is asked for
+
+    @property
+    def generates(self) -> bool:
+        """Whether its choices want tokens."""
+        return not (self.prefill_only or self.pool)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt is computed where its output is made: KV alone is not enough."""
+        return self.pool or self.params.prompt_logprobs is not None
 
 
 def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -88,7 +126,8 @@ class TokenLogprob:
     """Of the model's own distribution, before temperature, penalties and masks; natural log."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    # (token id, logprob), best first; then those of logprob_token_ids.
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +170,14 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """The pooled hidden state of the prompt, not normalized: hidden_size float32 numbers."""
+
+    key: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Every choice has ended and every block is back. The last event of a request.
 
@@ -146,7 +193,8 @@ class RequestFailed:
     """The engine gave the request up; every block is back. The last event of a request."""
 
     key: str
-    message: str  # internal text: for the log, not for a client
+    message: str  # with a param for the client; otherwise internal text, for the log
+    param: str = ""  # the request's field at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +207,16 @@ class Evicted:
     key: str
 
 
-Event = Scheduled | PrefillComputed | NewTokens | PromptScored | Finished | RequestFailed | Evicted
+Event = (
+    Scheduled
+    | PrefillComputed
+    | NewTokens
+    | PromptScored
+    | Pooled
+    | Finished
+    | RequestFailed
+    | Evicted
+)
 
 
 @dataclass(frozen=True, slots=True)

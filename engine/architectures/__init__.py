@@ -11,6 +11,7 @@ from typing import Any
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.spec import ModelSpec
 
+WITH_HEAD = "ForCausalLM"  # at the end of a class name; the same without a head is a "Model"
 _specs: dict[str, ModelSpec] = {}
 
 
@@ -41,10 +42,16 @@ def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     given = hf_config.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list | tuple) else []
     for name in names:
-        if name in _specs:
-            return _specs[name]
+        for known in (name, *(f"{stem}{WITH_HEAD}" for stem in _without_head(name))):
+            if known in _specs:
+                return _specs[known]
     asked = ", ".join(names) or "none named in its config"
     raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
+
+
+def _without_head(name: str) -> list[str]:
+    """What the class of a model without a head is named after: "Qwen3Model", "Gemma3TextModel"."""
+    return [name.removesuffix(end) for end in ("Model", "TextModel") if name.endswith(end)]
 
 
 def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:

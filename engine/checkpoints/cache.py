@@ -15,7 +15,7 @@ from pathlib import Path
 from pdserve.engine.checkpoints.source import TextFiles
 
 DIGEST_RULES = "1"  # raise it when what a digest is taken of changes
-TEXT_RULES = "2"  # raise it when what is read of a tokenizer changes
+TEXT_RULES = "3"  # raise it when what is read of a tokenizer changes
 
 
 class FileCache:
@@ -49,10 +49,10 @@ class FileCache:
 
 
 class DigestCache:
-    """Digests of weights."""
+    """Digests of weights; `part`: which of those in the files, if not all."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._files = FileCache("digests", DIGEST_RULES, folder)
+    def __init__(self, folder: Path | None = None, part: str = "") -> None:
+        self._files = FileCache("digests", f"{DIGEST_RULES}{part}", folder)
 
     def get(self, files: Sequence[str]) -> str | None:
         """The remembered digest of weights in `files`, unchanged since."""

@@ -23,3 +23,7 @@ class CardData:
     weights_bytes: int  # on disk
     generation_config: dict[str, Any] = field(default_factory=dict)
     config_digest: str = ""  # hex; what the checkpoint says of rope, norms and windows
+    pooling: str = ""  # of an embedding model: "last" or "mean"; empty: it generates
+    normalizes: bool = False  # its embeddings have length 1
+    hidden_size: int = 0
+    score_ids: tuple[int, ...] = ()  # of a reranker: the tokens that say yes and no

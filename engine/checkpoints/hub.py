@@ -11,8 +11,9 @@ from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
-# Subfolders hold the model in other formats; "consolidated" is a second copy of the weights.
-IGNORED = ("*/*", "consolidated*")
+# Subfolders hold the model in other formats; "consolidated" is a second copy of the weights. Only
+# those that begin with a digit are modules of sentence-transformers, of which the config counts.
+IGNORED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,15 @@ class TextFiles:
     adds_bos: bool = False  # the tokenizer puts bos_id before a prompt
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPooling:
+    """What an embedding model's files say of how its hidden states become an embedding."""
+
+    kind: str  # "last" or "mean"
+    normalizes: bool  # to length 1
+    max_len: int | None = None  # of a text, in tokens
+
+
 class Checkpoint(Protocol):
     """A model's configuration and weights under Hugging Face names."""
 
@@ -59,6 +68,10 @@ class Checkpoint(Protocol):
 
     def text_files(self) -> TextFiles:
         """Tokenizer, template and defaults; may take seconds for a large vocabulary."""
+
+    def pooling(self) -> StoredPooling | None:
+        """Of an embedding model; None: the files say nothing of it. Raises CheckpointError for a
+        way that is not supported."""
 
     @property
     def files(self) -> tuple[str, ...]:

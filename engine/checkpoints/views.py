@@ -13,6 +13,7 @@ from pdserve.engine.checkpoints.source import (
     Checkpoint,
     CheckpointError,
     Layout,
+    StoredPooling,
     TextFiles,
     unknown_tensor,
 )
@@ -195,6 +196,9 @@ class ViewedCheckpoint:
 
     def text_files(self) -> TextFiles:
         return self._checkpoint.text_files()
+
+    def pooling(self) -> StoredPooling | None:
+        return self._checkpoint.pooling()
 
 
 def _first(view: View | None, stored: Collection[str]) -> View | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.cache import KvCache
@@ -23,6 +24,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Any) -> Any:
         """float32 [n, vocab] of n final hidden states, for the backend's sampling."""
+
+    def states(self, hidden: Any) -> NDArray[np.float32]:
+        """float32 [n, hidden] of n final hidden states, in the host's memory."""
 
 
 class ModelRunner:

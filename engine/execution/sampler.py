@@ -1,14 +1,19 @@
 """Picks the next tokens of a step: which rows of the logits, and for whom.
 
 How a token is picked is the backend's (kernels/reference/sampling.py): a function of the logits and
-of the choice's stream, whoever else is in the batch. A row whose logits are not finite fails alone.
+of the choice's stream, whoever else is in the batch. A row whose logits are not finite fails alone,
+and so does one without a token that its constraints allow.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from pdserve.engine.api.request import TokenLogprob
+from pdserve.engine.api.request import SamplingParams, TokenLogprob
+from pdserve.engine.constraints.bitmask import Words
+from pdserve.engine.constraints.grammars.compiled import GrammarError
+from pdserve.engine.constraints.request import RequestConstraints, mask_deadline
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState
@@ -19,7 +24,9 @@ Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, v
 
 SCORED_BYTES = 64 << 20  # of the logits that prompt scores need at a time
 NOTHING = Outcome()
+LATE = Outcome(is_late=True)
 NOT_FINITE = Pick(-1, error="the logits are not finite")
+NO_TOKEN = "no token is left that the request's parameters allow"
 
 
 class Sampler:
@@ -47,43 +54,87 @@ class Sampler:
                 last.append(output - 1)
         if len(last) < output:
             hidden = hidden[last]
-        picks = self._pick([row for row in rows if row.choices], head(hidden))
+        logits = head(hidden)
+        sampled = [row for row in rows if row.choices]
+        late = self._late(sampled)
+        picks = self._pick([(i, row) for i, row in enumerate(sampled) if row not in late], logits)
         outcomes: list[Outcome] = []
         taken = 0
         for i, row in enumerate(rows):
+            if row in late:
+                outcomes.append(LATE)
+                continue
             end = taken + len(row.choices)
             outcomes.append(Outcome(tuple(picks[taken:end]), scores.get(i, ())))
             taken = end
         return outcomes
 
-    def _pick(self, rows: list[Row], logits: Any) -> list[Pick]:
-        """One pick per choice of row after row; each row has a row of the logits."""
+    def _late(self, rows: list[Row]) -> list[Row]:
+        """Those without their masks; waits a little for these, once in a step."""
+        late: list[Row] = []
+        until_s: float | None = None
+        for row in rows:
+            constraints = row.sequence.job.constraints
+            if constraints is not None:
+                until_s = until_s or mask_deadline()
+                if not constraints.wait(row.choices, until_s):
+                    late.append(row)
+        return late
+
+    def _pick(self, rows: list[tuple[int, Row]], logits: Any) -> list[Pick]:
+        """One pick per choice of row after row, each with the index of its row of the logits."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        scored: list[tuple[int, int]] = []  # pick, number of candidates to name
-        for output, row in enumerate(rows):
+        masks: list[Words | None] = []
+        scored: list[tuple[int, SamplingParams]] = []  # pick, what is asked for
+        errors: dict[int, Pick] = {}
+        constrained: dict[int, tuple[RequestConstraints, int]] = {}
+        for output, row in rows:
             job = row.sequence.job
-            count = job.request.params.logprobs
             for choice in row.choices:
-                if count is not None:
-                    scored.append((len(outputs), count))
+                if job.request.params.logprobs is not None:
+                    scored.append((len(outputs), job.request.params))
+                mask = None
+                if job.constraints is not None:
+                    constrained[len(outputs)] = (job.constraints, choice)
+                    try:
+                        mask = job.constraints.mask(choice)
+                    except GrammarError as error:
+                        errors[len(outputs)] = Pick(-1, error=str(error), param="grammar")
+                masks.append(mask)
                 outputs.append(output)
                 streams.append(
                     job.streams.get(choice) or self._stream(job, choice, logits.shape[-1])
                 )
                 generated.append(job.generated[choice])
-        tokens = self._ops.sample(logits, outputs, streams, generated)
+        tokens = self._ops.sample(
+            logits, outputs, streams, generated, masks if constrained else None
+        )
         picks = [Pick(token) if token >= 0 else NOT_FINITE for token in tokens]
-        for i, count in scored:
+        for i, (constraints, choice) in constrained.items():
+            if tokens[i] < 0 and self._is_finite(logits[outputs[i] : outputs[i] + 1]):
+                picks[i] = Pick(-1, error=NO_TOKEN, param=constraints.param(choice))
+        for i, params in scored:
             if tokens[i] >= 0:
                 row_logits = logits[outputs[i] : outputs[i] + 1]
-                (found,) = self._logprobs(row_logits, [tokens[i]], count)
+                count, also = params.logprobs or 0, params.logprob_token_ids
+                (found,) = self._logprobs(row_logits, [tokens[i]], count, also)
                 picks[i] = Pick(tokens[i], found)
+        for i, pick in errors.items():
+            picks[i] = pick
         return picks
 
-    def _logprobs(self, logits: Any, tokens: list[int], count: int) -> list[TokenLogprob]:
-        return [TokenLogprob(own, best) for own, best in self._ops.logprobs(logits, tokens, count)]
+    def _logprobs(
+        self, logits: Any, tokens: list[int], count: int, also: Seq[int] = ()
+    ) -> list[TokenLogprob]:
+        found = self._ops.logprobs(logits, tokens, count, also)
+        return [TokenLogprob(own, top) for own, top in found]
+
+    def _is_finite(self, logits: Any) -> bool:
+        """Whether the best score of one row is finite."""
+        ((_, ((_, best),)),) = self._ops.logprobs(logits, [0], 1)
+        return math.isfinite(best)
 
     def _prompt_scores(
         self, row: Row, hidden: Any, output: int, head: Head

@@ -5,7 +5,9 @@ Owns the weights, which never change; keys and values belong to the KvCache of t
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
@@ -95,6 +97,11 @@ class Decoder:
             logits *= self.config.logit_scale
         cap = self.config.logit_soft_cap
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
+
+    def states(self, hidden: Tensor) -> NDArray[np.float32]:
+        """float32 [n, hidden] of what `forward` returned, in the host's memory."""
+        found: NDArray[np.float32] = hidden.float().cpu().numpy()
+        return found
 
 
 class _Layer:

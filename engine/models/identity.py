@@ -20,8 +20,9 @@ def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
     return f"{kernels}/{kv_dtype}/tp1/{weights}"
 
 
-def configuration_digest(config: ModelConfig) -> str:
-    """Hex digest of a ModelConfig's fields, but its context length: only rope depends on that.
+def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
+    """Hex digest of a ModelConfig's fields, but its context length: only rope depends on that; and
+    of how an embedding model pools.
 
     Floats count as float32, since that is how GGUF stores what a config.json writes in decimals.
     """
@@ -30,6 +31,8 @@ def configuration_digest(config: ModelConfig) -> str:
         for layer in config.layers
     ]
     content = asdict(replace(config, layers=tuple(layers), context_len=0))
+    if pooling:
+        content["pooling"] = pooling
     text = json.dumps(_as_float32(content), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -131,6 +131,10 @@ class NativeDecoder:
         self._stack.logits(hidden, out)
         return out
 
+    def states(self, hidden: Floats) -> Floats:
+        """As Decoder.states: they are in the host's memory already."""
+        return hidden
+
     def _attach(self, kv: ArrayKv) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
         blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]

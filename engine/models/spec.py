@@ -12,6 +12,9 @@ from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.source import Checkpoint
 from pdserve.engine.checkpoints.views import View, ViewedCheckpoint
 from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.layer import EMBEDDING
+
+PREFIX = "model."  # of all tensors but the head
 
 
 def own_names(config: ModelConfig) -> Mapping[str, View]:
@@ -29,6 +32,14 @@ def is_mtp(config: ModelConfig, name: str) -> bool:
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return not prefix and number.isdigit() and int(number) >= config.num_layers
+
+
+def under_model(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model without a head, whose names do not begin with "model." as those of
+    a model with one do; any other as it is."""
+    if EMBEDDING.removeprefix(PREFIX) not in checkpoint.names():
+        return checkpoint
+    return ViewedCheckpoint(checkpoint, {f"{PREFIX}{n}": View(n) for n in checkpoint.names()})
 
 
 @dataclass(frozen=True, slots=True)

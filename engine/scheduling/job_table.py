@@ -294,9 +294,9 @@ class JobTable:
         """Blocks to leave in each group for the growth of what runs and for the job's own longer
         choices."""
         tables = self.tables
-        growing = sum(len(j.sequences) for j in self.running if not j.request.prefill_only)
+        growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         beyond: list[int] = []
-        if not job.request.prefill_only:
+        if job.request.generates:
             size, prompt_len = tables.block_size, job.prompt_len
             lengths = [prompt_len + len(job.generated[c]) for c in job.unfinished[1:]]
             beyond = [blocks_for(length, size) - prompt_len // size for length in lengths]

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import FinishReason, Request, SamplingParams
 from pdserve.engine.api.sampling_bounds import BOUNDS
+from pdserve.engine.constraints.check import check_constraints
 from pdserve.engine.kv.spec import blocks_for
+
+NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class EngineLimits:
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
+    pooling: str = ""  # of an embedding model, which generates nothing: "last" or "mean"
 
     def __post_init__(self) -> None:
         if not self.step_tokens:
@@ -62,9 +66,13 @@ class EngineLimits:
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 raise InvalidRequest("a token id is outside the vocabulary", "prompt")
-        if request.prefill_only:
+        if request.pool and not self.pooling:
+            raise InvalidRequest(NO_EMBEDDINGS, "model")
+        if self.pooling and not request.pool:
+            raise InvalidRequest("The model does not support text generation", "model")
+        if not request.generates:
             if params.prompt_logprobs is not None or request.choices:
-                raise InvalidRequest("a prefill alone has no choices and no logprobs", "prompt")
+                raise InvalidRequest("a prompt alone has no choices and no logprobs", "prompt")
             if prompt_len > self.context_len:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 0), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:
@@ -101,6 +109,7 @@ class EngineLimits:
         ):
             if value is not None and value > most:
                 raise InvalidRequest(f"{name} must be at most {most}, {what}", name)
+        check_constraints(params, self.vocab_size, self.eos_ids)
 
     def _pool_room(self, prompt_len: int, n: int) -> int:
         """Tokens that each of n choices can generate if the request has the pool to itself.

@@ -7,13 +7,16 @@ times as long.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdserve.engine.api.request import Event, TokenLogprob
 from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.scheduling.request_state import Sequence
 
 
 class Row(NamedTuple):
-    """Tokens [start, end) of one sequence; logits are needed from token `first_output` on."""
+    """Tokens [start, end) of one sequence; hidden states are needed from `first_output` on."""
 
     sequence: Sequence
     start: int
@@ -47,6 +50,7 @@ class Pick(NamedTuple):
     token: int
     logprob: TokenLogprob | None = None
     error: str = ""
+    param: str = ""  # the request's field at fault; the error is fit for a client then
 
 
 class Outcome(NamedTuple):
@@ -54,3 +58,6 @@ class Outcome(NamedTuple):
 
     picks: tuple[Pick, ...] = ()  # one per choice of the row
     scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if asked for
+    # Of a row that is pooled: float32 [outputs, hidden], of tokens first_output .. end - 1.
+    states: NDArray[np.float32] | None = None
+    is_late: bool = False  # its mask was not there: the row runs again, as if it had not run

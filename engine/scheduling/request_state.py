@@ -8,6 +8,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, Final
 
 from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, prefix_of
+from pdserve.engine.constraints.request import RequestConstraints
+from pdserve.engine.scheduling.pooling import PooledState
 
 
 class Sequence:
@@ -54,13 +56,26 @@ class Sequence:
         """Tokens whose KV is still to be computed."""
         return len(self.ids) - self.num_computed
 
+    @property
+    def may_sample(self) -> bool:
+        """Whether the row of ids[-1], from which its choices sample, can be in a step."""
+        constraints = self.job.constraints
+        return constraints is None or all(constraints.may_sample(c) for c in self.choices)
+
 
 class RequestState:
     """One request, from submit to its last event."""
 
     def __init__(
-        self, request: Request, order: int, arrived_s: float, max_tokens: int, seed_hash: bytes
+        self,
+        request: Request,
+        order: int,
+        arrived_s: float,
+        max_tokens: int,
+        seed_hash: bytes,
+        pooling: str = "",
     ) -> None:
+        """`pooling`: how the engine pools, which a request with `pool` asks for."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)
@@ -82,6 +97,8 @@ class RequestState:
         wants_scores = request.params.prompt_logprobs is not None and not resumed
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
+        self.pooled = PooledState(pooling) if request.pool else None
+        self.constraints: RequestConstraints | None = None  # None: every token may be picked
 
     @property
     def unfinished(self) -> list[int]:
@@ -91,7 +108,7 @@ class RequestState:
     @property
     def num_places(self) -> int:
         """How many rows of a batch it may have."""
-        return 1 if self.request.prefill_only else len(self.unfinished)
+        return len(self.unfinished) if self.request.generates else 1
 
     @property
     def num_left(self) -> int:
@@ -110,7 +127,7 @@ class RequestState:
 
     def trunk_choices(self) -> tuple[int, ...]:
         """Choices that sample from the last row of the prefix; the others have later ids."""
-        if self.request.prefill_only:
+        if not self.request.generates:
             return ()
         unfinished = self.unfinished
         if len(unfinished) == 1:
@@ -122,7 +139,8 @@ class RequestState:
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """How many prefix tokens may come from the cache: the row that samples has to run."""
-        if self.prompt_scores is not None:
+        """How many prefix tokens may come from the cache: the row that samples, or is pooled, has
+        to run."""
+        if self.prompt_scores is not None or (self.pooled and self.pooled.needs_all):
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

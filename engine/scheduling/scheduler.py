@@ -94,7 +94,8 @@ class Scheduler:
             first = bisect_left(jobs, following.get(tenant, 0), key=lambda job: job.order)
             room = share
             for job in jobs[first:] + jobs[:first]:
-                rows = [self._row(sequence) for sequence in job.sequences if sequence.num_left == 1]
+                single = [sequence for sequence in job.sequences if sequence.num_left == 1]
+                rows = [row for row in map(self._row, single) if row is not None]
                 if len(rows) > room and room < share:
                     self._left_out[tenant] = job.order
                     break
@@ -146,6 +147,8 @@ class Scheduler:
             if not sequence.num_left:
                 continue
             row, tenant = self._row(sequence), job.request.tenant
+            if row is None:
+                continue
             is_first = not used[tenant] if catches_up else not used
             if used[tenant] + row.num_tokens > share and not is_first:
                 self._kept_out |= not used[tenant]
@@ -213,12 +216,22 @@ class Scheduler:
             plan.copies += copies
         return True
 
-    def _row(self, sequence: Sequence) -> Row:
-        """The row of a sequence's next tokens, up to the next chunk border or to its end."""
+    def _row(self, sequence: Sequence) -> Row | None:
+        """The row of a sequence's next tokens, up to the next chunk border or to its end. The last
+        token waits until it may be sampled from; None if there is no other."""
         start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
         end = min(total, (start // chunk + 1) * chunk)
+        if end == total and not sequence.may_sample:
+            end -= 1
+            if start == end:
+                return None
         choices = sequence.choices if end == total else ()
         first_output = end - 1 if choices else end
-        if sequence.is_prefix and sequence.job.prompt_scores is not None:
+        job = sequence.job
+        if job.pooled is not None and end == total:
+            first_output = end - 1
+        if sequence.is_prefix and (
+            job.prompt_scores is not None or (job.pooled and job.pooled.needs_all)
+        ):
             first_output = start
         return Row(sequence, start, end, choices, first_output)

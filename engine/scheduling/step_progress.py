@@ -11,6 +11,7 @@ from pdserve.engine.api.request import (
     Finished,
     FinishReason,
     NewTokens,
+    Pooled,
     PrefillComputed,
     PromptScored,
     RequestFailed,
@@ -18,6 +19,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
+from pdserve.engine.scheduling.pooling import PooledState
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
@@ -32,7 +34,7 @@ class StepProgress:
     def start(self, job: RequestState) -> list[Event]:
         """Ends the choices that had ended before the request came to this engine."""
         events: list[Event] = []
-        if job.request.prefill_only:
+        if not job.request.generates:
             return events
         for choice in job.unfinished:
             ids = job.generated[choice]
@@ -65,17 +67,31 @@ class StepProgress:
             events += self._end(job)
         return events
 
-    def fail(self, job: RequestState, message: str) -> list[Event]:
-        """Ends the whole job with an error."""
+    def stop(self, job: RequestState, choices: Seq[int]) -> list[Event]:
+        """Ends choices whose generated ids were complete when the request came to this engine."""
+        events: list[Event] = []
+        for choice in choices:
+            events += self._finish(job, choice, FinishReason.STOP)
+            self._drop(job, choice)
+        if not job.unfinished:
+            events += self._end(job)
+        return events
+
+    def fail(self, job: RequestState, message: str, param: str = "") -> list[Event]:
+        """Ends the whole job with an error; with `param` it is the client's."""
         self._jobs.end(job)
-        return [RequestFailed(job.key, message)]
+        return [RequestFailed(job.key, message, param)]
 
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
+        if outcome.is_late:
+            return
         sequence = row.sequence
         job = sequence.job
         self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
-            job.prompt_scores += outcome.scores
+            job.prompt_scores[row.start :] = outcome.scores  # once more after a preemption
+        if job.pooled is not None and outcome.states is not None:
+            job.pooled.take(outcome.states, row.first_output)
         if sequence.is_prefix:
             events.append(PrefillComputed(job.key, row.end, row.end == len(sequence.ids)))
         if row.end < len(sequence.ids):
@@ -84,6 +100,9 @@ class StepProgress:
             if job.request.prefill_only:
                 self._jobs.hold(job)
                 return
+            if job.pooled is not None:
+                events += self._pool(job, job.pooled)
+                return
             if job.prompt_scores is not None:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
@@ -91,8 +110,9 @@ class StepProgress:
         for pick in outcome.picks:
             if pick.error:
                 # Its KV may be what is wrong: requests that would share it must not fail as well.
-                self._jobs.forget(job)
-                events += self.fail(job, pick.error)
+                if not pick.param:
+                    self._jobs.forget(job)
+                events += self.fail(job, pick.error, pick.param)
                 return
         ended = False
         for choice, pick in zip(row.choices, outcome.picks, strict=True):
@@ -102,6 +122,14 @@ class StepProgress:
                 events.append(event)
         if ended and not job.unfinished:
             events += self._end(job)
+
+    def _pool(self, job: RequestState, pooled: PooledState) -> list[Event]:
+        """The end of a request whose prompt was to be pooled."""
+        values = pooled.values()
+        if values is None:
+            self._jobs.forget(job)  # so that no other request shares what may be wrong
+            return self.fail(job, "the hidden states are not finite")
+        return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:
         """Makes one sequence per unfinished choice; the first choice takes the prefix's own."""
@@ -121,6 +149,8 @@ class StepProgress:
                 break
         sequence.ids.append(pick.token)
         reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
+        if job.constraints is not None and job.constraints.push(choice, pick.token):
+            reason = FinishReason.STOP
         if reason is not None:
             job.finish[choice] = reason
             self._jobs.end_sequence(sequence)

@@ -6,6 +6,7 @@ Invariant: nothing here knows an API. An error has the shape of the dialect whos
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -64,7 +65,7 @@ def create_app(
     return CORSMiddleware(  # outside, so that a page can read why it is refused
         guard,
         allow_origins=allowed_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
     )
@@ -119,6 +120,7 @@ async def _metrics_page(service: Service) -> bytes:
 
 def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     def respond(request: Request, error: HttpError) -> Response:
+        error = replace(error, request_id=caller_of(request).shown_id)
         return error_response(dialect_of(dialects, request.url.path), error)
 
     @app.exception_handler(ServiceError)

@@ -68,10 +68,14 @@ class BodyReader:
             await asyncio.sleep(0)  # what was parsed before goes on
             return check(self._parse(caller, data))
 
+    def hold(self, caller: Caller, amount: int) -> None:
+        """Count bytes that a request brings along beside its body. Raises ServiceError OVERLOADED
+        if there is no room for them."""
+        self._take(caller.tenant.id, amount)
+        self._return_at_end(caller, amount)
+
     def _parse(self, caller: Caller, data: bytearray) -> dict[str, Any]:
-        parsed_bytes = num_values(data) * VALUE_BYTES
-        self._take(caller.tenant.id, parsed_bytes)
-        self._return_at_end(caller, parsed_bytes)
+        self.hold(caller, num_values(data) * VALUE_BYTES)
         return parse_object(data)
 
     def _take(self, owner: bytes, amount: int) -> None:

@@ -5,7 +5,7 @@ framing of its streams and the shape of its errors. The shell owns status codes 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ class HttpError:
     code: str = ""
     param: str = ""  # the request's field that is wrong, if one is
     headers: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""  # as the answer's header names the request
 
     @classmethod
     def of(cls, error: Exception) -> "HttpError":
@@ -60,7 +61,22 @@ class HttpError:
         return cls(status, error.message, code, error.param, headers)
 
 
-class Dialect(Protocol):
+class ErrorShape(Protocol):
+    """How the answers of one API say what went wrong."""
+
+    statuses: Mapping[int, int]
+    """HTTP statuses that the API has instead of others."""
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        """The JSON body of an error response."""
+        ...
+
+    def error_event(self, error: HttpError) -> bytes:
+        """The framed last event of a stream that an error ends."""
+        ...
+
+
+class Dialect(ErrorShape, Protocol):
     """One HTTP API. Its streams yield bytes that are framed already; see http/replies.py."""
 
     paths: tuple[str, ...]
@@ -74,20 +90,13 @@ class Dialect(Protocol):
         """Mount the API's routes."""
         ...
 
-    def error_object(self, error: HttpError) -> dict[str, Any]:
-        """The JSON body of an error response."""
-        ...
-
-    def error_event(self, error: HttpError) -> bytes:
-        """The framed last event of a stream that an error ends."""
-        ...
-
 
 def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
     """The first dialect that has the path; the last one has all that is left."""
     return next((d for d in dialects if path.startswith(d.paths)), dialects[-1])
 
 
-def error_response(dialect: Dialect, error: HttpError) -> JSONResponse:
+def error_response(shape: ErrorShape, error: HttpError) -> JSONResponse:
     """An error as a whole response."""
-    return JSONResponse(dialect.error_object(error), error.status, error.headers)
+    status = shape.statuses.get(error.status, error.status)
+    return JSONResponse(shape.error_object(error), status, error.headers)

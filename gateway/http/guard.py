@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 
 REQUEST_ID = "x-request-id"
+API_KEY = "x-api-key"  # counts where there is no Authorization
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -67,11 +69,13 @@ class Guard:
                 outgoing.update(more)
             await send(message)
 
-        tenant = self._keys.tenant(headers.get("authorization", ""))
+        shown_key = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
+        tenant = self._keys.tenant(shown_key)
         probe = scope["path"] in self._open_paths  # which waits for nobody but other probes
         async with (self._probing if probe else self._entering).turn((tenant or EVERYBODY).id):
             await asyncio.sleep(0)  # what has entered before goes on
         if error := self._refusal(scope, headers, tenant):
+            error = replace(error, request_id=client_id or own_id)
             denial = error_response(dialect_of(self._dialects, scope["path"]), error)
             await denial(scope, receive, send_with_id)
             return
@@ -90,7 +94,7 @@ class Guard:
             return None
         return HttpError(
             401,
-            "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+            "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             "unauthenticated",
             headers={"www-authenticate": "Bearer"},
         )

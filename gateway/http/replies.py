@@ -8,13 +8,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver, stalled
 
@@ -34,24 +35,26 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _public(error: Exception) -> HttpError:
+def _public(error: Exception, scope: Scope) -> HttpError:
     """The error as the client may see it; what nobody foresaw goes to the log."""
     if not isinstance(error, ServiceError):
         log.error("a request failed", exc_info=error)
-    return HttpError.of(error)
+    caller = scope.get("state", {}).get("caller")
+    return replace(HttpError.of(error), request_id=caller.shown_id if caller else "")
 
 
 class Reply(Response):
-    """Sends a JSON object once it is there; nothing if the client has left before.
+    """Sends a JSON object, or what is its text already, once it is there; nothing if the client has
+    left before.
 
     A client that takes nothing of it for `stall_s` loses its connection.
     """
 
     def __init__(
-        self, work: Awaitable[dict[str, Any]], dialect: Dialect, limits: HttpLimits
+        self, work: Awaitable[dict[str, Any] | bytes], errors: ErrorShape, limits: HttpLimits
     ) -> None:
         self._work = work
-        self._dialect = dialect
+        self._errors = errors
         self._stall_s = limits.stall_s
         self.background = None
 
@@ -63,9 +66,11 @@ class Reply(Response):
             if not working.done():
                 return
             try:
-                response = Response(to_json(working.result()), media_type="application/json")
+                found = working.result()
+                text = found if isinstance(found, bytes) else to_json(found)
+                response = Response(text, media_type="application/json")
             except Exception as error:
-                response = error_response(self._dialect, _public(error))
+                response = error_response(self._errors, _public(error, scope))
             await self._send(response, send)
         except TimeoutError:
             log.warning("a client took no byte for %g s", self._stall_s)
@@ -94,11 +99,11 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        dialect: Dialect,
+        errors: ErrorShape,
         limits: HttpLimits,
     ) -> None:
         self._events = events
-        self._dialect = dialect
+        self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
         self._complete = False  # the whole response is sent
         self.background = None
@@ -129,7 +134,7 @@ class EventStream(Response):
 
         try:
             await deliver(
-                self._with_error_event(),
+                self._with_error_event(scope),
                 write,
                 self._backpressure,
                 size=len,
@@ -143,10 +148,10 @@ class EventStream(Response):
         except TimeoutError:
             raise SlowReaderError(stalled(self._backpressure)) from None
         except Exception as error:
-            await error_response(self._dialect, _public(error))(scope, receive, send)
+            await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True
 
-    async def _with_error_event(self) -> AsyncGenerator[bytes, None]:
+    async def _with_error_event(self, scope: Scope) -> AsyncGenerator[bytes, None]:
         """The events. An error after the first is the last event; one before it is raised."""
         begun = False
         try:
@@ -157,7 +162,7 @@ class EventStream(Response):
         except Exception as error:
             if not begun:
                 raise
-            yield self._dialect.error_event(_public(error))
+            yield self._errors.error_event(_public(error, scope))
 
 
 async def _drop_connection(scope: Scope) -> None:

@@ -33,7 +33,7 @@ class Meter:
         self._cached = 0
         self._finishes: list[str] = []
         self._phases = Phases()
-        self._where: list[str] = []
+        self._where: dict[str, None] = {}  # in order, each once
         self._decode = ""
 
     def begin(self, model: str, prompt_tokens: int) -> None:
@@ -64,7 +64,7 @@ class Meter:
         """One of its prompts has ended; `counts` are the returned tokens of its choices."""
         self._counted += sum(counts)
         self._cached += event.cached_tokens
-        self._where.append(event.transport or "remote" if event.remote else "local")
+        self._where[event.transport or "remote" if event.remote else "local"] = None
         for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
             slowest = max(getattr(self._phases, name), getattr(event.phases, name))
             setattr(self._phases, name, slowest)

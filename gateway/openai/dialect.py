@@ -1,8 +1,9 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,33 +14,47 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
-from pdserve.gateway.openai.body import B, parse
+from pdserve.gateway.openai.bodies.body import B, parse
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
+from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, parse_tokenize
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.service import Service
+from pdserve.gateway.storage.response_store import ResponseStore
 
 DONE = b"data: [DONE]\n\n"
 
 
 class OpenAiDialect:
-    """/v1/chat/completions, /v1/completions and /v1/models, and vLLM's /tokenize, /detokenize."""
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, and
+    vLLM's /tokenize,
+    /detokenize."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = tuple(
         f"/v1/{route}/"
         for route in (
             "assistants", "audio", "batches", "chat/completions", "chatkit", "containers",
-            "conversations", "edits", "embeddings", "engines", "evals", "files", "fine-tunes",
-            "fine_tuning", "images", "moderations", "organization", "realtime", "responses",
-            "skills", "threads", "uploads", "vector_stores", "videos",
+            "conversations", "edits", "engines", "evals", "files", "fine-tunes",
+            "fine_tuning", "images", "moderations", "organization", "realtime", "skills",
+            "threads", "uploads", "vector_stores", "videos",
         )
     )  # fmt: skip
 
-    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        responses: ResponseStore | None = None,
+    ) -> None:
+        """Without `responses` none is kept."""
+        self._responses = responses
         self._service = service
         self._limits = limits
         self._bodies = bodies
@@ -58,10 +73,18 @@ class OpenAiDialect:
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
+        add_response_routes(app, self, service, self._bodies, self._limits, self._responses)
+
         @app.post("/v1/completions")
         async def completions(request: Request) -> Response:
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
+
+        @app.post("/v1/embeddings")
+        async def embeddings(request: Request) -> Response:
+            body = await self._read(request, EmbeddingBody)
+            reply = EmbeddingReply(service, body, caller_of(request))
+            return Reply(reply.whole(), self, self._limits)
 
         @app.post("/tokenize")
         async def tokenize_route(request: Request) -> Response:

@@ -1,14 +1,17 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field
 
+from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
-from pdserve.gateway.openai.body import Body, parse
+from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput
+from pdserve.gateway.tool_use import ToolUse
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message
@@ -21,14 +24,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _prompt(value: Any) -> Any:
+def texts_or_ids(value: Any, most: int = MAX_PROMPTS, what: str = "prompts") -> Any:
+    """A list of texts or of lists of token ids, also if only one is given."""
     if isinstance(value, str):
         return [value]
     if _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
-        if len(value) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts, not {len(value)}")
+        if len(value) > most:
+            raise ValueError(f"at most {most} {what}, not {len(value)}")
         if all(isinstance(prompt, str) for prompt in value) or all(map(_is_ids, value)):
             return value
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
@@ -49,6 +53,7 @@ class Message(Body):
     content: Any = None
     name: str | None = None
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
+    reasoning: str | None = None  # the same, as newer vLLM writes it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: None = None  # not served
@@ -58,6 +63,8 @@ class Message(Body):
         """As chat templates expect it."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
+        if self.reasoning is not None:
+            given.setdefault("reasoning_content", self.reasoning)
         return {"role": self.role, "content": self.content, **given}
 
 
@@ -74,6 +81,7 @@ class ConversationBody(Body):
         AfterValidator(_scalars),
     ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
     def conversation(self) -> TemplateInput:
         """Raises ServiceError for fields that contradict each other."""
@@ -103,6 +111,14 @@ class ChatBody(ConversationBody, Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # false: what the model thinks is left out
+    separate_reasoning: bool | None = None  # false: it is part of the content
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ServiceError for a wrong tool_choice."""
+        return tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
@@ -124,7 +140,7 @@ class ChatBody(ConversationBody, Sampling):
 class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(_prompt)]
+    prompt: Annotated[Any, AfterValidator(texts_or_ids)]
     max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None
@@ -168,6 +184,12 @@ class TokenizeChatBody(ConversationBody):
 
     model: str = ""
     return_token_strs: bool = False
+
+    def conversation(self) -> TemplateInput:
+        """As a chat with these tools has it."""
+        use = tool_use(self.tools or [], None, None)
+        shown = [tool.as_template() for tool in use.tools] if use else None
+        return replace(super().conversation(), tools=shown)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:

@@ -89,6 +89,9 @@ class ResumableRequest:
                 return None
             if kind == "tokens":
                 return event if self._progress.take(event.tokens) is not None else None
+            if kind == "embedding":
+                taken = self._progress.take_embedding(event.embedding)
+                return event if taken is not None else None
         except LostTokens:
             return self.fail(INTERNAL, "a part of the answer was lost on the way")
         if kind == "placed":

@@ -3,7 +3,7 @@
 Nothing comes after the update that carries `finish`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
@@ -15,19 +15,21 @@ class TextUpdate:
     """New text, and how the choice has ended: "stop", "length", or None while it goes on.
 
     `offsets` has one entry for each token that counts: the characters of the choice before it.
-    Tokens after the one that completed a stop string do not count.
+    Tokens after the one that completed a stop string do not count. `stop` is that stop string.
     """
 
     text: str
     offsets: tuple[int, ...]
     finish: str | None
+    stop: str | None = None
 
 
 class ChoiceText:
     """Joins a detokenizer and stop strings.
 
-    `include_stop`: the text of a final eos or stop token is kept. `offset`: characters that stand
-    before the first token's, e.g. an echoed prompt.
+    `stop_ids`: the eos and stop tokens, whose text is left out where they end a choice, unless
+    `include_stop`; a choice that a grammar ends has none. `offset`: characters that stand before
+    the first token's, e.g. an echoed prompt.
     """
 
     def __init__(
@@ -35,30 +37,33 @@ class ChoiceText:
         detokenizer: IncrementalDetokenizer,
         stops: StopMatcher,
         *,
+        stop_ids: Collection[int],
         include_stop: bool = False,
         offset: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
-        self._include_stop = include_stop
+        self._left_out = frozenset(() if include_stop else stop_ids)
         self._offset = offset
 
     def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
         """The next tokens. `finish` says how the engine ended the choice with the last of them:
-        "stop" by an eos or stop token, "length", or None if it has not."""
+        "stop" by an eos or stop token or where a grammar ends, "length", or None if it has not."""
         pieces: list[str] = []
         offsets: list[int] = []
         for position, token in enumerate(ids):
             ends = finish == "stop" and position == len(ids) - 1
-            text = "" if ends and not self._include_stop else self._detokenizer.push([token])
+            text = "" if ends and token in self._left_out else self._detokenizer.push([token])
             offsets.append(self._offset)
             self._offset += len(text)
             emitted = self._stops.push(text)
             pieces.append(emitted.text)
             if emitted.stop is not None:
-                return TextUpdate("".join(pieces), tuple(offsets), "stop")
+                return TextUpdate("".join(pieces), tuple(offsets), "stop", emitted.stop)
+        stop = None
         if finish is not None:
             rest = self._stops.flush(self._detokenizer.flush())
             pieces.append(rest.text)
-            finish = "stop" if rest.stop is not None else finish
-        return TextUpdate("".join(pieces), tuple(offsets), finish)
+            stop = rest.stop
+            finish = "stop" if stop is not None else finish
+        return TextUpdate("".join(pieces), tuple(offsets), finish, stop)

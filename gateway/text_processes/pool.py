@@ -28,9 +28,9 @@ from pdserve.gateway.text.vocabulary import (
     stored_vocabulary,
 )
 from pdserve.gateway.text_processes.children import Children
-from pdserve.gateway.text_processes.grammar_cache import GrammarCache
 from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process
 from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, answered, ids_of
+from pdserve.gateway.text_processes.structure_cache import StructureCache
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 
@@ -60,7 +60,7 @@ class TextProcesses:
         self._starting: deque[tuple[socket.socket, Children]] = deque()
         self._prompts = Children(self._fork, most, wait_s)
         self._grammars = Children(self._fork, 1, wait_s)  # so that prompts wait for no grammar
-        self._compiled = GrammarCache()
+        self._compiled = StructureCache()
         self._asking: set[asyncio.Task[Any]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
@@ -71,10 +71,22 @@ class TextProcesses:
         return (await self._ids(owner, TextMessage(head), 1, max_len))[0]
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
+        self,
+        owner: bytes,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_len: int,
+        parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed. See `_ids`."""
-        head = {"op": "text", "add_special_tokens": add_special_tokens, "max_len": max_len}
+        """The token ids of a text; without `parse_special`, what special tokens look like in it is
+        text. See `_ids`."""
+        head = {
+            "op": "text",
+            "add_special_tokens": add_special_tokens,
+            "parse_special": parse_special,
+            "max_len": max_len,
+        }
         message = TextMessage(head, [text.encode("utf-8", "surrogatepass")])
         return (await self._ids(owner, message, 1, max_len))[0]
 
@@ -244,6 +256,8 @@ class LoadedText(NamedTuple):
     vocabulary: Vocabulary
     has_template: bool
     defaults: GenerationDefaults
+    tool_parser: str  # of the template's family; empty: the template shows no tools
+    reasoning_parser: str  # likewise; empty: the model does not think
 
 
 class TextPool:
@@ -294,7 +308,14 @@ class TextPool:
             host, self._num_children, self._limits.late_s + SLACK_S, self._wait_s, self._spent
         )
         defaults = GenerationDefaults(**head["defaults"])
-        return LoadedText(processes, vocabulary, head["has_template"], defaults)
+        return LoadedText(
+            processes,
+            vocabulary,
+            head["has_template"],
+            defaults,
+            str(head["tool_parser"]),
+            str(head["reasoning_parser"]),
+        )
 
     async def close(self) -> None:
         """Ends the spare process."""

@@ -23,8 +23,10 @@ from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.reasoning import reasoning_family_of
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tools import tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
 from pdserve.gateway.text_processes.protocol import (
     FORK,
@@ -53,12 +55,15 @@ class TextModel:
         """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
         self.tokenizer = Tokenizer(files["tokenizer"], card)
         self.template: ChatTemplate | None = None
+        self.tool_parser = self.reasoning_parser = ""
         if files["template"]:
             try:
                 source = files["template"].decode()
             except UnicodeDecodeError:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
+            self.tool_parser = tool_family_of(source) if "tools" in source else ""
+            self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None
         try:
@@ -81,6 +86,8 @@ class TextModel:
             "decoder": self.tokenizer.decoder,
             "special_ids": sorted(self.tokenizer.special.ids),
             "has_template": self.template is not None,
+            "tool_parser": self.tool_parser,
+            "reasoning_parser": self.reasoning_parser,
             "defaults": asdict(self.defaults),
         }
         return TextMessage(head, store(list(tokens)))
@@ -193,7 +200,7 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
         return model.tokenizer.encode(
             asked.parts[0].decode("utf-8", "surrogatepass"),
             add_special_tokens=head["add_special_tokens"],
-            parse_special=True,
+            parse_special=head["parse_special"],
         )
     assert model.template is not None  # the gateway knows
     _set_timer(RENDER_SIGNAL, limits.render_s)

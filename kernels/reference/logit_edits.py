@@ -1,13 +1,14 @@
-"""What changes a stream's logits before the pick: bias, penalties, masked ids.
+"""What changes a stream's logits before the pick: bias, penalties, masked ids, masks.
 
 A pure function of the settings and the generated ids: the notes kept here only save computing it
 anew.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.streams import Mask, StreamSettings
 
 
 class LogitEdits:
@@ -64,6 +65,12 @@ class LogitEdits:
             self._counts.index_add_(0, ids, torch.ones(len(fresh), device=ids.device))
         if self._seen is not None:
             self._seen[_ids(fresh, self._seen.device)] = True
+
+
+def left_out(mask: Mask, scores: Tensor) -> Tensor:
+    """bool [vocab]: which tokens of one row of scores a mask leaves out."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=len(scores))
+    return torch.from_numpy(bits == 0).to(scores.device)
 
 
 def _ids(ids: object, device: torch.device) -> Tensor:

@@ -9,12 +9,20 @@ from pdserve.kernels.streams import TokenScores
 
 
 @torch.inference_mode()
-def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenScores]:
-    """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row."""
+def logprobs(
+    logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
+) -> list[TokenScores]:
+    """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row and
+    then the ids of `also`."""
     picked = torch.tensor(tokens, device=logits.device)
     total = logits.logsumexp(dim=-1)
     own = (logits.gather(1, picked[:, None])[:, 0] - total).tolist()
     best = _best(logits, total, count) if count else [()] * len(own)
+    if also:
+        named = (logits[:, torch.tensor(also, device=logits.device)] - total[:, None]).tolist()
+        best = [
+            (*some, *zip(also, row, strict=True)) for some, row in zip(best, named, strict=True)
+        ]
     return list(zip(own, best, strict=True))
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.reference.candidates import candidates
-from pdserve.kernels.reference.logit_edits import LogitEdits
+from pdserve.kernels.reference.logit_edits import LogitEdits, left_out
 from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at
-from pdserve.kernels.streams import GREEDY_BELOW, StreamSettings
+from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings
 
 
 class ReferenceStream:
@@ -42,20 +42,25 @@ def sample(
     rows: Sequence[int],
     streams: Sequence[ReferenceStream],
     generated: Sequence[list[int]],
+    masks: Sequence[Mask | None] | None = None,
 ) -> list[int]:
     """The next token of each stream; -1 where the best score is not finite.
 
     logits float32 [n, vocab], not changed; stream i takes row rows[i] and has generated[i] so far.
+    Where masks[i] is given, only its tokens may be picked.
     """
     if not rows:
         return []
     edits = [s.edits(logits.device) for s in streams]
     edited = [i for i, ids in enumerate(generated) if edits[i].active(len(ids))]
+    masked = [(i, mask) for i, mask in enumerate(masks or ()) if mask is not None]
     scores = logits
-    if edited or list(rows) != list(range(len(logits))):
+    if edited or masked or list(rows) != list(range(len(logits))):
         scores = logits[torch.tensor(rows, device=logits.device)]  # a copy
     for i in edited:
         edits[i].apply(scores[i], generated[i])
+    for i, mask in masked:
+        scores[i].masked_fill_(left_out(mask, scores[i]), float("-inf"))
     best = scores.argmax(dim=-1)  # NaN counts as the largest
     finite = scores.gather(1, best[:, None])[:, 0].isfinite().tolist()
     tokens = [t if ok else -1 for t, ok in zip(best.tolist(), finite, strict=True)]

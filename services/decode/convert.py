@@ -6,9 +6,12 @@ from typing import Any
 from pdserve.engine.api.request import (
     ChoiceState,
     FinishReason,
+    Grammar,
     NewTokens,
+    Pooled,
     Request,
     SamplingParams,
+    ThinkingBudget,
     TokenLogprob,
 )
 from pdserve.engine.api.sampling_bounds import MAX_CHOICES
@@ -38,6 +41,7 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
         choices,
         start.cache_salt,
         tenant=start.tenant,
+        pool=start.pool,
     )
 
 
@@ -46,8 +50,19 @@ def to_params(params: pb.SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
     if params.logit_bias:
         given["logit_bias"] = dict(params.logit_bias)
-    if params.stop_token_ids:
-        given["stop_token_ids"] = tuple(params.stop_token_ids)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if params.bad_words:
+        given["bad_words"] = tuple(tuple(word.ids) for word in params.bad_words)
+    if params.HasField("grammar"):
+        grammar = params.grammar
+        given["grammar"] = Grammar(grammar.source, tuple(grammar.begins_after))
+    if params.HasField("thinking"):
+        budget = params.thinking
+        given["thinking"] = ThinkingBudget(
+            budget.max_tokens, tuple(budget.end_ids), tuple(budget.start_ids)
+        )
     return SamplingParams(**given)
 
 
@@ -75,6 +90,10 @@ def to_prompt_logprobs(
             position=start + 1,
             logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + SCORES_A_PART]],
         )
+
+
+def to_embedding(request: str, attempt: bytes, epoch: int, event: Pooled) -> pb.Embedding:
+    return pb.Embedding(request=request, attempt=attempt, epoch=epoch, values=event.values)
 
 
 def to_logprob(logprob: TokenLogprob) -> pb.TokenLogprob:

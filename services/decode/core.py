@@ -20,6 +20,7 @@ from pdserve.engine.api.request import (
     Evicted,
     Finished,
     NewTokens,
+    Pooled,
     PrefillComputed,
     PromptScored,
     RequestFailed,
@@ -31,7 +32,12 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
-from pdserve.services.decode.convert import to_prompt_logprobs, to_request, to_tokens
+from pdserve.services.decode.convert import (
+    to_embedding,
+    to_prompt_logprobs,
+    to_request,
+    to_tokens,
+)
 from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
 from pdserve.services.decode.migration.source import MigrationSource
@@ -83,7 +89,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
         except ServiceError as error:
             self.refuse(session, admit, error)
             return
-        nothing_to_send = len(prefix_ids(request)) < 2 or request.params.prompt_logprobs is not None
+        nothing_to_send = len(prefix_ids(request)) < 2 or request.needs_whole_prompt
         remote = bool(admit.prefill_boot) and not nothing_to_send
         own = runtime.engine.kv_identity.digest
         leads = not remote or admit.prefill_identity in (b"", own)
@@ -217,6 +223,11 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
                 served.transcript.take(event)
                 for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):
                     served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
+            case Pooled():
+                served.first_token = now
+                served.transcript.take(event)
+                embedding = to_embedding(served.name, served.attempt, served.epoch, event)
+                served.session.outbox.put(wire.DecodeEvent(embedding=embedding))
             case Finished(_, cached_tokens):
                 finished = served.finished(cached_tokens)
                 log.info("%s", served.log_line(finished), extra={"request": served.name})
@@ -224,6 +235,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
             case Evicted():
                 self._forget(served)
                 self.leases.evicted(served)
+            case RequestFailed(_, message, param) if param:
+                self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message):
                 log.error("the engine gave up: %s", message, extra={"request": served.name})
                 self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))

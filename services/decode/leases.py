@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.engine.api.request import NewTokens
+from pdserve.engine.api.request import NewTokens, Pooled
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
-from pdserve.services.decode.convert import to_prompt_logprobs, to_tokens
+from pdserve.services.decode.convert import to_embedding, to_prompt_logprobs, to_tokens
 from pdserve.services.decode.lease_machine import (
     AttemptEnded,
     BlocksEvicted,
@@ -197,6 +197,9 @@ def _repeated(served: ServedAttempt, counts: Sequence[int]) -> Iterator[wire.Dec
         if isinstance(event, NewTokens):
             tokens = to_tokens(served.name, served.attempt, served.epoch, event)
             yield wire.DecodeEvent(tokens=tokens)
+        elif isinstance(event, Pooled):
+            embedding = to_embedding(served.name, served.attempt, served.epoch, event)
+            yield wire.DecodeEvent(embedding=embedding)
         else:
             for part in to_prompt_logprobs(served.name, served.attempt, event.logprobs):
                 yield wire.DecodeEvent(prompt_logprobs=part)

@@ -73,6 +73,7 @@ class DecodeRuntime(WorkerRuntime):
         leases: LeaseFigures,
     ) -> None:
         super().__init__(settings, engine, boot)
+        engine.load_grammars()
         self._callbacks = callbacks
         self._leases = leases
         event_log = EventLog(self._ring)

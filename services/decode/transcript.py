@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pdserve.engine.api.request import (
     FinishReason,
     NewTokens,
+    Pooled,
     PromptScored,
     Request,
     TokenLogprob,
@@ -15,7 +16,8 @@ MAX_LOGPROBS = 256
 
 
 class Transcript:
-    """The ids, log-probabilities and ends of a request's choices, since its first start."""
+    """The ids, log-probabilities and ends of a request's choices, since its first start, or its
+    embedding."""
 
     def __init__(self, request: Request) -> None:
         self._key = request.key
@@ -26,20 +28,21 @@ class Transcript:
         self._base = [len(ids) for ids in self._ids]  # ids that other attempts generated
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num)]
         self._ends: list[FinishReason | None] = [None] * num
-        self._prompt: PromptScored | None = None
+        self._prompt: PromptScored | Pooled | None = None  # what is said of the prompt
         self._prompt_len = len(request.prompt_ids)
 
     @property
     def weight(self) -> int:
         """About how much memory it takes, in token ids, including the prompt."""
         scores = [row for choice in self._logprobs for row in choice]
-        scores += self._prompt.logprobs if self._prompt is not None else ()
+        scores += self._prompt.logprobs if isinstance(self._prompt, PromptScored) else ()
         candidates = sum(1 + len(score.top) for score in scores)
+        candidates += len(self._prompt.values) if isinstance(self._prompt, Pooled) else 0
         return self._prompt_len + sum(map(len, self._ids)) + 4 * candidates
 
-    def take(self, event: NewTokens | PromptScored) -> None:
+    def take(self, event: NewTokens | PromptScored | Pooled) -> None:
         """Add an event; the events of a choice come in order."""
-        if isinstance(event, PromptScored):
+        if isinstance(event, PromptScored | Pooled):
             self._prompt = event
             return
         self._ids[event.choice] += event.ids
@@ -55,7 +58,7 @@ class Transcript:
             self._count(counts, choice) >= base for choice, base in enumerate(self._base)
         )
 
-    def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored]:
+    def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored | Pooled]:
         """All after the first `counts` ids of each choice, in parts; 0 where none is given."""
         if self._prompt is not None:
             yield self._prompt

@@ -3,9 +3,10 @@
 Invariant: a choice gives nothing after the delta that carries its finish reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import (
     Event,
     Finished,
@@ -80,6 +81,7 @@ class Generation:
         stop: Sequence[str],
         min_tokens: int,
         *,
+        stop_ids: Collection[int],
         continues: bool,
     ) -> None:
         self.prompt_ids = tuple(prompt_ids)
@@ -89,6 +91,7 @@ class Generation:
                 ChoiceText(
                     tokenizer.incremental(continues=continues),
                     StopMatcher(stop, min_tokens=min_tokens),
+                    stop_ids=stop_ids,
                 )
             )
             for _ in range(num_choices)
@@ -98,7 +101,8 @@ class Generation:
         self._stopped: list[int] = []
 
     def take(self, event: Event) -> TextDelta | None:
-        """New text, if the event brings any. Raises GenerationError."""
+        """New text, if the event brings any. Raises GenerationError, and InvalidRequest for a
+        parameter that cannot be followed."""
         match event:
             case NewTokens() if self._choices[event.choice].finish is None:
                 return self._tokens(event)
@@ -109,6 +113,8 @@ class Generation:
                 self.done = True
             case RequestFailed():
                 self.done = True
+                if event.param:
+                    raise InvalidRequest(event.message, event.param)
                 raise GenerationError(event.message)
         return None
 

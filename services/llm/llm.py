@@ -6,6 +6,7 @@ it. Methods may be called from several threads; their requests share the batch.
 
 import itertools
 import json
+import math
 import queue
 import secrets
 import threading
@@ -17,7 +18,15 @@ from types import TracebackType
 from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Event, Request, RequestFailed, SamplingParams, Step
+from pdserve.engine.api.request import (
+    Event,
+    Finished,
+    Pooled,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    Step,
+)
 from pdserve.engine.build import build_engine
 from pdserve.engine.thread import EngineThread
 from pdserve.gateway.text.generation import GenerationDefaults
@@ -25,9 +34,10 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.services.llm.generation import Generation, Result, TextDelta
+from pdserve.services.llm.generation import Generation, GenerationError, Result, TextDelta
 from pdserve.services.options.options import options_of
 
+POOLS = SamplingParams()  # of a request that generates nothing
 EXIT_POLL_S = 0.5  # so late an unclosed LLM notices that the main thread has ended
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -120,6 +130,24 @@ class LLM:
         with closing(self._begin(ids, params, stop, seed, not is_chat)) as submitted:
             yield from submitted.deltas()
 
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """The embedding of each prompt (a text, or token ids), in order, of length 1 if the model
+        normalizes. Raises as `generate`; InvalidRequest from a model that generates."""
+        inboxes: deque[tuple[str, queue.SimpleQueue[Event]]] = deque()
+        found: list[list[float]] = []
+        try:
+            for prompt in _as_list(prompts):
+                if len(inboxes) == self._most:
+                    found.append(self._embedding(*inboxes.popleft()))
+                request = Request(self._new_key(), tuple(self._encode(prompt)), POOLS, 0, pool=True)
+                inboxes.append((request.key, self._submit(request)))
+            while inboxes:
+                found.append(self._embedding(*inboxes.popleft()))
+            return found
+        finally:
+            for key, _ in inboxes:
+                self._abort(key, ())
+
     def close(self) -> None:
         """End the engine; what still runs is given up. May be called again."""
         if not self._closed.is_set():
@@ -170,10 +198,8 @@ class LLM:
         continues: bool,
     ) -> "_SubmittedRequest":
         """Submit at once. Raises what the engine refuses."""
-        if self._closed.is_set():
-            raise RuntimeError("this LLM is closed")
         chosen = params or self.defaults
-        key = f"llm-{next(self._keys)}"
+        key = self._new_key()
         request = Request(
             key=key,
             prompt_ids=tuple(ids),
@@ -181,15 +207,45 @@ class LLM:
             seed=secrets.randbits(63) if seed is None else seed,
         )
         generation = Generation(
-            ids, chosen.n, self.tokenizer, tuple(stop), chosen.min_tokens, continues=continues
+            ids,
+            chosen.n,
+            self.tokenizer,
+            tuple(stop),
+            chosen.min_tokens,
+            stop_ids={*self.card.eos_ids, *chosen.stop_token_ids},
+            continues=continues,
         )
-        inbox = self._inboxes[key] = queue.SimpleQueue()
+        inbox = self._submit(request)
+        return _SubmittedRequest(generation, inbox, lambda choices: self._abort(key, choices))
+
+    def _embedding(self, key: str, inbox: "queue.SimpleQueue[Event]") -> list[float]:
+        """Waits for the end of a request that pools. Raises GenerationError."""
+        values: Sequence[float] = ()
+        try:
+            while not isinstance(event := inbox.get(), Finished):
+                if isinstance(event, RequestFailed):
+                    raise GenerationError(event.message)
+                if isinstance(event, Pooled):
+                    values = event.values
+        finally:
+            self._abort(key, ())
+        length = math.hypot(*values) if self.card.normalizes else 1.0
+        return [value / length for value in values] if length else list(values)
+
+    def _new_key(self) -> str:
+        return f"llm-{next(self._keys)}"
+
+    def _submit(self, request: Request) -> "queue.SimpleQueue[Event]":
+        """Where its events come. Raises what the engine refuses."""
+        if self._closed.is_set():
+            raise RuntimeError("this LLM is closed")
+        inbox = self._inboxes[request.key] = queue.SimpleQueue()
         try:
             self._thread.post(lambda engine: engine.submit(request)).result()
         except BaseException:
-            del self._inboxes[key]
+            del self._inboxes[request.key]
             raise
-        return _SubmittedRequest(generation, inbox, lambda choices: self._abort(key, choices))
+        return inbox
 
     def _abort(self, key: str, choices: Sequence[int]) -> None:
         """End choices of a request, or forget all of it if none is named."""

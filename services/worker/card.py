@@ -33,5 +33,9 @@ def model_card(
         kv_spec=encode_spec(spec),
         created=card.created,
         weights_bytes=card.weights_bytes,
+        pooling=card.pooling,
+        normalizes=card.normalizes,
+        hidden_size=card.hidden_size,
+        score_token_ids=card.score_ids,
     )
     return message, [card.tokenizer_json, template, generation]

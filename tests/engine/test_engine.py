@@ -11,6 +11,7 @@ from pdserve.engine.api.request import (
     FinishReason,
     NewTokens,
     PrefillComputed,
+    PromptScored,
     Scheduled,
 )
 
@@ -379,3 +380,16 @@ def test_stats_and_prefix_events() -> None:
     assert added_later
     assert set(removed) <= set(added)
     assert removed
+
+
+def test_prompt_scores_are_said_once_after_a_preemption() -> None:
+    request = ask("a", range(40), prompt_logprobs=0, max_tokens=2)
+    (whole,) = of(run(fake_engine(chunk_size=8), request), PromptScored)
+    engine = fake_engine(chunk_size=8)
+    engine.submit(request)
+    engine.step()
+    engine.step()
+    engine.jobs.preempt(engine.jobs.by_key["a"])
+    (scored,) = of(run(engine), PromptScored)
+    assert len(scored.logprobs) == 39
+    assert scored == whole

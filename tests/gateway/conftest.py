@@ -1,5 +1,6 @@
 """Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -7,19 +8,24 @@ import grpc
 import httpx
 import pytest
 from cluster_secret import ACCESS
+from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, Play
 from scripted_service import scripted_service
 from starlette.types import ASGIApp
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.server import HttpServer, listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.storage.response_store import ResponseStore
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
@@ -53,10 +59,18 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         text_pool: Any = None,
         rates: RateLimits | None = None,
         template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
+        responses: ResponseStore | None = None,
+        arrange: Callable[[Service], None] = lambda service: None,
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(router, limits, text_pool, rates, template_kwargs)
-        dialects = [OpenAiDialect(service, bounds, BodyReader(bounds))]
+        arrange(service)
+        bodies = BodyReader(bounds)
+        dialects = [
+            AnthropicDialect(service, bounds, bodies),
+            RerankDialect(service, bounds, bodies),
+            OpenAiDialect(service, bounds, bodies, responses),
+        ]
         return create_app(
             dialects,
             service,
@@ -85,6 +99,28 @@ async def make_http(
     yield make
     for client in clients:
         await client.aclose()
+
+
+@pytest.fixture
+async def serve(
+    make_app: Callable[..., ASGIApp], make_service: Callable[..., Service], anyio_backend: str
+) -> AsyncIterator[Callable[..., object]]:
+    """Serves an application over a scripted router on a socket; gives its URL."""
+    servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
+
+    async def make(play: Play | FakeRouter, **options: Any) -> str:
+        router = play if isinstance(play, FakeRouter) else FakeRouter(play)
+        openai = OpenAiDialect(make_service(router), BOUNDS, BodyReader(BOUNDS))
+        server = HttpServer(make_app(router, **options), openai)
+        listener = listen("127.0.0.1", 0)
+        servers.append((server, asyncio.create_task(server.serve([listener]))))
+        await eventually(lambda: server.started)
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield make
+    for server, task in servers:
+        server.should_exit = True
+        await asyncio.wait_for(task, LIMIT_S)
 
 
 @pytest.fixture

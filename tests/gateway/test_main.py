@@ -103,6 +103,34 @@ async def test_from_start_to_stop(gateway):
     assert "Traceback" not in gateway.log
 
 
+async def test_every_api_is_mounted(gateway):
+    """With turns that have all that its text processes are handed."""
+    await gateway.event()
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+    items = [
+        {"role": "user", "content": "hi"},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ]
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+    turns = [
+        *HI,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]},
+    ]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
+        reply = await http.post("/v1/responses", json={"model": "tiny", "input": items})
+        assert reply.json()["output"][0]["content"][0]["text"] == "hello world", reply.text
+        asked = {"model": "tiny", "max_tokens": 99, "messages": turns}
+        reply = await http.post("/v1/messages", json=asked)
+        assert reply.json()["content"][0]["text"] == "hello world", reply.text
+        counted = await http.post("/v1/messages/count_tokens", json=asked)
+        usage = reply.json()["usage"]
+        prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert counted.json() == {"input_tokens": prompt_tokens}
+    assert await gateway.stop() == 0
+
+
 async def test_limits_of_a_key_are_those_of_the_options(servicer):
     limited = {"requests_per_minute": 2, "tokens_per_minute": 1000}
     gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), **limited)

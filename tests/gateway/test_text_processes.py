@@ -88,11 +88,31 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
         for add in (False, True):
             ids = await text.processes.text_ids(b"", words, add_special_tokens=add, max_len=99)
             assert ids == spm.encode(words, add_special_tokens=add, parse_special=True)
+            plain = await text.processes.text_ids(
+                b"", words, add_special_tokens=add, max_len=99, parse_special=False
+            )
+            assert plain == spm.encode(words, add_special_tokens=add, parse_special=False)
+            assert plain != ids or "<s>" not in words
             for skip in (False, True):
                 spelled = text.vocabulary.decode(ids, skip_special_tokens=skip)
                 assert spelled == spm.decode(ids, skip_special_tokens=skip)
     every = range(spm.card.vocab_size)
     assert list(map(text.vocabulary.token_bytes, every)) == list(map(spm.token_bytes, every))
+
+
+@pytest.mark.parametrize(
+    ("template", "parsers"),
+    [
+        (PLAIN, ("", "")),
+        (PLAIN + "{{ tools }}<tool_call></think>", ("hermes", "think")),
+        (PLAIN + "<tool_call>", ("", "")),  # it shows no tools
+    ],
+)
+async def test_they_tell_how_a_model_answers(
+    pool: Pool, template: str, parsers: tuple[str, str]
+) -> None:
+    text = await loaded(pool, template)
+    assert (text.tool_parser, text.reasoning_parser) == parsers
 
 
 async def test_a_lone_surrogate_is_the_clients_fault(pool: Pool) -> None:

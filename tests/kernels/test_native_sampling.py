@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -270,6 +271,65 @@ def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    VOCABS,
+    st.sampled_from([0.02, 0.5, 0.98]),
+    st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {0: 3.0}}]),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_masked_picks_equal_the_reference(
+    isa: str, seed: int, vocab: int, share: float, options: dict[str, Any], heat: float
+) -> None:
+    """Of three rows the last has no mask; masks have more bits than there are tokens."""
+    logits = some_logits(seed, 3, vocab)
+    rng = np.random.default_rng(seed)
+    allowed = rng.random((2, (vocab + 31) // 32 * 32)) < share
+    masks = [*np.packbits(allowed, axis=1, bitorder="little").view(np.uint32), None]
+    chosen = [StreamSettings(temperature=heat, seed=seed + i, **options) for i in range(3)]
+    answers = []
+    for ops in (reference, native(isa)):
+        streams = [ops.stream(one, vocab) for one in chosen]
+        answers.append(ops.sample(logits, [0, 1, 2], streams, [[], [], []], masks))
+    found, same = answers
+    assert found == same
+    assert found[2] == sample(native(isa), logits, chosen[2:], rows=[2])[0]
+    for token, bits in zip(found[:2], allowed[:, :vocab], strict=True):
+        assert bits[token] if bits.any() else token == -1
+        if bits.any() and not heat and not options:
+            row = logits[found.index(token)].numpy()
+            assert row[token] == row[bits].max()
+
+
+def test_a_whole_mask_changes_nothing_and_an_empty_one_leaves_nothing() -> None:
+    logits = some_logits(5, 1, 100)
+    settings = [StreamSettings(temperature=1.0, seed=9)]
+    free = sample(native(ISAS[0]), logits, settings)
+    for ops in (reference, native(ISAS[0])):
+        streams = [ops.stream(settings[0], 100)]
+        for words, expected in ((np.full(4, 2**32 - 1, np.uint32), free), (None, free)):
+            assert ops.sample(logits, [0], streams, [[]], [words]) == expected
+        assert ops.sample(logits, [0], streams, [[]], [np.zeros(4, np.uint32)]) == [-1]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("count", [0, 3])
+def test_log_probabilities_of_named_tokens_follow_the_best(isa: str, count: int) -> None:
+    logits = some_logits(3, 2, 50)
+    also = [7, 0, 7, 49]
+    expected = torch.log_softmax(logits, -1)
+    for ops in (reference, native(isa)):
+        for row, (_, top) in enumerate(ops.logprobs(logits, [1, 2], count, also)):
+            assert [token for token, _ in top[count:]] == also
+            values = [value for _, value in top[count:]]
+            assert values == pytest.approx(expected[row, also].tolist(), abs=1e-5)
+            assert top[:count] == ops.logprobs(logits, [1, 2], count)[row][1]
+    with pytest.raises(ValueError, match="outside"):
+        native(isa).logprobs(logits, [1, 2], count, [50])
+
+
 def test_bad_input_raises() -> None:
     ops = native(ISAS[0])
     logits = some_logits(0, 2, 10)
@@ -296,6 +356,12 @@ def test_bad_input_raises() -> None:
         ops.sample(logits.double(), [0], [stream], [[]])
     with pytest.raises(TypeError):
         ops.sample(logits.t(), [0], [stream], [[]])
+    for masks in ([], [np.zeros(2, np.uint32)], [None, None]):
+        with pytest.raises(ValueError, match="mask"):
+            ops.sample(logits, [0], [stream], [[]], masks)
+    for mask in (np.zeros(1, np.int32), np.zeros((1, 1), np.uint32), "x"):
+        with pytest.raises(TypeError):
+            ops.sample(logits, [0], [stream], [[]], [mask])  # type: ignore[list-item]
     ops.sample(logits, [0], [stream], [[1, 2]])
     with pytest.raises(ValueError, match="shorter"):
         ops.sample(logits, [0], [stream], [[1]])

@@ -105,6 +105,9 @@ class Model:
     def logits(self, hidden: Any) -> Any:
         return hidden
 
+    def states(self, hidden: Any) -> Any:
+        return hidden.astype(np.float32)
+
 
 class Sampling:
     """kernels/ops.py SamplingOps: a token is a function of digest, seed, choice and position."""

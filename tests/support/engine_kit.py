@@ -8,6 +8,7 @@ from typing import Any
 from fake_decoder import VOCAB, FakeDecoder, fake_spec
 
 from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
+from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
@@ -25,10 +26,11 @@ def fake_engine(
     prefix_cache: bool = True,
     model: Any = None,
     clock: Callable[[], float] = time.monotonic,
+    grammars: GrammarCache | None = None,
     **limits: Any,
 ) -> Engine:
     spec = fake_spec(block_size, window)
-    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, clock, limits))
+    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, clock, grammars, limits))
     return engine
 
 
@@ -38,6 +40,7 @@ def _engine(
     prefix_cache: bool,
     model: Any,
     clock: Callable[[], float],
+    grammars: GrammarCache | None,
     limits: dict[str, Any],
 ) -> Engine:
     options: dict[str, Any] = {
@@ -57,6 +60,7 @@ def _engine(
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
         clock=clock,
+        grammars=grammars,
     )
 
 

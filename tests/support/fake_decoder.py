@@ -5,6 +5,8 @@ a wrong table, slot, copy or shared block gives wrong tokens, and a wrong bit in
 or a value an error; no weights, exact in any batch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,9 @@ class FakeDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden  # `forward` has made them
+
+    def states(self, hidden: Tensor) -> Any:
+        return hidden.numpy()
 
 
 def reference(prompt: list[int], spec: KvSpec, count: int) -> list[int]:

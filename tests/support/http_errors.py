@@ -8,6 +8,7 @@ from pdserve.gateway.http.dialect import HttpLimits
 
 HI = [{"role": "user", "content": "hi"}]
 WIDE = HttpLimits(1 << 16, 1 << 18, 60, max_buffer_bytes=1 << 16, stall_s=60)
+LARGE = HttpLimits(1 << 20, 1 << 24, 60, max_buffer_bytes=1 << 16, stall_s=60)
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -25,3 +26,11 @@ def check(
     assert error["code"] == code, error
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
     return error
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A JSON schema of objects within objects."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema

@@ -30,11 +30,17 @@ class InProcessText:
         return await asyncio.to_thread(work)
 
     async def text_ids(
-        self, owner: bytes, text: str, *, add_special_tokens: bool, max_len: int
+        self,
+        owner: bytes,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        max_len: int,
+        parse_special: bool = True,
     ) -> list[int]:
         def work() -> list[int]:
             return self._model.tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, parse_special=True
+                text, add_special_tokens=add_special_tokens, parse_special=parse_special
             )
 
         return await asyncio.to_thread(work)
@@ -60,7 +66,14 @@ class InProcessPool:
         except BaseException as error:
             raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from None
         processes: Any = InProcessText(model)
-        return LoadedText(processes, model.tokenizer, model.template is not None, model.defaults)
+        return LoadedText(
+            processes,
+            model.tokenizer,
+            model.template is not None,
+            model.defaults,
+            model.tool_parser,
+            model.reasoning_parser,
+        )
 
     async def close(self) -> None:
         pass

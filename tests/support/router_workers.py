@@ -262,8 +262,25 @@ class FakeDecode(FakeWorker, DecodeServicer):
             await self.arrived[attempt].wait()
         await self.generate(message)
 
+    async def pool(self, message: wire.Admit) -> None:
+        """Says an embedding: the first id of the prompt and its length."""
+        start, attempt = message.start, message.attempt
+        named: dict[str, Any] = {"request": start.request, "attempt": attempt, "epoch": start.epoch}
+        if self.hold_at == 0:
+            await self.released.wait()
+        prompt = self.prompts[attempt]
+        embedding = pb.Embedding(values=[prompt[0], len(prompt)], **named)
+        self.say(attempt, wire.DecodeEvent(embedding=embedding))
+        if self.hold_at == 1:
+            await self.released.wait()
+        self.say(attempt, wire.DecodeEvent(finished=pb.Finished(**named)))
+        self.tasks.pop(attempt, None)
+
     async def generate(self, message: wire.Admit) -> None:
         start, attempt = message.start, message.attempt
+        if start.pool:
+            await self.pool(message)
+            return
         prompt = self.prompts[attempt]
         choices = list(start.choices) or [pb.ChoiceState() for _ in range(max(1, start.params.n))]
         total = start.params.max_tokens

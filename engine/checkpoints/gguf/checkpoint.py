@@ -11,7 +11,13 @@ from pdserve.engine.checkpoints.gguf.config import ReadMetadata, common_config
 from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.gguf.text import gguf_text_files
-from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
+from pdserve.engine.checkpoints.source import (
+    CheckpointError,
+    Layout,
+    StoredPooling,
+    TextFiles,
+    unknown_tensor,
+)
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
@@ -21,6 +27,8 @@ ROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight",
     "long_factor": "rope_factors_long.weight",
 }
+
+POOLING_TYPES = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.h
 
 # general.architecture -> (Hugging Face class name, mapping); raises CheckpointError
 FindMapping = Callable[[str], tuple[str, GgufMapping]]
@@ -106,6 +114,17 @@ class GgufCheckpoint:
     def text_files(self) -> TextFiles:
         with _well_formed(self._paths[0]):
             return gguf_text_files(self._metadata)
+
+    def pooling(self) -> StoredPooling | None:
+        key = f"{self._metadata['general.architecture']}.pooling_type"
+        given = self._metadata.get(key, 0)
+        name = POOLING_TYPES.get(given, str(given)) if isinstance(given, int) else repr(given)
+        if name == "none":
+            return None
+        if name not in ("mean", "last"):
+            text = f"{self._paths[0]}: {key} is {name}: only mean and last are supported"
+            raise CheckpointError(text)
+        return StoredPooling(name, normalizes=True)  # as llama.cpp does with all of them
 
 
 @contextmanager

@@ -59,6 +59,13 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
     return pre is not None and pre.adds_bos
 
 
+def adds_eos(metadata: Mapping[str, Any]) -> bool:
+    """Whether eos goes behind a prompt: of an embedding model that pools it. Nothing could go on
+    from there, so that it counts for no other model."""
+    pools = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    return bool(pools and metadata.get("tokenizer.ggml.add_eos_token"))
+
+
 def _byte_level(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -206,17 +213,23 @@ def _added_tokens(
 
 
 def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is None or not adds_bos(metadata):
+    ends = {"bos": adds_bos(metadata), "eos": adds_eos(metadata)}
+    ids = {
+        end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, adds in ends.items() if adds
+    }
+    names = {end: _token(tokens, given) for end, given in ids.items() if given is not None}
+    if not names:
         return None
-    name = _token(tokens, bos)
-    sign = {"SpecialToken": {"id": name, "type_id": 0}}
+    signs = {end: [{"SpecialToken": {"id": name, "type_id": 0}}] for end, name in names.items()}
+    before, after = (signs.get(end, []) for end in ("bos", "eos"))
     first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [sign, first],
-        "pair": [sign, first, sign, second],
-        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+        "single": [*before, first, *after],
+        "pair": [*before, first, *after, *before, second, *after],
+        "special_tokens": {
+            name: {"id": name, "ids": [ids[end]], "tokens": [name]} for end, name in names.items()
+        },
     }
 
 

@@ -13,9 +13,16 @@ from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
+from pdserve.engine.checkpoints.hf.sentence_transformers import sentence_pooling
 from pdserve.engine.checkpoints.hf.text import directory_text_files
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
-from pdserve.engine.checkpoints.source import CheckpointError, Layout, TextFiles, unknown_tensor
+from pdserve.engine.checkpoints.source import (
+    CheckpointError,
+    Layout,
+    StoredPooling,
+    TextFiles,
+    unknown_tensor,
+)
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
 
@@ -101,6 +108,9 @@ class DirectoryCheckpoint:
 
     def text_files(self) -> TextFiles:
         return directory_text_files(self._path, self._config)
+
+    def pooling(self) -> StoredPooling | None:
+        return sentence_pooling(self._path)
 
     def _find_names(self) -> frozenset[str]:
         parts = {full for parts in self._quantized.values() for full in parts.values()}

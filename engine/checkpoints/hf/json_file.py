@@ -1,4 +1,4 @@
-"""JSON files beside the weights: read with a bound, always an object."""
+"""JSON files beside the weights: read with a bound, an object or a list of them."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,25 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises CheckpointError if it is anything else."""
-    try:
-        value = json.loads(read_bytes(path, MAX_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    value = _read(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file that is a list of them. Raises CheckpointError."""
+    value = _read(path)
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise CheckpointError(f"{path} is not a list of JSON objects")
+    return value
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(read_bytes(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:

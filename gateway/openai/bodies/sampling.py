@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.bodies.structure import StructureFields
-from pdserve.gateway.openai.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, cut
 

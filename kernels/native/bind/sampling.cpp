@@ -1,12 +1,14 @@
 // Sampling as Python sees it: one call picks the tokens of a whole step, in parallel over the rows.
 #include "bind.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -104,6 +106,22 @@ class Stream {
   std::unordered_map<int64_t, size_t> index_;
 };
 
+// Leaves out the tokens whose bit is not set; bit id % 32 of word id / 32.
+void leave_out(float* scores, const uint32_t* words, int64_t vocab) {
+  for (int64_t start = 0; start < vocab; start += 32) {
+    uint32_t out = ~words[start / 32];
+    int64_t end = std::min<int64_t>(start + 32, vocab);
+    if (out == UINT32_MAX) {
+      std::fill(scores + start, scores + end, -INFINITY);
+      continue;
+    }
+    for (; out; out &= out - 1) {
+      int64_t id = start + __builtin_ctz(out);
+      if (id < end) scores[id] = -INFINITY;
+    }
+  }
+}
+
 struct Ranked {
   float score;
   int64_t id;
@@ -115,11 +133,12 @@ class NativeSampler {
   explicit NativeSampler(Context& context) : context_(context), scratch_(context.pool.threads()) {}
 
   nb::list sample(const Array<const float, 2>& logits, nb::list rows, nb::list streams,
-                  nb::list generated) {
+                  nb::list generated, std::optional<nb::list> masks) {
     size_t count = rows.size();
     int64_t vocab = static_cast<int64_t>(logits.shape(1));
     require(streams.size() == count && generated.size() == count,
             "rows, streams and generated must have the same length");
+    require(!masks || masks->size() == count, "masks must be as many as streams");
     require(vocab > 0, "logits need a vocabulary");
     draws_.clear();
     bool scratch = false;
@@ -130,8 +149,9 @@ class NativeSampler {
       if (!nb::try_cast(streams[i], stream) || !stream) throw nb::type_error("not a Stream");
       require(stream->vocab == vocab, "the stream is for another vocabulary");
       stream->follow(generated[i]);
-      scratch |= stream->edits() || stream->filter.active();
-      draws_.push_back({logits.data() + row * vocab, stream, -1});
+      const uint32_t* mask = masks ? mask_of((*masks)[i], vocab) : nullptr;
+      scratch |= mask || stream->edits() || stream->filter.active();
+      draws_.push_back({logits.data() + row * vocab, stream, mask, -1});
     }
     if (scratch) reserve(vocab + context_.kernels.filter_scratch(vocab));
     {
@@ -145,7 +165,8 @@ class NativeSampler {
     return tokens;
   }
 
-  nb::list logprobs(const Array<const float, 2>& logits, nb::list tokens, int64_t best) {
+  nb::list logprobs(const Array<const float, 2>& logits, nb::list tokens, int64_t best,
+                    const std::vector<int64_t>& also) {
     int64_t rows = static_cast<int64_t>(logits.shape(0));
     int64_t vocab = static_cast<int64_t>(logits.shape(1));
     require(static_cast<int64_t>(tokens.size()) == rows, "logits and tokens differ in length");
@@ -155,6 +176,7 @@ class NativeSampler {
       ids.push_back(to_int(token));
       require(ids.back() >= 0 && ids.back() < vocab, "a token id is outside the vocabulary");
     }
+    for (int64_t id : also) require(id >= 0 && id < vocab, "an id is outside the vocabulary");
     std::vector<double> totals(rows);
     std::vector<std::vector<Ranked>> ranked(rows);
     for (auto& list : ranked) list.resize(best);
@@ -173,7 +195,11 @@ class NativeSampler {
       for (const Ranked& r : ranked[row]) {
         pairs.append(nb::make_tuple(r.id, static_cast<double>(r.score) - totals[row]));
       }
-      double own = static_cast<double>(logits.data()[row * vocab + ids[row]]) - totals[row];
+      const float* scores = logits.data() + row * vocab;
+      for (int64_t id : also) {
+        pairs.append(nb::make_tuple(id, static_cast<double>(scores[id]) - totals[row]));
+      }
+      double own = static_cast<double>(scores[ids[row]]) - totals[row];
       found.append(nb::make_tuple(own, nb::tuple(pairs)));
     }
     return found;
@@ -183,8 +209,19 @@ class NativeSampler {
   struct Draw {
     const float* scores;
     const Stream* stream;
+    const uint32_t* mask;  // null: all tokens are allowed
     int64_t token;
   };
+
+  // Its words, which live as long as the list that holds it; null for None.
+  static const uint32_t* mask_of(nb::handle object, int64_t vocab) {
+    if (object.is_none()) return nullptr;
+    Array<const uint32_t, 1> words;
+    if (!nb::try_cast(object, words, false)) throw nb::type_error("a mask has words of 32 bits");
+    require(static_cast<int64_t>(words.shape(0)) == (vocab + 31) / 32,
+            "a mask needs a bit for every token");
+    return words.data();
+  }
 
   void reserve(int64_t floats) {
     for (auto& each : scratch_) {
@@ -197,9 +234,10 @@ class NativeSampler {
     const pdserve::Kernels& k = context_.kernels;
     const Stream& stream = *draw.stream;
     const float* scores = draw.scores;
-    if (stream.edits()) {
+    if (draw.mask || stream.edits()) {
       std::copy(scores, scores + vocab, scratch);
       stream.apply(scratch);
+      if (draw.mask) leave_out(scratch, draw.mask, vocab);
       scores = scratch;
       scratch += vocab;
     }
@@ -284,13 +322,14 @@ void bind_sampling(nb::module_& m) {
   nb::class_<NativeSampler>(m, "NativeSampler", "Picks tokens on the threads of a context.")
       .def(nb::init<Context&>(), nb::arg("context"), nb::keep_alive<1, 2>())
       .def("sample", &NativeSampler::sample, nb::arg("logits").noconvert(), nb::arg("rows"),
-           nb::arg("streams"), nb::arg("generated"),
+           nb::arg("streams"), nb::arg("generated"), nb::arg("masks") = nb::none(),
            "The next token of each stream, from row rows[i] of float32 logits [n, vocab] and the\n"
-           "ids that it has generated: token ids, -1 where the best score is not finite.")
+           "ids that it has generated: token ids, -1 where the best score is not finite. A mask,\n"
+           "uint32 [(vocab + 31) / 32], has a bit for every token that may be picked.")
       .def("logprobs", &NativeSampler::logprobs, nb::arg("logits").noconvert(), nb::arg("tokens"),
-           nb::arg("count"),
+           nb::arg("count"), nb::arg("also") = std::vector<int64_t>{},
            "Of tokens[r] under row r: (log-probability, ((id, log-probability), ...) of the count\n"
-           "best).");
+           "best and then of the ids in also).");
   m.def("gumbel_at",
         [](const Context& context, int64_t seed, int64_t choice, int64_t position,
            const Array<const int64_t, 1>& ids, const Array<float, 1>& out) {

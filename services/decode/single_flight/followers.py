@@ -174,7 +174,7 @@ class SingleFlight:
     ) -> SharedBlocks | None:
         """The blocks to wait for: waiting must save as many tokens as a hand-off must, and at
         least half of those that are missing."""
-        if not sharing.min_tokens or request.params.prompt_logprobs is not None:
+        if not sharing.min_tokens or request.needs_whole_prompt:
             return None
         found = self._engine.num_found(chain)
         shared = self._prefixes.find(chain, found)

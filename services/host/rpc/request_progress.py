@@ -27,6 +27,8 @@ class RequestProgress:
             raise ServiceError(pb.INVALID_ARGUMENT, "the prompt is empty", "prompt_ids")
         if start.params.n > MAX_CHOICES:
             raise ServiceError(pb.INVALID_ARGUMENT, f"n is above {MAX_CHOICES}", "n")
+        if start.pool and start.params.n > 1:
+            raise ServiceError(pb.INVALID_ARGUMENT, "an embedding has no choices", "n")
         if len(start.choices) not in (0, max(1, start.params.n)):
             raise ServiceError(pb.INVALID_ARGUMENT, "choices must be none or n", "choices")
         self.start = start  # without ids and choices
@@ -78,6 +80,13 @@ class RequestProgress:
             self.start.params.ClearField("prompt_logprobs")
         return scores
 
+    def take_embedding(self, embedding: pb.Embedding) -> pb.Embedding | None:
+        """The embedding that was asked for; None for a second one. Nothing is left to ask for."""
+        if not self.start.pool or self.complete:
+            return None
+        self.choices[0].finish = pb.STOP
+        return embedding
+
     def abort(self, choices: Sequence[int]) -> None:
         """Mark choices as ended by the client; those that have ended keep their finish reason."""
         for index in choices:
@@ -101,9 +110,9 @@ class RequestProgress:
 
     @property
     def may_go_remote(self) -> bool:
-        """Whether a prefill worker may compute the prompt. Its log-probabilities need the logits of
-        the whole prompt, so a request that wants them stays at decode."""
-        return not self.start.params.HasField("prompt_logprobs")
+        """Whether a prefill worker may compute the prompt. Its log-probabilities and an embedding
+        are made where the prompt is computed, so a request that wants them stays at decode."""
+        return not (self.start.pool or self.start.params.HasField("prompt_logprobs"))
 
     def prefix_ids(self) -> list[int]:
         """The ids whose KV must exist before the first decode row, plus that row's token.

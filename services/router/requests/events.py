@@ -157,6 +157,13 @@ class ScoresReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingReceived:
+    """The embedding of the prompt arrived: all that the request is for."""
+
+    attempt: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class OutputMissing:
     """Ids (or log-probabilities of the prompt) arrived, but those before them never did."""
 
@@ -264,6 +271,7 @@ OfDecode = (
     | ResumeAccepted
     | TokensReceived
     | ScoresReceived
+    | EmbeddingReceived
     | OutputMissing
     | AttemptFinished
     | AttemptFailed

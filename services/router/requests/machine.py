@@ -429,6 +429,10 @@ class _Step:
             case on.ScoresReceived():
                 self.set_attempt(produced=True)
                 self.act(do.PassOn(event.attempt))
+            case on.EmbeddingReceived():  # it is in no stream: only Finished is still to come
+                self.set(stage=Stage.RUNNING, complete=True)
+                self.set_attempt(produced=True)
+                self.act(do.PassOn(event.attempt))
             case on.OutputMissing():
                 if event.tokens:
                     self.set(stage=Stage.RUNNING)

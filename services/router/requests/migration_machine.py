@@ -25,7 +25,13 @@ from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests.state import Attempt, Migration, MigrationStep
 
 MIGRATION_S = 3.0  # from Hold to the outcome; a source gives the hand-off itself up after 2 s
-OUTPUT = on.TokensReceived | on.ScoresReceived | on.OutputMissing | on.AttemptFinished
+OUTPUT = (
+    on.TokensReceived
+    | on.ScoresReceived
+    | on.EmbeddingReceived
+    | on.OutputMissing
+    | on.AttemptFinished
+)
 
 
 class MigrationOutcome(Enum):

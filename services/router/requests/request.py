@@ -28,7 +28,7 @@ from pdserve.services.router.requests.state import Attempt, MigrationStep, Routi
 
 log = logging.getLogger(__name__)
 
-OUTPUT = ("tokens", "prompt_logprobs", "finished")
+OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
     FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "its gateway is gone"),
@@ -192,6 +192,8 @@ class RoutedRequest:
                 self._verified(message)
             case "tokens" | "prompt_logprobs":
                 self._output(kind, message, now)
+            case "embedding":
+                self._embedding(message, now)
             case "resumed":
                 self._resumed(message, now)
             case "held":
@@ -224,6 +226,14 @@ class RoutedRequest:
             self.step(on.TokensReceived(attempt, *facts), now, fresh)
         else:
             self.step(on.ScoresReceived(attempt), now, fresh)
+
+    def _embedding(self, message: pb.Embedding, now: float) -> None:
+        """What the request is for: a second one is not new."""
+        if not self.state.takes_output(message.attempt):
+            return
+        fresh = self.progress.take_embedding(message)
+        if fresh is not None:
+            self.step(on.EmbeddingReceived(message.attempt), now, fresh)
 
     def _verified(self, message: wire.Verified) -> None:
         """Decode keeps what it has verified, whatever becomes of the attempt."""
@@ -429,8 +439,12 @@ class RoutedRequest:
             self._effects.emit(self, RequestEvent(prompt_logprobs=fresh))
             return
         fresh.epoch = self.state.epoch
-        if not assignment.adopted and fresh.position == 0:
+        pooled = isinstance(fresh, pb.Embedding)
+        if not assignment.adopted and (pooled or fresh.position == 0):
             self.beginning.token.came(assignment.id, assignment.began, now)
+        if pooled:
+            self._effects.emit(self, RequestEvent(embedding=fresh))
+            return
         self._effects.emit(self, RequestEvent(tokens=fresh))
 
     def _finish(self, assignment: Assignment | None, said: pb.Finished | None, now: float) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx
 from fake_router import FakeRouter, saying
+from scripted_parts import MemoryStore
 from scripted_service import scripted_service
 
 from fuzz.mutate import change, mutate
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
@@ -19,9 +21,36 @@ from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.services.host.tenants.keys import ApiKeys
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "x"},
+]
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
+]
+MESSAGES = {"model": "tiny", "messages": TURNS, "system": [{"type": "text", "text": "a"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 3},
+    "/v1/responses": {
+        "model": "tiny",
+        "input": ITEMS,
+        "tools": [FUNCTION],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION]},
+        "max_output_tokens": 3,
+    },
+    "/v1/messages": {
+        **MESSAGES,
+        "max_tokens": 3,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    },
+    "/v1/messages/count_tokens": MESSAGES,
     "/tokenize": {"model": "tiny", "prompt": "hello"},
     "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
 }
@@ -30,7 +59,9 @@ FIELDS = (
     "logit_bias", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "user", "cache_salt", "suffix",
     "ignore_eos", "min_tokens", "stop_token_ids", "add_special_tokens", "messages", "prompt",
-    "tools", "response_format", "tokens", "model",
+    "tools", "response_format", "tokens", "model", "input", "instructions", "text", "reasoning",
+    "include", "metadata", "previous_response_id", "tool_choice", "system", "thinking",
+    "stop_sequences", "output_config",
 )  # fmt: skip
 LIMITS = HttpLimits(1 << 16, 1 << 18, 0.5, 1 << 16, 1.0)
 
@@ -43,8 +74,12 @@ class Fuzzed:
     async def _open(self) -> httpx.AsyncClient:
         router = FakeRouter(saying("hello world"))
         service = scripted_service(router)
-        dialect = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
-        app = create_app([dialect], service, Readiness(router, service.catalog), ApiKeys())
+        bodies = BodyReader(LIMITS)
+        dialects = [
+            AnthropicDialect(service, LIMITS, bodies),
+            OpenAiDialect(service, LIMITS, bodies, MemoryStore()),
+        ]
+        app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys())
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     def case(self, rng: Random) -> str:

@@ -274,7 +274,7 @@ async def test_unknown_routes_and_methods(make_http):
     for url in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json"):
         error = check(await client.get(url), 404, code="unknown_url")
         assert error["message"].startswith("unknown URL")
-    for url in ("/v1/embeddings", "/v1/responses", "/v1/images/generations", f"{CHAT}/id"):
+    for url in ("/v1/files", "/v1/conversations", "/v1/images/generations", f"{CHAT}/id"):
         error = check(await client.post(url, json={}), 404, code="unknown_url")
         assert error["message"] == f"POST {url} is not offered by this server"
     for url in (CHAT, f"{CHAT}/"):

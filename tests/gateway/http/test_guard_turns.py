@@ -61,7 +61,7 @@ async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
 
 
 async def test_a_probe_waits_for_no_stranger(anyio_backend: str) -> None:
-    app, dialect = Application(), Mock(paths=("/",), error_object=lambda error: {})
+    app, dialect = Application(), Mock(paths=("/",), statuses={}, error_object=lambda error: {})
     guard = Guard(app, ApiKeys(("k",)), ("/health",), [dialect], False, ())
     flood = [call(guard, "") for _ in range(50)]
     await call(guard, "", "/health")

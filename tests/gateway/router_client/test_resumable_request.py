@@ -107,6 +107,23 @@ def test_prompt_logprobs_come_once_in_parts() -> None:
     assert not again.params.HasField("prompt_logprobs")
 
 
+def test_an_embedding_comes_once_and_is_all() -> None:
+    request = ResumableRequest(start(pool=True), 0.0)
+    request.issue(0.0)
+
+    def embedding(epoch: int) -> Event:
+        return Event(embedding=pb.Embedding(request="r", epoch=epoch, values=[1.0, 2.0]))
+
+    again = request.issue(1.0)
+    assert again is not None
+    assert again.pool
+    assert request.take(embedding(again.epoch - 1)) is None, "an old epoch"
+    assert request.take(embedding(again.epoch)) == embedding(again.epoch)
+    assert request.take(embedding(again.epoch)) is None
+    assert request.issue(2.0) is None
+    assert request.finish() is not None
+
+
 def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
     request = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)

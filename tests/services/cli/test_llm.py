@@ -1,6 +1,7 @@
 """The in-process LLM on a tiny model: batches, stop strings, streams, and a clean end."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grammar_kit import of_regex
+from tiny_embedder import Oracle, write_embedder
 from tiny_models import write_tiny
 
 import pdserve
@@ -32,6 +35,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), max_waiting=4, **OPTIONS) as made:
         yield made
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_embeddings_are_those_of_transformers(tmp_path: Path, normalizes: bool) -> None:
+    path = write_embedder(tmp_path / "m", "qwen3", normalizes=normalizes)
+    oracle = Oracle(path, "last")
+    exact: dict[str, Any] = {"weights": "float32", "kernels": "reference"}
+    with LLM(str(path), max_waiting=4, **OPTIONS, **exact) as llm:
+        texts = [f"number {n}, " + "x" * n for n in range(10)]  # more than may wait at once
+        found = llm.embed(texts)
+        for text, vector in zip(texts, found, strict=True):
+            ids = [*oracle.encode(text), 258]
+            want = oracle.embedding(ids) if normalizes else oracle.pooled(ids)
+            assert vector == pytest.approx(want.tolist(), abs=1e-4)
+        (by_ids,) = llm.embed([*oracle.encode(texts[1]), 258])
+        assert by_ids == pytest.approx(found[1], abs=1e-5)
+        with pytest.raises(ContextLengthExceeded):
+            llm.embed(["a", "x" * 600])
+        with pytest.raises(InvalidRequest, match="does not support text generation"):
+            llm.generate("hello")
+        assert len(llm.embed("still here")) == 1
+
+
+def test_a_generating_model_embeds_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
+        llm.embed("hello")
 
 
 def test_it_is_the_package_s_api() -> None:
@@ -172,3 +201,16 @@ def test_a_script_that_forgets_close_still_ends(folder: Path) -> None:
         [sys.executable, "-c", code], timeout=60, capture_output=True, text=True, env=env
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_grammars(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=1.0, max_tokens=60, n=3, grammar=of_regex("[a-d]{5}-[0-9]{2,4};")
+    )
+    first, again = (llm.generate("hi", params, seed=4)[0] for _ in range(2))
+    assert first == again
+    assert all(re.fullmatch("[a-d]{5}-[0-9]{2,4};", c.text) for c in first.completions)
+    assert {c.finish_reason for c in first.completions} == {"stop"}
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate("hi", SamplingParams(grammar=of_regex("(")))
+    assert refused.value.param == "grammar"

@@ -46,6 +46,9 @@ class Gate:
     def logits(self, hidden: Any) -> Any:
         return self._inner.logits(hidden)
 
+    def states(self, hidden: Any) -> Any:
+        return self._inner.states(hidden)
+
 
 def test_a_local_prompt(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:

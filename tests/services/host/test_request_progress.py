@@ -91,6 +91,20 @@ def test_prompt_logprobs_are_wanted_once() -> None:
     assert state.may_go_remote
 
 
+def test_an_embedding_is_all_that_is_wanted() -> None:
+    state = RequestProgress(pb.Start(pool=True), [1, 2, 3])
+    assert not state.may_go_remote
+    assert state.to_start(2, 0, 0, 0).pool
+    embedding = pb.Embedding(values=[1.0])
+    assert state.take_embedding(embedding) == embedding
+    assert state.complete
+    assert state.take_embedding(embedding) is None
+    assert progress().take_embedding(embedding) is None, "nobody asked for it"
+    with pytest.raises(ServiceError) as caught:
+        RequestProgress(pb.Start(pool=True, params=pb.SamplingParams(n=2)), [1])
+    assert caught.value.param == "n"
+
+
 @pytest.mark.parametrize(
     ("prompt", "n", "choices", "param"),
     [([], 1, 0, "prompt_ids"), ([1], 129, 0, "n"), ([1], 2, 1, "choices"), ([1], 0, 2, "choices")],

@@ -25,6 +25,16 @@ def test_having_a_bos_token_and_adding_it_are_two_facts(bos_id: int | None, adds
     assert list(message.eos_ids) == [9, 2]  # the first one is the template's
 
 
+def test_what_a_model_is_for() -> None:
+    generating, _ = model_card(CARD, IDENTITY, fake_spec())
+    assert (generating.pooling, list(generating.score_token_ids)) == ("", [])
+    embedder = replace(CARD, pooling="mean", normalizes=True, hidden_size=48)
+    message, _ = model_card(embedder, IDENTITY, fake_spec())
+    assert (message.pooling, message.normalizes, message.hidden_size) == ("mean", True, 48)
+    reranker, _ = model_card(replace(CARD, score_ids=(9, 2)), IDENTITY, fake_spec())
+    assert list(reranker.score_token_ids) == [9, 2]
+
+
 def test_the_card_carries_the_whole_identity_and_layout() -> None:
     message, _ = model_card(CARD, IDENTITY, fake_spec())
     assert KvIdentity.of(message.kv_identity) == IDENTITY

@@ -1,0 +1,159 @@
+"""Line 3: tool parsers pass their fixtures; answers bound by 500 random schemas validate, whole and
+streamed, with remote prefill, and with decode workers killed in the middle: the same tokens as in
+the calm run. The speed beside free decode is in line3_speed.py."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import jsonschema
+from fleet import Fleet
+from pytest_line import run_tests
+from random_schemas import random_schema
+
+MODEL = "SmolLM2-135M-Instruct"
+NUM_SCHEMAS, WIDTH = 500, 16
+KILL_EVERY_S = 20.0
+MAX_TOKENS = 1500
+LONG = "The quick brown fox jumps over the lazy dog. " * 20
+OPTIONS = ("--prefill", "1", "--decode", "2", "--kv-tokens", "65536", "--threads", "1")
+
+
+def bodies(schemas: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every second prompt is long, so that a prefill worker computes it."""
+    return [
+        {
+            "model": MODEL,
+            "messages": [
+                {"role": "user", "content": f"{i} {LONG if i % 2 else ''}Write JSON."},
+            ],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": schema},
+            },
+            "seed": i,
+            "max_tokens": MAX_TOKENS,
+            "return_token_ids": True,
+            "cache_salt": f"salt {i}",
+        }
+        for i, schema in enumerate(schemas)
+    ]
+
+
+class Run:
+    """All bodies once, WIDTH at a time."""
+
+    def __init__(self, url: str, stream: bool) -> None:
+        self._url, self._stream = url, stream
+        self.under_way: set[int] = set()  # those that have tokens, and not all
+        self.answers: dict[int, tuple[str, list[int], str]] = {}  # text, ids, finish
+        self.errors: list[str] = []
+
+    async def all(self, asked: Sequence[dict[str, Any]]) -> None:
+        gate = asyncio.Semaphore(WIDTH)
+        async with httpx.AsyncClient(base_url=self._url, timeout=900) as client:
+
+            async def one(i: int) -> None:
+                async with gate:
+                    try:
+                        await self._one(client, i, asked[i])
+                    except Exception as error:
+                        self.errors.append(f"{i}: {type(error).__name__}: {error}"[:300])
+                    self.under_way.discard(i)
+
+            await asyncio.gather(*map(one, range(len(asked))))
+
+    async def _one(self, client: httpx.AsyncClient, i: int, body: dict[str, Any]) -> None:
+        path = "/v1/chat/completions"
+        if not self._stream:
+            answer = await client.post(path, json=body)
+            (choice,) = answer.raise_for_status().json()["choices"]
+            text, ids = choice["message"]["content"], choice["token_ids"]
+            self.answers[i] = text, ids, choice["finish_reason"]
+            return
+        text, ids, finish = "", [], ""
+        async with client.stream("POST", path, json={**body, "stream": True}) as reply:
+            reply.raise_for_status()
+            async for line in reply.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(str(event["error"]))
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    ids += choice.get("token_ids") or []
+                    finish = choice["finish_reason"] or finish
+                    if ids:
+                        self.under_way.add(i)
+        self.answers[i] = text, ids, finish
+
+
+async def with_kills(run: Run, asked: Sequence[dict[str, Any]], fleet: Fleet) -> tuple[int, int]:
+    """The run, with a decode worker killed every KILL_EVERY_S: the kills, and how many answers were
+    under way when they fell."""
+    working = asyncio.create_task(run.all(asked))
+    kills = under_way = 0
+    while not (await asyncio.wait([working], timeout=KILL_EVERY_S))[0]:
+        pids = await asyncio.to_thread(fleet.pids, "decode")
+        if len(pids) < 2:
+            continue  # the one before it is not back yet
+        under_way += len(run.under_way)
+        os.kill(random.Random(kills).choice(pids), signal.SIGKILL)
+        kills += 1
+    await working
+    return kills, under_way
+
+
+def judge(run: Run, schemas: Sequence[Any], calm: Run | None = None) -> dict[str, Any]:
+    """How many answers ended, validate, and are those of the calm run."""
+    valid = 0
+    wrong: list[str] = []
+    for i, (text, _, finish) in sorted(run.answers.items()):
+        try:
+            jsonschema.Draft202012Validator(schemas[i]).validate(json.loads(text))
+            valid += finish == "stop"
+        except (ValueError, jsonschema.ValidationError) as error:
+            wrong.append(f"{i} ({finish}): {str(error).splitlines()[0]}"[:200])
+    alike = (
+        len(run.answers)
+        if calm is None
+        else sum(calm.answers.get(i) == answer for i, answer in run.answers.items())
+    )
+    ok = valid == alike == len(schemas)
+    return {
+        "ok": ok,
+        "valid": valid,
+        "as_calm": alike,
+        "errors": run.errors[:5],
+        "wrong": wrong[:5],
+    }
+
+
+def main() -> int:
+    schemas = [random_schema(random.Random(seed)) for seed in range(NUM_SCHEMAS)]
+    asked = bodies(schemas)
+    figures: dict[str, Any] = {"parsers": run_tests("tests/gateway/text/tools")}
+    with Fleet(*OPTIONS, "--open-metrics", "--remote-prefill", "always") as fleet:
+        calm, streamed, killed = (Run(fleet.url, stream) for stream in (False, True, True))
+        asyncio.run(calm.all(asked))
+        figures["calm"] = judge(calm, schemas)
+        figures["remote"] = {"ok": (remote := fleet.prefills("remote")) > 400, "prefills": remote}
+        asyncio.run(streamed.all(asked))
+        figures["streamed"] = judge(streamed, schemas, calm)
+        kills, under_way = asyncio.run(with_kills(killed, asked, fleet))
+        figures["killed"] = judge(killed, schemas, calm) | {"kills": kills, "under_way": under_way}
+        figures["killed"]["ok"] &= kills > 2 and under_way > 2 * kills
+    figures["ok"] = all(part["ok"] for part in figures.values())
+    print(json.dumps(figures))
+    return not figures["ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""Line 7: docs/api.md has every field of every API, and a test walks it against a running app."""
+
+import json
+
+from pytest_line import run_tests
+
+READS_PROSE = True
+
+print(json.dumps(run_tests("tests/test_api_page.py")))

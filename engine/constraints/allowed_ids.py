@@ -1,0 +1,21 @@
+"""allowed_token_ids: a choice is made of some tokens only. Pure."""
+
+from collections.abc import Iterable
+
+from pdserve.engine.constraints.bitmask import Words, tokens_of
+
+
+class AllowedIds:
+    """The same tokens at every position."""
+
+    param = "allowed_token_ids"
+
+    def __init__(self, ids: Iterable[int], vocab_size: int) -> None:
+        """`ids` include those that end a choice."""
+        self._words = tokens_of(ids, vocab_size)
+
+    def push(self, token: int) -> None:
+        """What was generated changes nothing."""
+
+    def allowed(self) -> Words:
+        return self._words

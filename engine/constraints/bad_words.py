@@ -1,0 +1,27 @@
+"""bad_words: sequences of ids that a choice never completes. Pure."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from pdserve.engine.constraints.bitmask import Words, all_but
+
+
+class BadWords:
+    """Leaves out the last id of every sequence whose other ids were just generated."""
+
+    param = "bad_words"
+
+    def __init__(self, words: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._long = [word for word in words if len(word) > 1]
+        self._never = {word[0] for word in words if len(word) == 1}
+        self._always = all_but(self._never, vocab_size) if self._never else None
+        self._recent = deque[int](maxlen=max((len(word) - 1 for word in words), default=0))
+
+    def push(self, token: int) -> None:
+        self._recent.append(token)
+
+    def allowed(self) -> Words | None:
+        recent = tuple(self._recent)
+        now = {word[-1] for word in self._long if recent[-len(word) + 1 :] == word[:-1]}
+        return all_but(self._never | now, self._vocab_size) if now else self._always

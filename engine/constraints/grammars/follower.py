@@ -1,0 +1,144 @@
+"""A grammar over one choice: its matcher follows the ids, and the next mask is computed ahead.
+
+The engine's thread calls everything but `run`, and while `run` is under way only `is_done` and
+`wait`.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+from pdserve.engine.api.request import Grammar
+from pdserve.engine.constraints.bitmask import Words
+from pdserve.engine.constraints.grammars.compiled import (
+    CompiledGrammar,
+    GrammarError,
+    fill,
+    raise_error,
+)
+from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
+from pdserve.engine.constraints.sequence_search import SequenceSearch
+
+log = logging.getLogger(__name__)
+
+SLOW_S = 0.005  # nobody waits for the next mask of a choice whose last took longer
+MOST_S = 1.0  # that a mask may take
+
+
+class GrammarFollower:
+    """The grammar of one choice. Nothing binds until `begins_after` was generated."""
+
+    param = "grammar"
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        compiled: CompiledGrammar,
+        generated: list[int],
+        vocab_size: int,
+        threads: MaskThreads,
+        on_late: Callable[[], None],
+    ) -> None:
+        """`on_late` is called, on another thread, when a mask is there that nobody waits for: the
+        first, and those that were given up on."""
+        self._compiled = compiled
+        self._num_words = (vocab_size + 31) // 32
+        self._threads = threads
+        self._on_late = on_late
+        self._search = SequenceSearch(grammar.begins_after) if grammar.begins_after else None
+        self._matcher: Any = None
+        self._words: Words | None = None
+        self._unseen: list[int] = []  # that the matcher is still to follow
+        self._done = Event()
+        self._done.set()
+        self._is_late = True  # nobody waits for the first mask
+        self._is_slow = False
+        self.failure = ""
+        self.stopped = False  # nothing may follow
+        start = 0
+        while self._search is not None and start < len(generated):
+            self._seek(generated[start])
+            start += 1
+        if self._search is None:
+            self._unseen = generated[start:]
+            self._begin_task()
+
+    def push(self, token: int) -> None:
+        if self._search is not None:
+            self._seek(token)
+            if self._search is None:
+                self._begin_task()
+        elif not self.failure:
+            if self._matcher.consume_token(token):
+                self.stopped = self._matcher.is_stopped()
+            self._note_error()
+            if not self.stopped and not self.failure:
+                self._begin_task()
+
+    def allowed(self) -> Words | None:
+        """Only when `is_done`."""
+        if self._search is not None or self._words is None:
+            return None
+        return self._words[: self._num_words]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the next mask is there."""
+        return self._done.is_set()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next mask should be there when the forward pass is over."""
+        return self.is_done or not (self._is_late or self._is_slow)
+
+    def wait(self, until_s: float) -> bool:
+        """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
+        if self._done.is_set() or self._done.wait(max(0.0, until_s - time.perf_counter())):
+            return True
+        self._is_late = True
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Computes the next mask; on one of the threads."""
+        started = time.perf_counter()
+        try:
+            if self._matcher is None:
+                self._matcher = self._compiled.matcher()
+                self._words = self._compiled.buffer()
+                if self._unseen and not self._matcher.consume_tokens(self._unseen):
+                    raise GrammarError("the generated ids do not match the grammar")
+                raise_error(self._matcher)
+                self.stopped = self._matcher.is_stopped()
+            if self._words is not None and not self.stopped:
+                fill(self._matcher, self._words)
+                took = time.perf_counter() - started
+                self._is_slow = took > SLOW_S and not self._unseen
+                if took > MOST_S:
+                    self.failure = "the grammar takes too long"
+            self._unseen = []
+        except GrammarError as error:
+            self.failure = str(error)
+        except BaseException as error:  # a panic is no Exception
+            log.exception("a grammar's mask failed")
+            self.failure = f"the grammar cannot be followed: {type(error).__name__}"
+        finally:
+            self._done.set()
+            if self._is_late:
+                self._is_late = False
+                self._on_late()
+
+    def _seek(self, token: int) -> None:
+        if self._search is not None and self._search.push(token):
+            self._search = None
+
+    def _begin_task(self) -> None:
+        self._done.clear()
+        self._threads.add(self)
+
+    def _note_error(self) -> None:
+        try:
+            raise_error(self._matcher)
+        except GrammarError as error:
+            self.failure = str(error)

@@ -1,0 +1,120 @@
+"""The process in which grammars are tried before a worker compiles them.
+
+A hostile grammar can take minutes to compile, or overflow the stack; a worker must do neither.
+Each trial is a fork of this process, which has one thread and the tokenizer, with limits on its
+CPU time, its memory and its stack. The stack is smaller than that of a worker's threads, and the
+other limits are such that what passes here is done soon there.
+
+Its input is the vocabulary as JSON and the tokenizer.json, and then for each trial an id (4 bytes)
+and a source; all of these but the id have their length before them. Its output is a line of JSON
+for each trial: the id, and what is wrong with the grammar. It ends when its input does.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import threading
+import time
+
+from pdserve.engine.constraints.grammars.compiled import (
+    CompiledGrammar,
+    GrammarError,
+    make_tokenizer,
+)
+
+STDIN, STDOUT = 0, 1
+CPU_S = 2
+WALL_S = 10.0  # of a trial that others leave little CPU
+MEMORY_BYTES = 1 << 30  # beside what the process has already
+STACK_BYTES = 2 << 20
+COPY_S = 0.05  # every choice begins with a copy
+MAX_RUNNING = 2
+NICENESS = 5
+TICK_S = 0.005
+MAX_ERROR_CHARS = 1000
+COMPLEX = "the grammar is too complex"
+
+
+def main() -> None:
+    os.nice(NICENESS)
+    vocabulary = json.loads(_read_framed())
+    tokenizer = make_tokenizer(_read_framed(), vocabulary["size"], vocabulary["eos_ids"])
+    running: dict[int, tuple[int, float]] = {}  # process: (trial, when it is too late)
+    poll = select.poll()
+    poll.register(STDIN, select.POLLIN)
+    while True:
+        wait_ms = TICK_S * 1000 if running else None
+        if len(running) < MAX_RUNNING and poll.poll(wait_ms):
+            head = _read(4)
+            if not head:
+                return
+            (trial,) = struct.unpack("<I", head)
+            text = _read_framed().decode()
+            child = os.fork()
+            if not child:
+                _try(trial, text, tokenizer)
+            running[child] = (trial, time.monotonic() + WALL_S)
+        elif len(running) == MAX_RUNNING:
+            time.sleep(TICK_S)
+        for child, (trial, deadline) in list(running.items()):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                del running[child]
+                if status:
+                    _answer(trial, COMPLEX)
+
+
+def _try(trial: int, source: str, tokenizer: object) -> None:
+    """Runs in the fork, and ends it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    with open("/proc/self/statm") as statm:
+        memory = int(statm.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    threading.stack_size(STACK_BYTES)
+
+    def run() -> None:
+        error = ""
+        try:
+            grammar = CompiledGrammar(tokenizer, source)
+            started = time.thread_time()
+            grammar.matcher()
+            error = COMPLEX if time.thread_time() - started > COPY_S else ""
+        except GrammarError as found:
+            error = str(found)
+        _answer(trial, error)
+        os._exit(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    os._exit(1)
+
+
+def _answer(trial: int, error: str) -> None:
+    """One write below PIPE_BUF, so lines of several processes do not mix."""
+    line = json.dumps({"trial": trial, "error": error[:MAX_ERROR_CHARS]}, ensure_ascii=False)
+    os.write(STDOUT, line.encode() + b"\n")
+
+
+def _read_framed() -> bytes:
+    (length,) = struct.unpack("<I", _read(4))
+    return _read(length)
+
+
+def _read(length: int) -> bytes:
+    """So many bytes, or none at the end; not buffered, for `poll` knows of no buffer."""
+    parts: list[bytes] = []
+    while length and (part := os.read(STDIN, length)):
+        parts.append(part)
+        length -= len(part)
+    return b"" if length else b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()

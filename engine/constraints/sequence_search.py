@@ -1,0 +1,30 @@
+"""Finds a sequence of ids in a stream of them. Pure."""
+
+from collections.abc import Sequence
+
+
+class SequenceSearch:
+    """Knuth, Morris and Pratt (1977): constant memory, whatever the stream repeats."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        """`ids` is not empty."""
+        self.ids = tuple(ids)
+        self.num_matched = 0  # the longest start of `ids` that the stream ends with
+        self._shorter = [0]  # [n - 1]: the next shorter start that the first n ids end with
+        length = 0
+        for token in self.ids[1:]:
+            length = self._after(length, token)
+            self._shorter.append(length)
+
+    def push(self, token: int) -> bool:
+        """Whether this id completes the sequence; the search then begins anew."""
+        self.num_matched = self._after(self.num_matched, token)
+        if self.num_matched < len(self.ids):
+            return False
+        self.num_matched = 0
+        return True
+
+    def _after(self, length: int, token: int) -> int:
+        while length and self.ids[length] != token:
+            length = self._shorter[length - 1]
+        return length + (self.ids[length] == token)

@@ -1,0 +1,37 @@
+"""A thinking budget: when it is used up, the ids that end thinking are the only ones. Pure.
+
+Thinking that begins again goes on with what is left of the budget. Where the last ids already
+begin `end_ids`, the rest of these follows.
+"""
+
+from pdserve.engine.api.request import ThinkingBudget
+from pdserve.engine.constraints.bitmask import Words, tokens_of
+from pdserve.engine.constraints.sequence_search import SequenceSearch
+
+
+class ThinkingLimit:
+    """Counts the ids of one choice between `start_ids` and `end_ids`."""
+
+    param = "thinking"
+
+    def __init__(self, budget: ThinkingBudget, vocab_size: int) -> None:
+        self._budget = budget
+        self._vocab_size = vocab_size
+        self._start = SequenceSearch(budget.start_ids) if budget.start_ids else None
+        self._end = SequenceSearch(budget.end_ids)
+        self._thinks = self._start is None
+        self._num_thought = 0
+
+    def push(self, token: int) -> None:
+        if not self._thinks:
+            self._thinks = self._start is not None and self._start.push(token)
+            return
+        self._num_thought += 1
+        if self._end.push(token):
+            self._thinks = False
+            self._num_thought -= len(self._budget.end_ids)
+
+    def allowed(self) -> Words | None:
+        if not self._thinks or self._num_thought < self._budget.max_tokens:
+            return None
+        return tokens_of((self._budget.end_ids[self._end.num_matched],), self._vocab_size)

@@ -1,0 +1,79 @@
+"""Anthropic's API on the HTTP shell: its routes, its server-sent events and its errors."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
+from pdserve.gateway.anthropic.schema import parse_count, parse_messages
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.service import Service
+
+REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicDialect:
+    """/v1/messages and /v1/messages/count_tokens, whatever their `anthropic-version` is."""
+
+    paths: tuple[str, ...] = ("/v1/messages",)
+    not_offered: tuple[str, ...] = ("/v1/messages/batches/",)
+    statuses: Mapping[int, int] = MappingProxyType({503: 529})
+
+    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        message = error.message
+        if error.param and error.param not in message:
+            message = f"{error.param}: {message}"
+        return {
+            "type": "error",
+            "error": {"type": _TYPES.get(error.status, other), "message": message},
+            "request_id": error.request_id or None,
+        }
+
+    def error_event(self, error: HttpError) -> bytes:
+        return framed(self.error_object(error))
+
+    def add_routes(self, app: FastAPI) -> None:
+        service = self._service
+
+        @app.post("/v1/messages")
+        async def messages(request: Request) -> Response:
+            caller = _named(request)
+            body = await self._bodies.read(request, parse_messages)
+            reply = MessageReply(service, body, caller)
+            if body.stream:
+                return EventStream(reply.framed(), self, self._limits)
+            return Reply(reply.whole(), self, self._limits)
+
+        @app.post("/v1/messages/count_tokens")
+        async def count(request: Request) -> Response:
+            caller = _named(request)
+            body = await self._bodies.read(request, parse_count)
+            return Reply(count_tokens(service, body, caller), self, self._limits)
+
+
+def _named(request: Request) -> Caller:
+    """The caller, whose answer has its id where Anthropic's clients look for it."""
+    caller = caller_of(request)
+    caller.headers[REQUEST_ID] = caller.shown_id
+    return caller

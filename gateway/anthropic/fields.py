@@ -1,0 +1,58 @@
+"""Fields that /v1/messages knows and does not serve: refused by name, or ignored on purpose.
+
+Those that it serves are fields of MessagesBody in schema.py.
+"""
+
+from typing import Any
+
+from pdserve.gateway.http.validation import NOTHING
+
+# fmt: off
+# Refused unless the value is one of these.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            # Anthropic, with betas
+            "container", "mcp_servers", "compaction", "fallbacks", "thread", "user_profile_id",
+            # OpenAI, vLLM
+            "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
+            "logit_bias", "logprobs", "top_logprobs", "response_format", "functions", "input",
+            "instructions", "prompt", "max_completion_tokens", "max_output_tokens", "reasoning",
+            "reasoning_effort", "chat_template_kwargs", "structured_outputs", "stop_token_ids",
+            "cache_salt",
+        ),
+        NOTHING,
+    ),
+    "n": (None, 1),
+    "speed": (None, "standard"),
+    # Templates drop earlier thoughts or keep them; nothing else is ever cleared here.
+    "context_management": (
+        *NOTHING,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+}
+
+# They change no answer of this server.
+IGNORED: frozenset[str] = frozenset(
+    (
+        "metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "betas",
+        "billing_policy", "fallback_credit_token", "workspace_id",
+    )
+)
+
+# OpenAI's names of what this API calls otherwise.
+INSTEAD: dict[str, str] = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "input": "messages",
+    "prompt": "messages",
+    "instructions": "system",
+    "functions": "tools",
+    "reasoning": "thinking",
+    "reasoning_effort": "output_config.effort",
+}
+# fmt: on

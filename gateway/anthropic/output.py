@@ -1,0 +1,94 @@
+"""The content blocks of one message, from the deltas of its choice, and the events that say so.
+
+Pure. Invariant: what the events of a stream add up to is what `blocks` has in the end.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+
+Event = dict[str, Any]
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageContent:
+    """Parts of one kind that follow each other are one block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self.thinking_tokens = 0
+        self.stop_reason: str | None = None
+        self.stop_sequence: str | None = None
+        self._first: ContentPart | None = None  # of the block that is open
+        self._pieces: list[str] = []
+
+    def push(self, delta: Delta) -> Iterator[Event]:
+        """What is new."""
+        for part in delta.content:
+            if isinstance(part, ReasoningPart):
+                self.thinking_tokens = delta.num_tokens
+            if self._first is None or not _same_block(self._first, part):
+                yield from self._close()
+                self._first = part
+                yield {
+                    "type": "content_block_start",
+                    "index": len(self.blocks),
+                    "content_block": _block(part, ""),
+                }
+            name, piece = _piece(part)
+            if piece:
+                self._pieces.append(piece)
+                yield {
+                    "type": "content_block_delta",
+                    "index": len(self.blocks),
+                    "delta": {"type": name, _KEYS[name]: piece},
+                }
+        if delta.finish is not None:
+            yield from self._close()
+            self.stop_sequence = delta.stop
+            ended = _STOP_REASONS[delta.finish]
+            self.stop_reason = ended if delta.stop is None else "stop_sequence"
+
+    def _close(self) -> Iterator[Event]:
+        if self._first is not None:
+            yield {"type": "content_block_stop", "index": len(self.blocks)}
+            self.blocks.append(_block(self._first, "".join(self._pieces)))
+            self._first, self._pieces = None, []
+
+
+_KEYS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+
+
+def _piece(part: ContentPart) -> tuple[str, str]:
+    """The type of a part's delta, and its text."""
+    if isinstance(part, ToolCallPart):
+        return "input_json_delta", part.arguments
+    return ("thinking_delta" if isinstance(part, ReasoningPart) else "text_delta"), part.text
+
+
+def _same_block(one: ContentPart, other: ContentPart) -> bool:
+    if isinstance(one, ToolCallPart):
+        return isinstance(other, ToolCallPart) and one.index == other.index
+    return type(one) is type(other)
+
+
+def _block(first: ContentPart, whole: str) -> dict[str, Any]:
+    """A block whose first part is given, with its whole text."""
+    if isinstance(first, TextPart):
+        return {"type": "text", "text": whole, "citations": None}
+    if isinstance(first, ReasoningPart):
+        return {"type": "thinking", "thinking": whole, "signature": ""}
+    return {"type": "tool_use", "id": first.id, "name": first.name, "input": _arguments(whole)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """As an object; of a text that max_tokens has cut, what is there."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

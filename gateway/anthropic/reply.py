@@ -1,0 +1,106 @@
+"""One message of /v1/messages, whole or in events, and /v1/messages/count_tokens."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from pydantic_core import to_json
+
+from pdserve.gateway.anthropic.output import Event, MessageContent
+from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.completion import Usage
+from pdserve.gateway.service import ChatCompletionRequest, Service
+
+
+class MessageReply:
+    """Make it after the body is checked, then take `whole` or `framed`."""
+
+    def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
+        """Raises ServiceError for fields that contradict each other."""
+        self._service = service
+        self._asked = ChatCompletionRequest(
+            body.model, body.conversation(), body.sampling(), tool_use=body.tool_use()
+        )
+        self._id = f"msg_{caller.request_id}"
+        self._caller = replace(caller, request_id=self._id)
+        self._content = MessageContent()
+        self._model = body.model
+        self._usage = Usage(0, 0, 0)
+
+    async def whole(self) -> dict[str, Any]:
+        """The message object. Raises ServiceError."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._message()
+
+    async def framed(self) -> AsyncGenerator[bytes, None]:
+        """The events as they are sent. Raises ServiceError."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                yield framed(event)
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        async with self._service.prepare(self._asked, self._caller) as completion:
+            self._model = completion.model.card.name
+            self._usage = Usage(sum(len(prompt.ids) for prompt in completion.prompts), 0, 0)
+            begun = False
+            async with aclosing(self._service.completions.stream(completion)) as items:
+                async for item in items:
+                    if not begun:
+                        begun = True
+                        yield {"type": "message_start", "message": self._message()}
+                    if isinstance(item, Usage):
+                        self._usage = item
+                        continue
+                    for event in self._content.push(item):
+                        yield event
+            ended = {
+                "stop_reason": self._content.stop_reason,
+                "stop_sequence": self._content.stop_sequence,
+            }
+            yield {"type": "message_delta", "delta": ended, "usage": self._usage_object()}
+            yield {"type": "message_stop"}
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._content.blocks,
+            "stop_reason": self._content.stop_reason,
+            "stop_sequence": self._content.stop_sequence,
+            "usage": {**self._usage_object(), "service_tier": "standard"},
+        }
+
+    def _usage_object(self) -> dict[str, Any]:
+        """What is read from the cache is no input here. Before the end nothing is known of it."""
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._content.thinking_tokens},
+            "pdserve": {"inexact": usage.inexact},
+        }
+
+
+async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
+    """How many tokens a message's prompt has. Raises ServiceError."""
+    asked, tools = body.conversation(), body.tool_use()
+    if tools is not None:
+        asked = replace(asked, tools=[tool.as_template() for tool in tools.tools])
+    owner = caller.tenant.id
+    with service.limits.admit(owner):
+        await service.count(caller)
+        model = await service.catalog.get(body.model)
+        return {"input_tokens": len(await service.chat_ids(model, asked, owner))}
+
+
+def framed(event: Event) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

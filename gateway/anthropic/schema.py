@@ -1,0 +1,196 @@
+"""Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.anthropic.conversation import conversation
+from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    ArgumentSchema,
+    StrictModel,
+    TextOrObjects,
+    ToolDescription,
+    ToolName,
+    first_error,
+    parse_body,
+)
+from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.tool_use import Tool, ToolUse
+from pdserve.services.host.errors import quoted
+
+MAX_MESSAGES = 4096
+StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class MessageTurn(StrictModel):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: TextOrObjects
+
+
+class AnthropicTool(StrictModel):
+    """A function of the client's, which alone is served."""
+
+    name: ToolName
+    description: ToolDescription | None = None
+    input_schema: ArgumentSchema
+    strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
+
+
+class AnthropicToolChoice(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictModel):
+    """Without it the model's template decides whether the model thinks."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized"] | None = None  # which shows all here
+
+
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(StrictModel):
+    """Body of /v1/messages/count_tokens, and what other bodies share with it."""
+
+    model: str
+    messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: TextOrObjects | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def conversation(self) -> TemplateInput:
+        """A last message of the assistant is gone on with. Raises ServiceError."""
+        messages = [(turn.role, turn.content) for turn in self.messages]
+        turns = conversation(self.system, messages)
+        last = turns[-1]
+        continues = last["role"] == "assistant"
+        if continues and last.get("tool_calls"):
+            text = "messages: the last one calls tools, and their results are missing"
+            raise refuse("messages", text)
+        return TemplateInput(
+            turns,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            suggested=self._template_variables(),
+        )
+
+    def tool_use(self) -> ToolUse | None:
+        """None without tools. Raises ServiceError."""
+        tools = [tool.as_tool() for tool in _parse_tools(self.tools or ())]
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
+        known = {tool.name for tool in tools}
+        if choice.type == "tool" and choice.name not in known:
+            text = f"tool_choice.name: no tool has the name {quoted(choice.name or '')}"
+            raise refuse("tool_choice.name", text)
+        if not tools:
+            if choice.type == "any":
+                raise refuse("tool_choice", "tool_choice needs tools")
+            return None
+        return ToolUse(
+            tools,
+            {"auto": "auto", "none": "none"}.get(choice.type, "required"),  # type: ignore[arg-type]
+            (choice.name,) if choice.type == "tool" and choice.name else (),
+            not choice.disable_parallel_tool_use,
+        )
+
+    def _template_variables(self) -> dict[str, Any]:
+        """What a template is told where it may be."""
+        told: dict[str, Any] = {}
+        if self.output_config and self.output_config.effort:
+            effort = self.output_config.effort
+            told["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        if self.thinking:
+            thinks = self.thinking.type != "disabled"
+            told |= {"enable_thinking": thinks, "thinking": thinks}
+        return told
+
+
+class MessagesBody(CountBody):
+    """Body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_ENTRIES["stop"])
+
+    def sampling(self) -> RequestedSampling:
+        """Raises ServiceError for fields that contradict each other."""
+        asked = self.output_config.format if self.output_config else None
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            structure=Structure("json_schema", asked.schema_, "output_config.format.schema")
+            if asked
+            else None,
+            thinking_budget=self._thinking_budget(),
+        )
+
+    def _thinking_budget(self) -> int | None:
+        thinking = self.thinking
+        if thinking is None or thinking.type != "enabled":
+            return None
+        name = "thinking.budget_tokens"
+        if thinking.budget_tokens is None:
+            raise refuse(name, f"{name} is required")
+        if thinking.budget_tokens >= self.max_tokens:
+            raise refuse(name, f"{name} must be less than max_tokens ({self.max_tokens})")
+        return thinking.budget_tokens
+
+
+def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[AnthropicTool]:
+    tools: list[AnthropicTool] = []
+    names: set[str] = set()
+    for index, tool in enumerate(given):
+        at = f"tools[{index}]"
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            text = f"{quoted(str(kind))} is not supported by this server, only tools of the client"
+            raise refuse(f"{at}.type", f"{at}.type: {text}")
+        try:
+            parsed = AnthropicTool.model_validate(tool)
+        except ValidationError as error:
+            raise first_error(error, at) from None
+        if parsed.name in names:
+            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(parsed.name)}")
+        names.add(parsed.name)
+        tools.append(parsed)
+    return tools
+
+
+def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
+    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    return parse_body(MessagesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+
+
+def parse_count(body: Mapping[str, Any]) -> CountBody:
+    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    return parse_body(CountBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)

@@ -1,0 +1,134 @@
+"""Checks of request bodies that every dialect makes alike: strict types, fields that are known and
+not served, and the words for what is wrong."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from pdserve.gateway.sampling import refuse
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
+
+log = logging.getLogger("pdserve.gateway.http")
+
+MAX_FIELDS = 1024  # of a body, unknown ones too
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_VALUES = 4096  # of one tool
+MAX_SCHEMA_CHARS = 1 << 16
+MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, unless a field has others."""
+
+
+def _text_or_objects(value: Any) -> Any:
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    ):
+        return value
+    raise ValueError("must be a string or a list of objects")
+
+
+TextOrObjects = Annotated[Any, AfterValidator(_text_or_objects)]
+"""A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Takes less than a millisecond, however large the schema is."""
+    if schema.get("type", "object") != "object":
+        raise ValueError("must be the JSON schema of an object")
+    level: list[Any] = [schema]
+    num_values = num_chars = 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        within: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                num_chars += sum(map(len, value))
+                within += value.values()
+            elif isinstance(value, list):
+                within += value
+            elif isinstance(value, str):
+                num_chars += len(value)
+            if num_values + len(within) > MAX_SCHEMA_VALUES or num_chars > MAX_SCHEMA_CHARS:
+                most = f"{MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_CHARS} characters"
+                raise ValueError(f"must have at most {most}")
+        if not within:
+            return schema
+        num_values += len(within)
+        level = within
+    raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} levels")
+
+
+ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
+"""The JSON schema of a tool's arguments."""
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+ToolDescription = Annotated[str, StringConstraints(max_length=1 << 16)]
+
+
+class StrictModel(BaseModel):
+    """Strict types: no "5" for 5, no true for 1, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def parse_body(
+    kind: type[M],
+    body: Mapping[str, Any],
+    *,
+    refused: Mapping[str, tuple[Any, ...]],
+    ignored: Collection[str],
+    instead: Mapping[str, str],
+) -> M:
+    """A body whose fields are those of `kind`. One that is `refused` may have only the values that
+    are listed for it, since they ask for nothing; `instead` names what to use for it. Unknown
+    fields are ignored. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    check_num_fields(body)
+    for name, value in body.items():
+        if name in kind.model_fields or name not in refused:
+            continue
+        if not asks_nothing(value, refused[name]):
+            hint = f"; use {instead[name]}" if name in instead else ""
+            raise refuse(name, f"{name} is not supported by this server{hint}")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        raise first_error(error) from None
+    log_unknown(set(body) - kind.model_fields.keys() - set(ignored) - refused.keys())
+    return parsed
+
+
+def check_num_fields(body: Mapping[str, Any]) -> None:
+    """Raises ServiceError INVALID_ARGUMENT for too many."""
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
+
+
+def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
+
+
+def first_error(error: ValidationError, at: str = "") -> ServiceError:
+    """The first wrong field of what stands at `at`, as OpenAI writes it."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = at
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
+    if first["type"] == "missing":
+        return refuse(param, f"{param} is required")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return refuse(param, f"{param}: {message.removeprefix('input ')}")
+
+
+def log_unknown(names: Collection[str]) -> None:
+    """Names the unknown fields of a body in the debug log."""
+    if names:
+        shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(names), shown)

@@ -1,0 +1,124 @@
+"""/v1/embeddings: texts or token ids in, a vector of each out."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import to_json
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.schema import texts_or_ids
+from pdserve.gateway.pooling.vectors import base64_of, shaped
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.service import Service, check_ids, check_room, kept_ids, not_supported
+
+MAX_INPUTS = 2048  # as OpenAI
+
+
+def _inputs(value: Any) -> Any:
+    return texts_or_ids(value, MAX_INPUTS, "inputs")
+
+
+class EmbeddingBody(Body):
+    """Body of /v1/embeddings."""
+
+    generates = True
+    model: str = Field(min_length=1)
+    input: Annotated[Any, AfterValidator(_inputs)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    normalize: Literal[True] | None = None  # not served otherwise: the model says it
+
+
+class EmbeddingReply:
+    """One call; make it after the body is checked, then take `whole`."""
+
+    def __init__(self, service: Service, body: EmbeddingBody, caller: Caller) -> None:
+        self._service = service
+        self._body = body
+        self._id = f"embd-{caller.request_id}"
+        self._caller = replace(caller, request_id=self._id)
+        self._created = int(time.time())
+
+    async def whole(self) -> bytes:
+        """The JSON text, made vector by vector: all at once would hold up the loop. Raises
+        ServiceError."""
+        service, salt = self._service, (self._body.cache_salt or "").encode()
+        async with service.prepare_inputs(
+            self._body.model, self._tokenized, salt, self._caller
+        ) as prepared:
+            found: dict[int, bytes] = {}
+            async with aclosing(service.pooling.embeddings(prepared)) as answers:
+                async for number, values in answers:
+                    found[number] = self._item(number, values, prepared.model.card.normalizes)
+            total = prepared.num_tokens
+            tail = {
+                "model": prepared.model.card.name,
+                "usage": {"prompt_tokens": total, "total_tokens": total},
+            }
+            head = {"id": self._id, "object": "list", "created": self._created}
+            items = b",".join(found[number] for number in range(len(found)))
+            return b'%s,"data":[%s],%s' % (to_json(head)[:-1], items, to_json(tail)[1:])
+
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> bytes:
+        vector = shaped(values, self._body.dimensions, normalizes)
+        in_base64 = self._body.encoding_format == "base64"
+        embedding = base64_of(vector) if in_base64 else vector.tolist()
+        return to_json({"object": "embedding", "index": number, "embedding": embedding})
+
+    async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
+        card = model.card
+        if not card.pooling:
+            raise not_supported("Embeddings")
+        if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
+            most = card.hidden_size
+            raise refuse("dimensions", f"dimensions must be from 1 to {most} for this model")
+        return await embedding_ids(
+            self._service,
+            model,
+            self._body.input,
+            "input",
+            self._caller.tenant.id,
+            self._body.truncate_prompt_tokens,
+            add_special_tokens=self._body.add_special_tokens is not False,
+        )
+
+
+async def embedding_ids(
+    service: Service,
+    model: ServedModel,
+    inputs: Sequence[str | Sequence[int]],
+    param: str,
+    owner: bytes,
+    kept_tokens: int | None = None,
+    *,
+    add_special_tokens: bool = True,
+) -> list[Sequence[int]]:
+    """The token ids of texts whose embedding is asked for. Raises ServiceError that names
+    `param`."""
+    found: list[Sequence[int]] = []
+    for given in inputs:
+        if isinstance(given, str):
+            ids: Sequence[int] = await service.text_ids(
+                model, given, param, owner, add_special_tokens=add_special_tokens
+            )
+        else:
+            ids = given
+            await asyncio.sleep(0)
+        ids = kept_ids(ids, kept_tokens, model, model.card.context_len)
+        if not ids:
+            raise refuse(param, f"{param} {len(found)} has no tokens")
+        check_room(len(ids), 0, model, param)
+        if not isinstance(given, str):
+            check_ids(ids, model, param)
+        found.append(ids)
+    return found

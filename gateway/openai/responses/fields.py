@@ -1,0 +1,48 @@
+"""Fields that /v1/responses knows and does not serve: refused by name, or ignored on purpose.
+
+Those that it serves are fields of ResponsesBody in schema.py.
+"""
+
+from typing import Any
+
+from pdserve.gateway.openai import fields
+from pdserve.gateway.openai.fields import NOTHING
+from pdserve.gateway.openai.schema import ChatBody
+
+# fmt: off
+# They change no answer of this server. `max_tool_calls` bounds the calls of hosted tools alone.
+IGNORED: frozenset[str] = frozenset(
+    (
+        "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
+        "max_tool_calls", "access_programs", "request_id", "priority",
+    )
+)
+
+# Refused unless the value is one of these. A field of chats that is none of this API is refused
+# too, and so is whatever chats refuse.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys({*ChatBody.model_fields, *fields.OTHER_NAMES} - IGNORED, NOTHING),
+    **fields.REFUSED,
+    **dict.fromkeys(
+        ("background", "conversation", "prompt", "context_management", "moderation", "image"),
+        NOTHING,
+    ),
+    "truncation": (None, "disabled"),
+    "n": (None, 1),
+    "skip_special_tokens": (None, True),
+}
+
+# Chats' names of what this API calls otherwise.
+INSTEAD: dict[str, str] = {
+    **{
+        name: "max_output_tokens"
+        for name, other in {**fields.OTHER_NAMES, "max_tokens": "max_tokens"}.items()
+        if other == "max_tokens"
+    },
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "functions": "tools",
+    "logprobs": "include and top_logprobs",
+}
+# fmt: on

@@ -1,0 +1,196 @@
+"""The output items of one response, from the deltas of its choice, and the events that say so.
+
+Pure. Invariant: what the events of a stream add up to is what `items` has in the end.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+
+Event = dict[str, Any]
+
+
+class ResponseOutput:
+    """Parts of one kind that follow each other are one item."""
+
+    def __init__(self, suffix: str, *, logprobs: bool) -> None:
+        """`suffix` makes the items' ids this response's."""
+        self.items: list[dict[str, Any]] = []
+        self.reasoning_tokens = 0
+        self._suffix = suffix
+        self._logprobs = logprobs
+        self._open: _OpenItem | None = None
+        self._unplaced: list[ScoredToken] = []  # of text that is yet to come
+
+    def push(self, delta: Delta) -> Iterator[Event]:
+        """What is new. Tokens are those of a delta's first text, if it has one."""
+        if self._logprobs:
+            self._unplaced += delta.tokens
+        if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
+            self._unplaced = []
+        for part in delta.content:
+            if isinstance(part, ReasoningPart):
+                self.reasoning_tokens = delta.num_tokens
+            if self._open is None or not self._open.takes(part):
+                yield from self._close("completed", [])
+                yield from self._begin(part)
+            assert self._open is not None
+            logprobs = self._take_logprobs() if isinstance(part, TextPart) else []
+            yield from self._open.push(part, logprobs)
+        if delta.finish is not None:
+            if self._open is None and not self.items:
+                yield from self._begin(TextPart(""))
+            status = "incomplete" if delta.finish == "length" else "completed"
+            yield from self._close(status, self._take_logprobs())
+
+    def _begin(self, part: ContentPart) -> Iterator[Event]:
+        number = len(self.items)
+        if isinstance(part, ToolCallPart):
+            self._open = _OpenCall(f"fc_{self._suffix}_{number}", number, part)
+        elif isinstance(part, ReasoningPart):
+            self._open = _OpenText(f"rs_{self._suffix}_{number}", number, _REASONING)
+        else:
+            self._open = _OpenText(f"msg_{self._suffix}_{number}", number, _MESSAGE)
+        yield from self._open.begin()
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        tokens, self._unplaced = self._unplaced, []
+        return [_scored(token) for token in tokens]
+
+    def _close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        if self._open is not None:
+            yield from self._open.close(status, logprobs)
+            self.items.append(self._open.item)
+            self._open = None
+
+
+class _OpenItem(Protocol):
+    """An item that the model still writes."""
+
+    item: dict[str, Any]
+
+    def takes(self, part: ContentPart) -> bool: ...
+
+    def begin(self) -> Iterator[Event]: ...
+
+    def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
+
+    def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
+
+
+class _TextKind:
+    """How an item is written whose content is one text."""
+
+    def __init__(
+        self, part: type[TextPart | ReasoningPart], event: str, item: dict[str, Any]
+    ) -> None:
+        self.part = part
+        self.event = event  # the beginning of its events' names
+        self.item = item
+
+
+_MESSAGE = _TextKind(TextPart, "output_text", {"type": "message", "role": "assistant"})
+_REASONING = _TextKind(ReasoningPart, "reasoning_text", {"type": "reasoning", "summary": []})
+
+
+class _OpenText:
+    """A message, or reasoning."""
+
+    def __init__(self, name: str, index: int, kind: _TextKind) -> None:
+        self.item = {"id": name, **kind.item, "status": "in_progress", "content": []}
+        self._at = {"item_id": name, "output_index": index}
+        self._within = {**self._at, "content_index": 0}
+        self._kind = kind
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def takes(self, part: ContentPart) -> bool:
+        return isinstance(part, self._kind.part)
+
+    def begin(self) -> Iterator[Event]:
+        yield _item_event("added", self._at, self.item)
+        yield {"type": "response.content_part.added", **self._within, "part": self._part()}
+
+    def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        assert not isinstance(part, ToolCallPart)
+        self._pieces.append(part.text)
+        self._logprobs += logprobs
+        kind = f"response.{self._kind.event}.delta"
+        more = {"logprobs": logprobs} if self._has_logprobs else {}
+        yield {"type": kind, **self._within, "delta": part.text, **more}
+
+    def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        self._logprobs += logprobs
+        part = self._part()
+        more = {"logprobs": part["logprobs"]} if self._has_logprobs else {}
+        done = f"response.{self._kind.event}.done"
+        yield {"type": done, **self._within, "text": part["text"], **more}
+        yield {"type": "response.content_part.done", **self._within, "part": part}
+        self.item = {**self.item, "status": status, "content": [part]}
+        yield _item_event("done", self._at, self.item)
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return self._kind is _MESSAGE
+
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._kind.event, "text": "".join(self._pieces)}
+        if self._has_logprobs:
+            part |= {"annotations": [], "logprobs": list(self._logprobs)}
+        return part
+
+
+class _OpenCall:
+    """The call of a function."""
+
+    def __init__(self, name: str, index: int, first: ToolCallPart) -> None:
+        self.item = {
+            "id": name,
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": first.id,
+            "name": first.name,
+            "arguments": "",
+        }
+        self._at = {"item_id": name, "output_index": index}
+        self._number = first.index
+        self._pieces: list[str] = []
+
+    def takes(self, part: ContentPart) -> bool:
+        return isinstance(part, ToolCallPart) and part.index == self._number
+
+    def begin(self) -> Iterator[Event]:
+        yield _item_event("added", self._at, self.item)
+
+    def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        assert isinstance(part, ToolCallPart)
+        if part.arguments:
+            self._pieces.append(part.arguments)
+            kind = "response.function_call_arguments.delta"
+            yield {"type": kind, **self._at, "delta": part.arguments}
+
+    def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        arguments = "".join(self._pieces)
+        said = {"name": self.item["name"], "arguments": arguments}
+        yield {"type": "response.function_call_arguments.done", **self._at, **said}
+        self.item = {**self.item, "status": status, "arguments": arguments}
+        yield _item_event("done", self._at, self.item)
+
+
+def _item_event(what: str, at: dict[str, Any], item: dict[str, Any]) -> Event:
+    kind = f"response.output_item.{what}"
+    return {"type": kind, "output_index": at["output_index"], "item": item}
+
+
+def _scored(token: ScoredToken) -> dict[str, Any]:
+    return {**_entry(token.chosen), "top_logprobs": _entries(token.top)}
+
+
+def _entries(entries: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
+    return [_entry(entry) for entry in entries]
+
+
+def _entry(entry: LogprobEntry) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}

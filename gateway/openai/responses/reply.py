@@ -1,0 +1,230 @@
+"""One response of /v1/responses: its object, whole or in typed events, and what is kept of it."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpError
+from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
+from pdserve.gateway.openai.responses.output import Event, ResponseOutput
+from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.service import ChatCompletionRequest, Service
+from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.services.host.errors import ServiceError, quoted
+
+PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those of its text
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+Object = dict[str, Any]
+
+
+class ResponseReply:
+    """Make it after the body is checked, then take `whole` or `events`. It shapes the errors of its
+    own stream: one after the first event is a response that failed."""
+
+    statuses: Mapping[int, int] = MappingProxyType({})
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesBody,
+        caller: Caller,
+        bodies: BodyReader,
+        store: ResponseStore | None,
+    ) -> None:
+        """Without a store nothing is kept. Raises ServiceError for fields that contradict each
+        other."""
+        self._service = service
+        self._bodies = bodies
+        self._body = body
+        self._store = store
+        self._keeps = store is not None and body.store is not False
+        self._items = parse_input(body.input)
+        self._sampling = body.sampling()
+        self._tools = parse_tools(body.tools or ())
+        self._tool_use = tool_use(
+            self._tools, body.tool_choice, body.parallel_tool_calls is not False
+        )
+        self._suffix = caller.request_id
+        self._id = f"resp_{self._suffix}"
+        self._caller = replace(caller, request_id=self._id)
+        self._created = int(time.time())
+        self._output = ResponseOutput(self._suffix, logprobs=body.logprobs)
+        self._model = body.model
+        self._params: Object = {}
+        self._num_events = 0
+
+    async def whole(self) -> Object:
+        """The response object. Raises ServiceError."""
+        last: Event = {}
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                last = event
+        response: Object = last["response"]
+        return response
+
+    async def framed(self) -> AsyncGenerator[bytes, None]:
+        """The events as they are sent."""
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                yield _framed(event)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The last one has the whole response. Raises ServiceError."""
+        context = [*await self._earlier_items(), *self._items]
+        asked = self._request(context)
+        async with self._service.prepare(asked, self._caller) as completion:
+            self._learn(completion)
+            finish, usage = "", Usage(0, 0, 0)
+            async with aclosing(self._service.completions.stream(completion)) as items:
+                async for item in items:
+                    if not self._num_events:
+                        opening = self._object("in_progress")
+                        yield self._numbered({"type": "response.created", "response": opening})
+                        yield self._numbered({"type": "response.in_progress", "response": opening})
+                    if isinstance(item, Usage):
+                        usage = item
+                        continue
+                    for event in self._output.push(item):
+                        yield self._numbered(event)
+                    finish = item.finish or finish
+            status = "incomplete" if finish == "length" else "completed"
+            response = self._object(status, usage=self._usage(usage))
+            if self._keeps:
+                response = await self._keep(context, response)
+            yield self._numbered({"type": f"response.{status}", "response": response})
+
+    def error_object(self, error: HttpError) -> Object:
+        return error_object(error)
+
+    def error_event(self, error: HttpError) -> bytes:
+        if error.status == 429:
+            code = "rate_limit_exceeded"
+        else:
+            code = "invalid_prompt" if error.status < 500 else "server_error"
+        response = self._object("failed", error={"code": code, "message": error.message})
+        return _framed(self._numbered({"type": "response.failed", "response": response}))
+
+    async def _earlier_items(self) -> list[Item]:
+        """The conversation that the request goes on with."""
+        name = self._body.previous_response_id
+        if name is None:
+            return []
+        if self._store is None:
+            text = "previous_response_id: this server keeps no responses"
+            raise refuse("previous_response_id", text)
+        found = await self._store.find(self._caller.tenant.id, name)
+        if found is None:
+            text = f"the previous response {quoted(name)} was not found"
+            raise refuse("previous_response_id", text)
+        self._bodies.hold(self._caller, PARSED_RATIO * found.num_bytes)
+        return [*from_json(found.items), *from_json(found.response)["output"]]
+
+    def _request(self, items: list[Item]) -> ChatCompletionRequest:
+        if len(items) > MAX_ITEMS:
+            text = f"at most {MAX_ITEMS} items with those before, not {len(items)}"
+            raise refuse("input", text)
+        messages = conversation(self._body.instructions, items)
+        template = TemplateInput(messages, suggested=self._body.template_variables())
+        return ChatCompletionRequest(
+            self._body.model, template, self._sampling, tool_use=self._tool_use
+        )
+
+    def _learn(self, completion: PreparedCompletion) -> None:
+        """What the answer says of the model and of the sampling that it got."""
+        self._model = completion.model.card.name
+        resolved = completion.prompts[0].params  # as float32
+        for name in ("temperature", "top_p"):
+            asked = getattr(self._body, name)
+            recommended = getattr(resolved, name) if resolved.HasField(name) else 1.0
+            self._params[name] = recommended if asked is None else asked
+
+    async def _keep(self, items: list[Item], response: Object) -> Object:
+        """The response, which says whether it is kept."""
+        assert self._store is not None
+        named = [
+            item if "id" in item else {"id": self._item_id(i, item), **item}
+            for i, item in enumerate(items)
+        ]
+        kept = KeptResponse(self._id, to_json(response).decode(), to_json(named).decode())
+        try:
+            stored = await self._store.save(self._caller.tenant.id, kept)
+        except ServiceError:
+            stored = False  # the store has said why in the log; the answer is worth having
+        return {**response, "store": stored}
+
+    def _item_id(self, index: int, item: Item) -> str:
+        return f"{_PREFIXES.get(item['type'], 'fco')}_{self._suffix}_in{index}"
+
+    def _numbered(self, event: Event) -> Event:
+        numbered = {**event, "sequence_number": self._num_events}
+        self._num_events += 1
+        return numbered
+
+    def _usage(self, usage: Usage) -> Object:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._output.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "pdserve": {"inexact": usage.inexact},
+        }
+
+    def _object(
+        self, status: str, usage: Object | None = None, error: Object | None = None
+    ) -> Object:
+        body = self._body
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": (
+                {"reason": "max_output_tokens"} if status == "incomplete" else None
+            ),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": list(self._output.items),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": self._keeps,
+            **self._params,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.as_object() for tool in self._tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+
+def _framed(event: Event) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

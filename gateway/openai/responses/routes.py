@@ -1,0 +1,118 @@
+"""The routes of /v1/responses: new ones, and those that are kept."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic_core import from_json, to_json
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.openai.responses.reply import ResponseReply
+from pdserve.gateway.openai.responses.schema import parse_responses
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.service import Service
+from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
+from pdserve.services.host.errors import quoted
+
+PAGE = 20  # items, unless the client says how many
+MAX_PAGE = 100
+
+
+def add_response_routes(
+    app: FastAPI,
+    errors: ErrorShape,
+    service: Service,
+    bodies: BodyReader,
+    limits: HttpLimits,
+    store: ResponseStore | None,
+) -> None:
+    """Mount them; without a store no response is kept, and none is found."""
+
+    async def on_kept(
+        request: Request, name: str, answer: Callable[[KeptResponse], Response]
+    ) -> Response:
+        """What `answer` makes of a kept response, within the limits of its tenant."""
+        caller = caller_of(request)
+        with service.limits.admit(caller.tenant.id):
+            await service.count(caller)
+            found = None if store is None else await store.find(caller.tenant.id, name)
+        if found is None:
+            message = f"no response {quoted(name)} is kept"
+            return error_response(errors, HttpError(404, message, "response_not_found"))
+        return answer(found)
+
+    @app.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        body = await bodies.read(request, parse_responses)
+        reply = ResponseReply(service, body, caller_of(request), bodies, store)
+        if body.stream:
+            return EventStream(reply.framed(), reply, limits)
+        return Reply(reply.whole(), errors, limits)
+
+    @app.get("/v1/responses/{name}")
+    async def retrieve(request: Request, name: str) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise refuse("stream", "stream: a kept response is not streamed")
+        return await on_kept(request, name, lambda found: _json(found.response))
+
+    @app.delete("/v1/responses/{name}")
+    async def remove(request: Request, name: str) -> Response:
+        gone = {"id": name, "object": "response", "deleted": True}
+        reply = await on_kept(request, name, lambda found: JSONResponse(gone))
+        if store is not None and reply.status_code == 200:
+            await store.remove(caller_of(request).tenant.id, name)
+        return reply
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(request: Request, name: str) -> Response:
+        def too_late(found: KeptResponse) -> Response:
+            raise refuse("", "this response is no background response, which alone is cancelled")
+
+        return await on_kept(request, name, too_late)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(request: Request, name: str) -> Response:
+        page = _page_of(request)
+        return await on_kept(request, name, lambda found: _json(to_json(page(found))))
+
+
+def _json(text: str | bytes) -> Response:
+    return Response(text, media_type="application/json")
+
+
+def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
+    """How a client wants a list of items: `limit`, `order` and `after`. Raises ServiceError."""
+    asked = request.query_params
+    limit, order, after = (
+        asked.get("limit", str(PAGE)),
+        asked.get("order", "desc"),
+        asked.get("after"),
+    )
+    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
+        raise refuse("limit", f"limit must be from 1 to {MAX_PAGE}")
+    if order not in ("asc", "desc"):
+        raise refuse("order", "order must be 'asc' or 'desc'")
+
+    def page(found: KeptResponse) -> dict[str, Any]:
+        items = from_json(found.items)
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise refuse("after", f"after: no item has the id {quoted(after)}")
+        start = 0 if after is None else ids.index(after) + 1
+        data = items[start : start + int(limit)]
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": start + len(data) < len(items),
+        }
+
+    return page

@@ -1,0 +1,121 @@
+"""The request body of /v1/responses: strict types here, bounds in gateway/sampling.py."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
+from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.messages import EFFORTS
+
+LOGPROBS = "message.output_text.logprobs"
+# The others are of hosted tools, of images, or of reasoning, which is never encrypted here.
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+)  # fmt: skip
+MAX_PAIRS = 16  # of metadata
+Key = Annotated[str, StringConstraints(max_length=64)]
+Value = Annotated[str, StringConstraints(max_length=512)]
+
+
+def _few_pairs(value: Any) -> Any:
+    """Refuses too many unseen: an error for each takes long."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"at most {MAX_PAIRS} pairs, not {len(value)}")
+    return value
+
+
+class ResponseFormat(StrictModel):
+    """What the text of an answer has to match."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(StrictModel):
+    format: ResponseFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # changes nothing here
+
+
+class ReasoningConfig(StrictModel):
+    effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    summary: Literal["auto"] | None = None  # the whole reasoning is shown, so there is none
+
+
+class ResponsesBody(StrictModel):
+    """Body of /v1/responses."""
+
+    model: str = ""
+    input: TextOrObjects
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[Literal[*INCLUDABLE]] | None = None  # type: ignore[valid-type]
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Any = None  # a mode, or an object that names functions
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
+    # Only shown in the answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    def template_variables(self) -> dict[str, Any]:
+        """What a template is told where it may be."""
+        if self.effort is None:
+            return {}
+        off = {"enable_thinking": False} if self.effort == "none" else {}
+        return {"reasoning_effort": self.effort, **off}
+
+    def sampling(self) -> RequestedSampling:
+        """Raises ServiceError for fields that contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+            max_tokens_field="max_output_tokens",
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            structure=self._structure(),
+        )
+
+    def _structure(self) -> Structure | None:
+        asked = self.text.format if self.text else None
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return Structure("json_object", None, "text.format")
+        if asked.schema_ is None or not asked.name:
+            missing = "schema" if asked.schema_ is None else "name"
+            raise refuse(f"text.format.{missing}", f"text.format.{missing} is required")
+        return Structure("json_schema", asked.schema_, "text.format.schema")
+
+
+def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
+    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    return parse_body(ResponsesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)

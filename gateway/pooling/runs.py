@@ -1,0 +1,155 @@
+"""Runs prompts at the router of which each has one answer: an embedding, or a yes or no.
+
+Ownership: a run owns its requests at the router; closing it early cancels them at once.
+"""
+
+import asyncio
+import math
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.limits import AdmittedRequest
+from pdserve.gateway.merge import merge
+from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.errors import ServiceError
+
+AT_ONCE = 32  # inputs of one call that are at the router
+
+T = TypeVar("T")
+Answer = Callable[[RequestEvent], T | None]  # what an event answers, if it does
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedInputs:
+    """One API call with several prompts, ready to run."""
+
+    id: str
+    model: ServedModel
+    inputs: Sequence[Sequence[int]]
+    admitted: AdmittedRequest
+    meter: Meter
+    timeout_s: float
+    queue_timeout_s: float
+    cache_salt: bytes = b""
+    tenant: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+class PoolingRuns:
+    """Runs the inputs of a call, AT_ONCE of them at a time; answers come as they are there."""
+
+    def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
+        self._upstream = upstream
+        self._clock = clock
+
+    def embeddings(
+        self, prepared: PreparedInputs
+    ) -> AsyncGenerator[tuple[int, Sequence[float]], None]:
+        """The number of each input and its pooled state, not normalized. Raises ServiceError."""
+        return self._run(prepared, Start(pool=True), _embedding)
+
+    def scores(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:
+        """The number of each input and the probability of "yes" among "yes" and "no" as its next
+        token. Raises ServiceError."""
+        yes, no = prepared.model.card.score_token_ids
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=(yes, no)
+        )
+        return self._run(prepared, Start(params=params), lambda event: _score(event, yes, no))
+
+    async def _run(
+        self, prepared: PreparedInputs, asked: Start, answer: Answer[T]
+    ) -> AsyncGenerator[tuple[int, T], None]:
+        left = enumerate(prepared.inputs)
+        lanes = [
+            self._lane(prepared, left, asked, answer)
+            for _ in range(min(AT_ONCE, len(prepared.inputs)))
+        ]
+        async with aclosing(merge(lanes)) as answers:
+            async for found in answers:
+                prepared.admitted.first_token()
+                yield found
+        prepared.meter.ended("stop")
+
+    async def _lane(
+        self,
+        prepared: PreparedInputs,
+        left: Iterator[tuple[int, Sequence[int]]],
+        asked: Start,
+        answer: Answer[T],
+    ) -> AsyncGenerator[tuple[int, T], None]:
+        """One input after the other, of those that no other lane has taken."""
+        for number, ids in left:
+            yield number, await self._one(prepared, number, ids, asked, answer)
+
+    async def _one(
+        self,
+        prepared: PreparedInputs,
+        number: int,
+        ids: Sequence[int],
+        asked: Start,
+        answer: Answer[T],
+    ) -> T:
+        found: T | None = None
+        start = self._start(prepared, number, ids, asked)
+        async with aclosing(self._upstream.open(start)) as events:
+            async for event in events:
+                kind = event.WhichOneof("event")
+                if kind == "placed":
+                    prepared.meter.placed(event.placed)
+                elif kind == "failed":
+                    raise ServiceError.from_failure(event.failed.failure)
+                elif kind == "finished":
+                    prepared.meter.finished(event.finished, ())
+                else:
+                    found = answer(event) if found is None else found
+        if found is None:
+            raise ServiceError(INTERNAL, "an answer was cut short")
+        await asyncio.sleep(0)  # between two of them others have the loop
+        return found
+
+    def _start(
+        self, prepared: PreparedInputs, number: int, ids: Sequence[int], asked: Start
+    ) -> Start:
+        start = Start()
+        start.CopyFrom(asked)
+        several = len(prepared.inputs) > 1
+        left_s = prepared.timeout_s - (self._clock() - prepared.meter.arrived)
+        start.request = f"{prepared.id}-{number}" if several else prepared.id
+        start.model = prepared.model.card.name
+        start.cache_salt = prepared.cache_salt
+        start.tenant = prepared.tenant
+        start.prompt_ids.extend(ids)
+        start.remaining_ms = max(1, int(left_s * 1000))
+        start.queue_remaining_ms = max(1, int(prepared.queue_timeout_s * 1000))
+        return start
+
+
+def _embedding(event: RequestEvent) -> Sequence[float] | None:
+    """As float32: a call may have thousands of them."""
+    return array("f", event.embedding.values) if event.HasField("embedding") else None
+
+
+def _score(event: RequestEvent, yes: int, no: int) -> float | None:
+    """A softmax over the logits of two tokens depends on the difference of their log-probabilities
+    alone."""
+    if not event.HasField("tokens") or not event.tokens.logprobs:
+        return None
+    scores = event.tokens.logprobs[0]
+    found = dict(zip(scores.top_ids, scores.top_logprobs, strict=True))
+    if yes not in found or no not in found:
+        return None
+    difference = found[no] - found[yes]
+    if math.isnan(difference):
+        raise ServiceError(INTERNAL, "the model gives neither yes nor no a probability")
+    return 1 / (1 + math.exp(min(difference, 700.0)))  # beyond it exp overflows

@@ -1,0 +1,92 @@
+"""/rerank and /score on the HTTP shell, also below /v1; errors are OpenAI's, as vLLM has it."""
+
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic_core import to_json
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.replies import Reply
+from pdserve.gateway.openai.bodies.body import parse
+from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
+from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
+from pdserve.gateway.service import Service
+
+
+class RerankDialect:
+    """Scores of documents for a query, sorted or in order."""
+
+    paths: tuple[str, ...] = ("/v1/rerank", "/v1/score", "/rerank", "/score")
+    not_offered: tuple[str, ...] = ()
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
+
+    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        return error_object(error)
+
+    def error_event(self, error: HttpError) -> bytes:
+        return b"data: " + to_json(error_object(error)) + b"\n\n"
+
+    def add_routes(self, app: FastAPI) -> None:
+        @app.post("/v1/rerank")
+        @app.post("/rerank")
+        async def rerank_route(request: Request) -> Response:
+            body = await self._bodies.read(request, partial(parse, RerankBody))
+            return self._reply(rerank(self._service, body, caller_of(request)))
+
+        @app.post("/v1/score")
+        @app.post("/score")
+        async def score_route(request: Request) -> Response:
+            body = await self._bodies.read(request, partial(parse, ScoreBody))
+            asked = body.request()
+            return self._reply(scores(self._service, asked, caller_of(request)))
+
+    def _reply(self, work: Awaitable[dict[str, Any]]) -> Reply:
+        return Reply(work, self, self._limits)
+
+
+async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
+    """The best documents first; of two alike the earlier. Raises ServiceError."""
+    id_ = f"rerank-{caller.request_id}"
+    scored = await score(service, body.request(), replace(caller, request_id=id_))
+    order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
+    results: list[dict[str, Any]] = []
+    for n in order[: body.top_n or None]:
+        result: dict[str, Any] = {"index": n, "relevance_score": scored.scores[n]}
+        if body.return_documents is not False:
+            result["document"] = {"text": body.documents[n]}
+        results.append(result)
+    return {"id": id_, "model": scored.model, "usage": _usage(scored), "results": results}
+
+
+async def scores(service: Service, asked: ScoreRequest, caller: Caller) -> dict[str, Any]:
+    """All scores in order. Raises ServiceError."""
+    id_ = f"score-{caller.request_id}"
+    scored = await score(service, asked, replace(caller, request_id=id_))
+    return {
+        "id": id_,
+        "object": "list",
+        "created": int(time.time()),
+        "model": scored.model,
+        "data": [
+            {"index": n, "object": "score", "score": value} for n, value in enumerate(scored.scores)
+        ],
+        "usage": _usage(scored),
+    }
+
+
+def _usage(scored: Scored) -> dict[str, int]:
+    return {"prompt_tokens": scored.num_tokens, "total_tokens": scored.num_tokens}

@@ -1,0 +1,97 @@
+"""Bodies of /rerank (Cohere's and Jina's fields) and of /score (vLLM's), and what they ask for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.rerank.scores import ScoreRequest
+from pdserve.gateway.sampling import refuse
+
+MAX_TEXTS = 2048
+# Names that vLLM has for the texts of /score, first and second.
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+def _as_list(value: Any) -> Any:
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, list) and len(given) > MAX_TEXTS:
+        raise ValueError(f"at most {MAX_TEXTS} texts, not {len(given)}")
+    return given
+
+
+def _documents(value: Any) -> Any:
+    """Texts, also of objects that have one."""
+    given = _as_list(value)
+    if not isinstance(given, list):
+        return given
+    return [one["text"] if isinstance(one, dict) and "text" in one else one for one in given]
+
+
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)]
+
+
+class ScoringBody(Body):
+    """The fields that both have."""
+
+    generates = True
+    model: str = Field(min_length=1)
+    instruction: str | None = Field(None, min_length=1)  # to a reranker
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    use_activation: Literal[True] | None = None  # not served otherwise
+
+    def _request(
+        self, api: str, queries: list[str], documents: list[str], names: tuple[str, str]
+    ) -> ScoreRequest:
+        return ScoreRequest(
+            api,
+            self.model,
+            queries,
+            documents,
+            names,
+            self.instruction,
+            self.truncate_prompt_tokens,
+            (self.cache_salt or "").encode(),
+        )
+
+
+class RerankBody(ScoringBody):
+    """Body of /rerank and /v1/rerank."""
+
+    query: str
+    documents: Annotated[list[str], Field(min_length=1), BeforeValidator(_documents)]
+    top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
+    return_documents: bool | None = None
+    max_tokens_per_doc: None = None  # not served: truncate_prompt_tokens is
+    max_chunks_per_doc: None = None  # not served
+    rank_fields: None = None  # not served
+
+    def request(self) -> ScoreRequest:
+        return self._request("Rerank (Score)", [self.query], self.documents, ("query", "documents"))
+
+
+class ScoreBody(ScoringBody):
+    """Body of /score and /v1/score."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    def request(self) -> ScoreRequest:
+        """Raises ServiceError for fields that contradict each other."""
+        given = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
+        names = next((pair for pair in PAIRS if set(pair) == given), None)
+        if names is None:
+            known = ", or ".join(" and ".join(pair) for pair in PAIRS)
+            missing = next((name for name in PAIRS[0] if name not in given), PAIRS[0][0])
+            raise refuse(missing, f"give {known}")
+        first, second = (getattr(self, name) for name in names)
+        if len(first) not in (1, len(second)):
+            text = f"{names[0]} must have one text, or as many as {names[1]}: {len(second)}"
+            raise refuse(names[0], f"{text}, not {len(first)}")
+        return self._request("Score", first, second, names)

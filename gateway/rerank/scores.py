@@ -1,0 +1,95 @@
+"""How well a document answers a query: what a reranker says, or how alike two embeddings are."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.openai.embeddings import embedding_ids
+from pdserve.gateway.pooling.runs import PreparedInputs
+from pdserve.gateway.pooling.vectors import cosine
+from pdserve.gateway.rerank.prompt import judging_ids
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.service import Service, not_supported
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Documents to be scored, each for the query beside it; one query is for all of them."""
+
+    api: str  # as errors call it
+    model: str
+    queries: Sequence[str]
+    documents: Sequence[str]
+    names: tuple[str, str]  # of the fields with queries and documents
+    instruction: str | None = None  # to a reranker
+    kept_tokens: int | None = None
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores in the order of the documents."""
+
+    model: str
+    scores: Sequence[float]
+    num_tokens: int  # of all prompts
+
+
+async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored:
+    """Raises ServiceError."""
+    owner = caller.tenant.id
+    of_query, of_document = asked.names
+
+    async def tokenized(model: ServedModel) -> list[Sequence[int]]:
+        if model.card.pooling:
+            if asked.instruction is not None:
+                raise refuse("instruction", "instruction: the model embeds, it takes none")
+            texts = ((asked.queries, of_query), (asked.documents, of_document))
+            return [
+                ids
+                for some, name in texts
+                for ids in await embedding_ids(service, model, some, name, owner, asked.kept_tokens)
+            ]
+        if not model.card.score_token_ids:
+            raise not_supported(asked.api)
+        pairs = [(_of(asked.queries, n), text) for n, text in enumerate(asked.documents)]
+        return await judging_ids(
+            service, model, pairs, asked.instruction, of_document, owner, asked.kept_tokens
+        )
+
+    async with service.prepare_inputs(asked.model, tokenized, asked.cache_salt, caller) as prepared:
+        if prepared.model.card.pooling:
+            scores = await _alike(service, asked, prepared)
+        else:
+            scores = await _in_order(service.pooling.scores(prepared))
+        return Scored(prepared.model.card.name, scores, prepared.num_tokens)
+
+
+async def _alike(
+    service: Service, asked: ScoreRequest, prepared: PreparedInputs
+) -> Sequence[float]:
+    vectors = await _in_order(service.pooling.embeddings(prepared))
+    count = len(asked.queries)
+    queries, documents = vectors[:count], vectors[count:]
+    scores = []
+    for n, vector in enumerate(documents):
+        scores.append(cosine(_of(queries, n), vector))
+        await asyncio.sleep(0)  # a long vector takes part of a millisecond
+    return scores
+
+
+def _of(queries: Sequence[T], number: int) -> T:
+    """The query of a document."""
+    return queries[number if len(queries) > 1 else 0]
+
+
+async def _in_order(answers: AsyncGenerator[tuple[int, T], None]) -> list[T]:
+    async with aclosing(answers) as found:
+        by_number = {number: answer async for number, answer in found}
+    return [by_number[number] for number in range(len(by_number))]

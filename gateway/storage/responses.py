@@ -1,0 +1,137 @@
+"""Responses of /v1/responses that clients may ask for again, in a table of their own.
+
+Invariants: a tenant sees its own alone, has at most so many and so many bytes of them (the oldest
+go first), and none that has expired is ever found.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import Index, String, Text, delete, func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pdserve.gateway.storage.database import Base, Database
+from pdserve.gateway.storage.response_store import KeptResponse
+from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+MAX_ID = 200  # characters
+PRUNED_AT_ONCE = 32  # rows
+
+
+class ResponseRow(Base):
+    """One response, and the items that it answers."""
+
+    __tablename__ = "responses"
+    __table_args__ = (Index("responses_of_tenant", "tenant", "created"),)
+
+    tenant: Mapped[str] = mapped_column(String(64), primary_key=True)  # hex
+    id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
+    created: Mapped[float] = mapped_column(index=True)  # seconds since 1970
+    num_bytes: Mapped[int]
+    response: Mapped[str] = mapped_column(Text)  # JSON
+    items: Mapped[str] = mapped_column(Text)  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseBounds:
+    """How much is kept for one tenant."""
+
+    max_bytes: int = 1 << 20  # of one response and its items
+    max_rows: int = 1000
+    max_total_bytes: int = 64 << 20
+    keep_s: float = 30 * 86400.0
+
+
+class DatabaseResponses:
+    """A ResponseStore; every gateway on the same database finds the same.
+
+    All methods raise ServiceError UNAVAILABLE if the database does not do its work.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        bounds: ResponseBounds = ResponseBounds(),
+    ) -> None:
+        """`clock` gives seconds since 1970."""
+        self._database = database
+        self._clock = clock
+        self._bounds = bounds
+
+    async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
+        """Keep one more; False: it is too large."""
+        now, owner, num_bytes = self._clock(), tenant.hex(), kept.num_bytes
+        if num_bytes > min(self._bounds.max_bytes, self._bounds.max_total_bytes):
+            return False
+        row = ResponseRow(
+            tenant=owner,
+            id=kept.id,
+            created=now,
+            num_bytes=num_bytes,
+            response=kept.response,
+            items=kept.items,
+        )
+        expired = delete(ResponseRow).where(ResponseRow.created <= now - self._bounds.keep_s)
+        async with self._transaction() as session:
+            session.add(row)
+            await session.flush()
+            await session.execute(expired)
+            await self._prune(session, owner)
+        return True
+
+    async def find(self, tenant: bytes, name: str) -> KeptResponse | None:
+        wanted = select(ResponseRow).where(
+            ResponseRow.tenant == tenant.hex(),
+            ResponseRow.id == name,
+            ResponseRow.created > self._clock() - self._bounds.keep_s,
+        )
+        async with self._transaction() as session:
+            row = await session.scalar(wanted)
+        return None if row is None else KeptResponse(row.id, row.response, row.items)
+
+    async def remove(self, tenant: bytes, name: str) -> bool:
+        """Whether there was one to forget."""
+        one = (
+            delete(ResponseRow)
+            .where(ResponseRow.tenant == tenant.hex(), ResponseRow.id == name)
+            .returning(ResponseRow.id)
+        )
+        async with self._transaction() as session:
+            return await session.scalar(one) is not None
+
+    async def _prune(self, session: AsyncSession, owner: str) -> None:
+        """Forget the oldest responses of a tenant that has too many."""
+        own = ResponseRow.tenant == owner
+        sums = select(func.count(), func.coalesce(func.sum(ResponseRow.num_bytes), 0)).where(own)
+        oldest = (
+            select(ResponseRow.id, ResponseRow.num_bytes)
+            .where(own)
+            .order_by(ResponseRow.created, ResponseRow.id)
+            .limit(PRUNED_AT_ONCE)
+        )
+        count, total = (await session.execute(sums)).one()
+        while count > self._bounds.max_rows or total > self._bounds.max_total_bytes:
+            gone = []
+            for name, num_bytes in (await session.execute(oldest)).all():
+                if count <= self._bounds.max_rows and total <= self._bounds.max_total_bytes:
+                    break
+                gone.append(name)
+                count, total = count - 1, total - num_bytes
+            await session.execute(delete(ResponseRow).where(own, ResponseRow.id.in_(gone)))
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncSession]:
+        try:
+            async with self._database.sessions.begin() as session:
+                yield session
+        except (SQLAlchemyError, OSError) as error:  # its statement has what clients wrote
+            log.error("the database: %s", getattr(error, "orig", None) or type(error).__name__)
+            raise ServiceError(UNAVAILABLE, "the database does not answer") from error

@@ -1,0 +1,28 @@
+"""The calls of Llama 3.1 to 3.3: JSON objects where the answer begins, or after <|python_tag|>."""
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    Schemas,
+    ToolFamily,
+    bare_calls,
+)
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+TAG, END = "<|python_tag|>", "<|eom_id|>"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    yield from bare_calls(reader)
+    yield from reader.takes(END)
+
+
+FAMILY = ToolFamily(
+    "llama3_json",
+    lambda template: "<|start_header_id|>" in template,
+    CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
+    openers=(TAG,),
+    bare="{",
+    read=read,
+    special=(TAG, END),
+)

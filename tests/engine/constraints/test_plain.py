@@ -1,0 +1,145 @@
+"""Allowed ids, bad words and thinking budgets against definitions that look at all ids anew."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from pdserve.engine.api.request import ThinkingBudget
+from pdserve.engine.constraints.allowed_ids import AllowedIds
+from pdserve.engine.constraints.bad_words import BadWords
+from pdserve.engine.constraints.bitmask import Words, all_but, tokens_of
+from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
+from pdserve.engine.constraints.sequence_search import SequenceSearch
+from pdserve.engine.constraints.thinking import ThinkingLimit
+
+VOCAB = 37  # no multiple of 32
+ALL = set(range(VOCAB))
+Definition = Callable[[Sequence[int]], set[int]]
+
+
+def ids_of(words: Words | None) -> set[int]:
+    if words is None:
+        return ALL
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
+    return {int(token) for token in bits.nonzero()[0]}
+
+
+def bad_words_by_definition(words: Sequence[tuple[int, ...]]) -> Definition:
+    def allowed(ids: Sequence[int]) -> set[int]:
+        def completes(token: int) -> bool:
+            text = (*ids, token)
+            return any(text[-len(word) :] == word for word in words)
+
+        return {token for token in ALL if not completes(token)}
+
+    return allowed
+
+
+def thinking_by_definition(budget: ThinkingBudget) -> Definition:
+    """Cuts all ids into stretches of thinking and of speech, from the start."""
+    start, end = budget.start_ids, budget.end_ids
+
+    def first(sequence: tuple[int, ...], ids: tuple[int, ...]) -> int | None:
+        """Where the sequence first ends."""
+        ends = range(len(sequence), len(ids) + 1)
+        return next((at for at in ends if ids[at - len(sequence) : at] == sequence), None)
+
+    def allowed(ids: Sequence[int]) -> set[int]:
+        rest, spent, thinks = tuple(ids), 0, not start
+        while (at := first(end if thinks else start, rest)) if thinks or start else None:
+            spent += at - len(end) if thinks else 0
+            rest, thinks = rest[at:], not thinks
+        if not thinks or spent + len(rest) < budget.max_tokens:
+            return ALL
+        return {end[max(k for k in range(len(end)) if not k or rest[-k:] == end[:k])]}
+
+    return allowed
+
+
+def walk(made: Constraint, definition: Definition, rng: random.Random, length: int = 60) -> int:
+    """Follows random allowed ids of a few; returns how often something was left out."""
+    ids: list[int] = []
+    narrowed = 0
+    for _ in range(length):
+        allowed = ids_of(made.allowed())
+        assert allowed == definition(ids), ids
+        narrowed += allowed != ALL
+        few = [token for token in range(4) if token in allowed]
+        ids.append(rng.choice(few or sorted(allowed)))
+        made.push(ids[-1])
+    return narrowed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bad_words(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [
+        tuple(rng.randrange(3) for _ in range(rng.choice((2, 3))))
+        for _ in range(rng.randrange(1, 5))
+    ]
+    if seed % 3 == 0:
+        words.append((36,))
+    assert walk(BadWords(words, VOCAB), bad_words_by_definition(words), rng)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_thinking(seed: int) -> None:
+    rng = random.Random(seed)
+    ends = [(0,), (1, 2), (1, 1), (1, 2, 1), (3, 3, 1)]
+    starts = [(), (2,), (0, 3), (2, 2)]
+    budget = ThinkingBudget(rng.choice((0, 1, 4, 9)), rng.choice(ends), rng.choice(starts))
+    walk(ThinkingLimit(budget, VOCAB), thinking_by_definition(budget), rng)
+
+
+def test_thinking_is_ended_once_its_budget_is_used_up() -> None:
+    limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
+    ids = []
+    for wanted in (1, 2, 3, 4, 5, 6, 7):
+        allowed = ids_of(limit.allowed())
+        ids.append(wanted if wanted in allowed else allowed.pop())
+        limit.push(ids[-1])
+    assert ids == [1, 2, 3, 30, 31, 6, 7]
+
+
+def test_an_end_that_has_begun_is_finished() -> None:
+    limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
+    for token in (1, 2, 30):
+        limit.push(token)
+    assert ids_of(limit.allowed()) == {31}
+
+
+def test_allowed_ids_and_all_together() -> None:
+    plain: list[Constraint] = [
+        ThinkingLimit(ThinkingBudget(1, (5,)), VOCAB),
+        BadWords([(5, 6)], VOCAB),
+        AllowedIds([5, 6, 36], VOCAB),
+    ]
+    choice = ChoiceConstraints(plain, None)
+    expected = [{5, 6, 36}, {5}, {5, 36}, {5, 6, 36}]
+    for allowed, token in zip(expected, (6, 5, 36, 6), strict=True):
+        assert ids_of(choice.mask()) == allowed
+        assert choice.push(token) is False
+    assert choice.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_sequence_is_found_wherever_it_is(seed: int) -> None:
+    rng = random.Random(seed)
+    wanted = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
+    stream = [rng.randrange(2) for _ in range(80)]
+    search, found, expected, begin = SequenceSearch(wanted), [], [], 0
+    for at, token in enumerate(stream):
+        if search.push(token):
+            found.append(at)
+        if at + 1 - len(wanted) >= begin and stream[at + 1 - len(wanted) : at + 1] == wanted:
+            expected.append(at)
+            begin = at + 1
+    assert found == expected
+
+
+def test_sets_of_tokens() -> None:
+    assert ids_of(tokens_of([0, 31, 32, 36], VOCAB)) == {0, 31, 32, 36}
+    assert ids_of(all_but([0, 31, 32, 36], VOCAB)) == ALL - {0, 31, 32, 36}
+    assert tokens_of([], VOCAB).shape == (2,)

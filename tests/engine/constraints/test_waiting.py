@@ -1,0 +1,166 @@
+"""Who waits for a grammar, and who does not: slow compilers, late masks, deadlines, wake-ups."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from eventually import wait_until
+from grammar_kit import Maker, Runner, of_regex
+
+from pdserve.engine.api.request import Event, Finished, NewTokens, PrefillComputed, RequestFailed
+from pdserve.engine.constraints.grammars import follower
+from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
+from pdserve.engine.constraints.request import COMPILE_S
+from pdserve.engine.thread import EngineThread
+
+PATTERN = of_regex("[A-D]{6}")
+EOS = (62,)
+
+
+class SlowCompiler(GrammarCache):
+    """Compiles nothing before `opened` is set."""
+
+    def __init__(self, *vocabulary: Any) -> None:
+        super().__init__(*vocabulary)
+        self.opened = threading.Event()
+
+    def _compile(self, source: str) -> CompiledGrammar:
+        self.opened.wait(60)
+        return super()._compile(source)
+
+
+@pytest.fixture
+def compiler(folder: Path) -> Iterator[SlowCompiler]:
+    made = SlowCompiler((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    yield made
+    made.opened.set()
+    made.close()
+
+
+def test_others_go_on_while_a_grammar_is_compiled(compiler: SlowCompiler) -> None:
+    engine = fake_engine(grammars=compiler)
+    engine.submit(ask("bound", range(40), grammar=PATTERN, max_tokens=20))
+    events: list[Event] = []
+    engine.submit(ask("free", range(7), max_tokens=30))
+    while (plan := engine.schedule()) is not None:
+        events += engine.collect(engine.launch(plan)).events
+    assert len(tokens(events)["free", 0]) == 30
+    assert of(events, Finished, "free")
+    # Its prompt is computed but for the token that is sampled from.
+    assert of(events, PrefillComputed, "bound")[-1] == PrefillComputed("bound", 39, False)
+    assert engine.has_work
+    compiler.opened.set()
+    events = Runner(engine).run()
+    assert all(32 <= token <= 35 for token in tokens(events)["bound", 0])
+    assert len(tokens(events)["bound", 0]) == 6
+    engine.close()
+
+
+def test_an_idle_engine_is_woken_when_the_grammar_is_there(compiler: SlowCompiler) -> None:
+    events: list[Event] = []
+    engine = fake_engine(grammars=compiler)
+    thread = EngineThread(engine, lambda step: events.extend(step.events))
+    thread.start()
+    thread.post(lambda engine: engine.submit(ask("r", range(9), grammar=PATTERN))).result()
+    wait_until(lambda: of(events, PrefillComputed), "the prompt")
+    assert not of(events, NewTokens)
+    compiler.opened.set()
+    wait_until(lambda: of(events, Finished), "the end")
+    assert len(tokens(events)["r", 0]) == 6
+    thread.close()
+
+
+def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler) -> None:
+    now = [0.0]
+    engine = fake_engine(grammars=compiler, clock=lambda: now[0])
+    engine.submit(ask("r", range(9), grammar=PATTERN))
+    events = Runner(engine).step()
+    assert not of(events, RequestFailed)
+    now[0] = COMPILE_S + 1
+    (failed,) = of(Runner(engine).step(), RequestFailed)
+    assert (failed.key, failed.param) == ("r", "grammar")
+    assert "too long" in failed.message
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_request_that_leaves_while_its_grammar_is_compiled(compiler: SlowCompiler) -> None:
+    engine = fake_engine(grammars=compiler)
+    engine.submit(ask("r", range(9), grammar=PATTERN))
+    engine.step()
+    assert engine.abort("r")
+    compiler.opened.set()
+    Runner(engine).run()
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path) -> None:
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    engine = fake_engine(grammars=compiler)
+    good, bad = (
+        engine.reserve(ask(key, [1], grammar=grammar))  # no KV to send
+        for key, grammar in (("good", PATTERN), ("bad", of_regex("(")))
+    )
+    assert good is not None
+    assert bad is not None
+    wait_until(lambda: compiler.compile(PATTERN.source).done(), "a grammar before its KV is here")
+    engine.commit(good)
+    engine.commit(bad)
+    events = Runner(engine).run()
+    assert len(tokens(events)["good", 0]) == 6
+    assert [e.key for e in of(events, RequestFailed)] == ["bad"]
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_late_masks_delay_nobody_else(engine_of: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(engine_of())
+    asked = [
+        ask("bound", range(5), 1, temperature=1.0, grammar=of_regex("[a-z]{8}")),
+        ask("free", range(40), 2, temperature=1.0, max_tokens=60, ignore_eos=True),
+    ]
+    calm = tokens(runner.run(*asked))
+    fill = follower.fill
+
+    def slow(matcher: Any, words: Any) -> None:
+        time.sleep(0.1)
+        fill(matcher, words)
+
+    monkeypatch.setattr(follower, "fill", slow)
+    asked[1] = ask("free", range(40), 2, temperature=1.0, max_tokens=200, ignore_eos=True)
+    events = runner.run(*asked)
+    found = tokens(events)
+    assert found["bound", 0] == calm["bound", 0]
+    assert found["free", 0][:60] == calm["free", 0]
+    # Between two tokens of the bound choice the other one has had several.
+    order = [e.key for e in of(events, NewTokens)]
+    last = len(order) - 1 - order[::-1].index("bound")
+    assert order[:last].count("free") > 2 * order.count("bound")
+
+
+def test_a_mask_that_takes_far_too_long_fails_the_request(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "MOST_S", 0.0)
+    runner = Runner(engine_of())
+    (failed,) = of(runner.run(ask("r", range(5), grammar=PATTERN)), RequestFailed)
+    assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
+    assert_at_rest(runner.engine)
+
+
+def test_equal_grammars_are_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    futures: list[Future[CompiledGrammar]] = [compiler.compile(PATTERN.source) for _ in range(3)]
+    assert len({id(future.result(60)) for future in futures}) == 1
+    assert compiler.compile(of_regex("b").source).result(60) is not futures[0].result()
+    monkeypatch.setattr("pdserve.engine.constraints.grammars.cache.MAX_KEPT", 1)
+    compiler.compile(of_regex("c").source).result(60)
+    assert compiler.compile(PATTERN.source) is not futures[0]
+    compiler.close()

@@ -1,0 +1,58 @@
+"""Whatever the parts of an answer are, its events add up to its blocks."""
+
+import random
+from typing import Any
+
+from pydantic_core import from_json
+from random_parts import random_answer, said
+
+from pdserve.gateway.anthropic.output import MessageContent
+from pdserve.gateway.choice import Delta
+
+KINDS = {"text": "TextPart", "thinking": "ReasoningPart"}
+
+
+def test_events_add_up_to_the_blocks() -> None:
+    answers = [random_answer(random.Random(seed)) for seed in range(500)]
+    assert sum(len(said(deltas)) > 3 for deltas in answers) > 100
+    for deltas in answers:
+        check(deltas)
+
+
+def check(deltas: list[Delta]) -> None:
+    content = MessageContent()
+    told: list[tuple[str, str]] = []
+    open_block: dict[str, Any] | None = None
+    for event in (event for delta in deltas for event in content.push(delta)):
+        if event["type"] == "content_block_start":
+            assert open_block is None, "one at a time"
+            assert event["index"] == len(told)
+            open_block = event["content_block"]
+            kind = KINDS.get(open_block["type"]) or f"call {open_block['id'][5:]}"
+            told.append((kind, ""))
+            continue
+        assert open_block is not None
+        assert event["index"] == len(told) - 1
+        if event["type"] == "content_block_stop":
+            open_block = None
+        else:
+            _, piece = event["delta"].values()
+            assert piece, "no empty piece"
+            told[-1] = told[-1][0], told[-1][1] + piece
+    assert open_block is None
+    assert told == said(deltas)
+    for block, (_, text) in zip(content.blocks, told, strict=True):
+        if block["type"] == "tool_use":
+            assert block["input"] == parsed(text)
+        else:
+            assert block[block["type"]] == text
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    assert content.stop_reason == reasons[deltas[-1].finish or ""]
+
+
+def parsed(text: str) -> Any:
+    """Empty for what is no JSON object."""
+    try:
+        return from_json(text, allow_partial=True)
+    except ValueError:
+        return {}

@@ -1,0 +1,91 @@
+"""Whatever the parts of an answer are, its events add up to its items."""
+
+import random
+from typing import Any
+
+from random_parts import random_answer, said
+
+from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
+from pdserve.gateway.openai.responses.output import ResponseOutput
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
+
+KINDS = {"message": "TextPart", "reasoning": "ReasoningPart"}
+
+
+def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items, as a client makes them of the events."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            assert all(item["status"] != "in_progress" for item in items), "one at a time"
+            items.append({**event["item"]})
+            continue
+        item = items[event["output_index"]]
+        assert event["output_index"] == len(items) - 1
+        if kind == "output_item.done":
+            made = {**item, "status": event["item"]["status"]}
+            assert made == event["item"]
+            items[-1] = made
+        elif kind == "content_part.added":
+            item["content"] = [{**event["part"]}]
+        elif kind == "content_part.done":
+            assert item["content"] == [event["part"]]
+        elif kind == "function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif kind == "function_call_arguments.done":
+            assert item["arguments"] == event["arguments"]
+        elif kind.endswith("_text.delta"):
+            item["content"][0]["text"] += event["delta"]
+        else:
+            assert kind.endswith("_text.done")
+            assert item["content"][0]["text"] == event["text"]
+    return items
+
+
+def test_events_add_up_to_the_items() -> None:
+    answers = [random_answer(random.Random(seed)) for seed in range(500)]
+    assert sum(len(said(deltas)) > 3 for deltas in answers) > 100
+    for deltas in answers:
+        check(deltas)
+
+
+def check(deltas: list[Delta]) -> None:
+    output = ResponseOutput("x", logprobs=False)
+    events = [event for delta in deltas for event in output.push(delta)]
+    assert rebuilt(events) == output.items
+    told = [
+        (KINDS.get(item["type"]) or f"call {item['call_id'][5:]}",
+         item["arguments"] if "arguments" in item else item["content"][0]["text"])
+        for item in output.items
+    ]  # fmt: skip
+    assert told == (said(deltas) or [("TextPart", "")])
+    ends = {"length": "incomplete"}.get(deltas[-1].finish or "", "completed")
+    statuses = [item["status"] for item in output.items]
+    assert statuses == ["completed"] * (len(statuses) - 1) + [ends]
+
+
+def scored(text: str) -> ScoredToken:
+    return ScoredToken(LogprobEntry(id=1, text=text, raw=text.encode(), logprob=-1.0), (), 0)
+
+
+def test_log_probabilities_are_those_of_the_text() -> None:
+    """Of a text that follows a thought in the same delta, of what was withheld, and of the end."""
+    told: list[tuple[tuple[ContentPart, ...], str]] = [
+        ((ReasoningPart("a"),), "a"),
+        ((), "b"),
+        ((ReasoningPart("c"), TextPart("d")), "d"),
+        ((), "e"),
+        ((TextPart("ef"),), "f"),
+        ((), "<end>"),
+    ]
+    output = ResponseOutput("x", logprobs=True)
+    events: list[dict[str, Any]] = []
+    for number, (content, token) in enumerate(told, 1):
+        finish = "stop" if token == "<end>" else None
+        events += output.push(Delta(0, content, (scored(token),), number, finish))
+    message = output.items[1]["content"][0]
+    assert [one["token"] for one in message["logprobs"]] == ["b", "d", "e", "f", "<end>"]
+    deltas = [event["logprobs"] for event in events if event["type"].endswith("output_text.delta")]
+    assert [[one["token"] for one in part] for part in deltas] == [["b", "d"], ["e", "f"]]

@@ -1,0 +1,76 @@
+"""Embeddings of a decode worker: computed there, said once, and again to whoever missed them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine_kit import ask, fake_engine, of, run
+from parking import EPOCH, another, ask_again
+from worker_kit import Pair, prompt
+
+from pdserve.engine.api.request import Pooled
+from pdserve.protos import common_pb2 as pb
+
+ENGINE = {"pooling": "mean"}
+
+
+def pooled(ids: list[int]) -> list[float]:
+    """The values of the same request in an engine of its own."""
+    request = replace(ask("a", ids), pool=True)
+    (event,) = of(run(fake_engine(pooling="mean"), request), Pooled)
+    return list(event.values)
+
+
+def test_it_is_computed_there_though_a_prefill_worker_is_named(
+    with_pair: Callable[..., None],
+) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(40), remote=True, pool=True)
+        finished = await pair.decode.wait("finished", attempt)
+        assert pair.decode.kinds(attempt) == ["admitted", "embedding", "finished"]
+        (admitted, embedding) = (m for _, m in pair.decode.events[:2])
+        assert not admitted.HasField("ticket")
+        assert list(embedding.values) == pooled(prompt(40))
+        assert (embedding.epoch, finished.epoch, finished.remote) == (EPOCH, EPOCH, False)
+        phases = finished.phases
+        assert phases.prefill_s > 0
+        assert phases.transfer_s == 0
+        await pair.at_rest()
+
+    with_pair(test, engine=ENGINE)
+
+
+def test_it_is_said_again_to_a_session_that_missed_it(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(30), remote=False, pool=True)
+        await pair.decode.wait("finished", attempt)
+        await pair.decode.close()
+        client = another(pair)
+        ask_again(client, attempt)
+        await client.wait("finished", attempt)
+        assert client.kinds() == ["resumed", "embedding", "finished"]
+        embedding = client.events[1][1]
+        assert list(embedding.values) == pooled(prompt(30))
+        assert embedding.epoch == EPOCH + 1
+        await client.close()
+
+    with_pair(test, engine=ENGINE)
+
+
+def test_a_model_that_generates_refuses_it(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(9), remote=False, pool=True)
+        failed = await pair.decode.wait("failed", attempt)
+        assert failed.failure.code == pb.INVALID_ARGUMENT
+        assert failed.failure.message == "The model does not support Embeddings API"
+        assert failed.failure.param == "model"
+
+    with_pair(test)
+
+
+def test_an_embedding_model_refuses_to_generate(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(9), remote=False)
+        failed = await pair.decode.wait("failed", attempt)
+        assert failed.failure.message == "The model does not support text generation"
+
+    with_pair(test, engine=ENGINE)

@@ -1,0 +1,77 @@
+"""Answers made of parts (text, reasoning, calls of tools) that a test writes down."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.service import Service
+from pdserve.gateway.text.parts import ContentPart
+
+CACHED = 3  # tokens of each prompt
+
+
+def deltas(*parts: ContentPart, finish: str = "stop", stop: str | None = None) -> list[Delta]:
+    """A token for each part, and one that ends the answer."""
+    told = [Delta(0, (part,), (), number, None) for number, part in enumerate(parts, 1)]
+    return [*told, Delta(0, (), (), len(parts) + 1, finish, stop=stop)]
+
+
+class ScriptedParts:
+    """Takes the place of a service's completions: the n-th request gets the n-th answer, where an
+    exception is raised. Records what was asked, and hands it on without what would bind or parse
+    an answer, since this one is written down."""
+
+    def __init__(self, *answers: Sequence[Delta | Exception]) -> None:
+        self.asked: list[Any] = []
+        self._answers = list(answers)
+
+    def install(self, service: Service) -> None:
+        prepare = service.prepare
+
+        def recorded(asked: Any, caller: Caller) -> AbstractAsyncContextManager[PreparedCompletion]:
+            self.asked.append(asked)
+            sampling = replace(asked.sampling, structure=None, thinking_budget=None)
+            return prepare(replace(asked, tool_use=None, sampling=sampling), caller)
+
+        service.prepare = recorded  # type: ignore[method-assign]
+        service.completions = self  # type: ignore[assignment]
+
+    async def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
+        answer = self._answers.pop(0)
+        counted = 0
+        for delta in answer:
+            if isinstance(delta, Exception):
+                raise delta
+            counted = delta.num_tokens
+            yield delta
+        yield Usage(len(completion.prompts[0].ids), counted, CACHED)
+
+    def messages(self, number: int = -1) -> list[dict[str, Any]]:
+        """What a template was to be filled with."""
+        return [dict(message) for message in self.asked[number].conversation.messages]
+
+
+class MemoryStore:
+    """A ResponseStore."""
+
+    def __init__(self, fails: Exception | None = None, room: bool = True) -> None:
+        self.kept: dict[tuple[bytes, str], Any] = {}
+        self._fails = fails
+        self._room = room
+
+    async def save(self, tenant: bytes, kept: Any) -> bool:
+        if self._fails:
+            raise self._fails
+        if self._room:
+            self.kept[tenant, kept.id] = kept
+        return self._room
+
+    async def find(self, tenant: bytes, name: str) -> Any:
+        return self.kept.get((tenant, name))
+
+    async def remove(self, tenant: bytes, name: str) -> bool:
+        return self.kept.pop((tenant, name), None) is not None
