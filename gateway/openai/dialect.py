@@ -14,7 +14,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
-from pdserve.gateway.openai.body import B, parse
+from pdserve.gateway.openai.bodies.body import B, parse
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.openai.body import Body
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.sampling import refuse

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field
 
+from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
-from pdserve.gateway.openai.body import Body, parse
 from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput

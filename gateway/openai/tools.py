@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from pdserve.gateway.openai.body import Body
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.limits import AdmittedRequest
-from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.router_client.merge import merge
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent

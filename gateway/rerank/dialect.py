@@ -15,7 +15,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
-from pdserve.gateway.openai.body import parse
+from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score

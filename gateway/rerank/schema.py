@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pdserve.gateway.openai.body import Body
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.rerank.scores import ScoreRequest
 from pdserve.gateway.sampling import refuse
 

@@ -28,9 +28,9 @@ from pdserve.gateway.text.vocabulary import (
     stored_vocabulary,
 )
 from pdserve.gateway.text_processes.children import Children
-from pdserve.gateway.text_processes.grammar_cache import GrammarCache
 from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process
 from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, answered, ids_of
+from pdserve.gateway.text_processes.structure_cache import StructureCache
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
 
@@ -60,7 +60,7 @@ class TextProcesses:
         self._starting: deque[tuple[socket.socket, Children]] = deque()
         self._prompts = Children(self._fork, most, wait_s)
         self._grammars = Children(self._fork, 1, wait_s)  # so that prompts wait for no grammar
-        self._compiled = GrammarCache()
+        self._compiled = StructureCache()
         self._asking: set[asyncio.Task[Any]] = set()  # the loop keeps weak references only
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 

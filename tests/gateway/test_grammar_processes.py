@@ -16,8 +16,8 @@ from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.grammar_cache import ENTRY_BYTES, GrammarCache
 from pdserve.gateway.text_processes.pool import LoadedText
+from pdserve.gateway.text_processes.structure_cache import ENTRY_BYTES, StructureCache
 
 pytestmark = pytest.mark.anyio
 SLOW = HOSTILE["GBNF"]  # as long as it may
@@ -131,7 +131,7 @@ async def test_a_client_that_goes_leaves_its_grammar(pool: Pool) -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
-    cache = GrammarCache(max_bytes=3 * ENTRY_BYTES + 3 * 40)
+    cache = StructureCache(max_bytes=3 * ENTRY_BYTES + 3 * 40)
     for name in (b"a", b"b", b"c"):
         cache.put(name, "x" * 10)
     cache.put(b"b", "x" * 10)
@@ -145,7 +145,7 @@ def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
 
 
 def test_what_has_ended_a_child_is_forgotten_in_time() -> None:
-    cache = GrammarCache()
+    cache = StructureCache()
     error = TextError("it takes too long")
     cache.put(b"a", error, until_s=60.0)
     assert cache.get(b"a", 59.0) is error

@@ -11,7 +11,7 @@ from in_process_text import InProcessPool
 from text_pools import Pool, workers
 
 from pdserve.gateway.catalog import Catalog
-from pdserve.gateway.merge import merge
+from pdserve.gateway.router_client.merge import merge
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError

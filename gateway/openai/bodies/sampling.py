@@ -8,8 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.bodies.structure import StructureFields
-from pdserve.gateway.openai.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, cut
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_CHARS
-from pdserve.gateway.openai.body import Body
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.structure import Kind, Structure
 
@@ -82,7 +82,7 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormatBody(Body):
     """OpenAI's `response_format`; llama.cpp and others know a schema in a json_object, too."""
 
     type: str
@@ -183,7 +183,7 @@ class StructuredOutputs(Body):
 class StructureFields(Body):
     """Each asks for a structure."""
 
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema = None
     guided_regex: str | None = None

@@ -14,7 +14,7 @@ from pdserve.gateway.batches.tables import MAX_ID, StoredBatch
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.openai.body import Body, parse
+from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
 

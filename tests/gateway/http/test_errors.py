@@ -99,7 +99,7 @@ async def test_wrong_types_and_ranges(make_http, field, value):
         ),
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": HI, "response_format": {"type": "grammar"}}, "response_format.type"),
         ({"messages": HI, "functions": [{}]}, "functions"),
         ({"messages": HI, "modalities": ["audio"]}, "modalities"),

@@ -67,7 +67,7 @@ def check(deltas: list[Delta]) -> None:
 
 
 def scored(text: str) -> ScoredToken:
-    return ScoredToken(LogprobEntry(id=0, text=text, raw=text.encode(), logprob=-1.0), (), 0)
+    return ScoredToken(LogprobEntry(id=1, text=text, raw=text.encode(), logprob=-1.0), (), 0)
 
 
 def test_log_probabilities_are_those_of_the_text() -> None:

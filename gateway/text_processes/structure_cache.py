@@ -11,7 +11,7 @@ MAX_BYTES = 4 << 20  # of one model
 ENTRY_BYTES = 512  # that an entry takes beside its text
 
 
-class GrammarCache:
+class StructureCache:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._held = 0
