@@ -89,7 +89,9 @@ async def test_from_start_to_stop(gateway):
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         assert (await http.get("/ready")).json()["models"] == ["tiny"]
         headers = {"x-request-id": "mine"}
-        reply = await http.post("/v1/chat/completions", json={"messages": HI}, headers=headers)
+        reply = await http.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": HI}, headers=headers
+        )
         assert reply.json()["choices"][0]["message"]["content"] == "hello world"
         assert reply.headers["x-request-id"] == "mine"
         metrics = (await http.get("/metrics")).text
@@ -109,7 +111,10 @@ async def test_limits_of_a_key_are_those_of_the_options(servicer):
     gateway.url = (await gateway.event())[1]["url"]
     await gateway.event()
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-        replies = [await http.post("/v1/chat/completions", json={"messages": HI}) for _ in "abc"]
+        replies = [
+            await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+            for _ in "abc"
+        ]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
     assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
     assert replies[0].headers["x-ratelimit-limit-tokens"] == "1000"
@@ -155,7 +160,9 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
-        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        asked = asyncio.create_task(
+            http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+        )
         await eventually(lambda: servicer[0].router.starts)
         gateway.process.send_signal(signal.SIGTERM)
 
@@ -163,7 +170,7 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
             return (await http.get("/ready")).status_code != 200
 
         await eventually(stopping)
-        refused = await http.post("/v1/chat/completions", json={"messages": HI})
+        refused = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert refused.status_code == 503
         hold.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
@@ -183,7 +190,7 @@ async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
             return (await http.get("/ready")).status_code != 200
 
         await eventually(stopping)
-        late = await http.post("/v1/chat/completions", json={"messages": HI})
+        late = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert late.json()["choices"][0]["message"]["content"] == "hello world"
     assert gateway.process.returncode is None
     assert await gateway.ended() == 0
@@ -203,7 +210,7 @@ async def test_without_a_drain_it_ends_at_once(servicer, stream):
     _, figures = await gateway.event()
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
-        body = {"messages": HI, "stream": stream}
+        body = {"model": "tiny", "messages": HI, "stream": stream}
         asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
         await eventually(lambda: servicer[0].router.starts)
         began = time.monotonic()
@@ -220,7 +227,9 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        asked = asyncio.create_task(
+            http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+        )
         await eventually(lambda: servicer[0].router.starts)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -236,7 +245,7 @@ async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/ready")).status_code == 503
-        reply = await http.post("/v1/chat/completions", json={"messages": HI})
+        reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert reply.status_code == 503
         assert reply.headers["retry-after"]
     assert await gateway.stop() == 0

@@ -29,10 +29,10 @@ async def test_tokenize_and_back(make_http):
 async def test_tokenize_messages_as_chat_does(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    await client.post("/v1/chat/completions", json={"messages": HI})
+    await client.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
     body = (await client.post("/tokenize", json={"messages": HI})).json()
     assert body["tokens"] == list(router.starts[0].prompt_ids)
-    closed = {"messages": HI, "add_generation_prompt": False}
+    closed = {"model": "tiny", "messages": HI, "add_generation_prompt": False}
     assert (await client.post("/tokenize", json=closed)).json()["count"] < body["count"]
 
 
@@ -68,8 +68,12 @@ async def test_metrics(make_http):
     router = FakeRouter(saying("hello world"))
     client = make_http(router)
     for stream in (False, True):
-        await client.post("/v1/chat/completions", json={"messages": HI, "stream": stream})
-    await client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1})
+        await client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": HI, "stream": stream}
+        )
+    await client.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": HI, "max_tokens": 1}
+    )
     await client.post("/v1/chat/completions", json={"messages": HI, "model": "other"})
     values = {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -151,7 +155,7 @@ async def test_head_and_trailing_slashes(make_http):
         head = await client.head(url)
         assert head.status_code == 200
         assert head.headers["content-type"] == reply.headers["content-type"]
-    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     assert (await client.post("/v1/chat/completions/", json=body)).status_code == 200
 
 
@@ -165,7 +169,7 @@ async def test_a_compressed_body_is_refused(make_http):
 
 async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_http):
     client = make_http(saying("x"))
-    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     plain = (await client.post("/tokenize", json=body)).json()
     more = {
         "max_completion_tokens": 5,
