@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -96,6 +97,66 @@ async def test_a_client_that_leaves(connect, stream, play):
     writer.transport.abort()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
+
+
+@pytest.mark.parametrize("close", ["", "connection: close\r\n"], ids=["kept", "closing"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_only_ends_its_sending_side_is_answered(connect, stream, close):
+    go_on = asyncio.Event()
+
+    async def play(router, start):
+        yield placed(start)
+        await go_on.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    router = FakeRouter(play)
+    reader, writer = await connect(router)
+    asked = post({"model": "tiny", "messages": HI, "stream": stream})
+    writer.write(asked.replace(b"host: x\r\n", f"host: x\r\n{close}".encode()))
+    writer.write_eof()
+    await eventually(lambda: router.starts)
+    assert await reader.readuntil(b"\r\n\r\n") == protocol.INTERIM
+    await asyncio.sleep(3 * protocol.LOOK_S)
+    assert router.left == []
+    go_on.set()
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"hello" in answer
+    assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+async def test_a_client_that_ends_its_sending_side_and_then_leaves(connect):
+    router = FakeRouter(waiting)
+    reader, writer = await connect(router)
+    writer.write(post({"model": "tiny", "messages": HI}))
+    writer.write_eof()
+    assert await reader.readuntil(b"\r\n\r\n") == protocol.INTERIM
+    writer.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
+    writer.transport.abort()
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
+    assert router.left == [router.starts[0].request]
+
+
+@pytest.mark.parametrize("asked", ["", "POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
+async def test_an_unfinished_request_ends_with_its_connection(connect, asked):
+    reader, writer = await connect(FakeRouter(waiting))
+    writer.write(asked.encode())
+    writer.write_eof()
+    await asyncio.wait_for(reader.read(), LIMIT_S)
+
+
+async def test_a_client_of_http_1_0_that_ends_its_sending_side_has_left(connect):
+    """As a proxy's does whose own client has left."""
+    router = FakeRouter(waiting)
+    _, writer = await connect(router)
+    asked = post({"model": "tiny", "messages": HI})
+    writer.write(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    await eventually(lambda: router.starts)
+    writer.write_eof()
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
 
 
 async def test_a_client_that_leaves_with_several_prompts(connect):
