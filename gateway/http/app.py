@@ -1,29 +1,22 @@
-"""The HTTP shell: mounts the dialects, answers probes and metrics, and catches every error.
+"""The HTTP shell: mounts the dialects and the operations, and catches every error.
 
 Invariant: nothing here knows an API. An error has the shape of the dialect whose path it hit.
 """
 
-import asyncio
-import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.http.guard import REQUEST_ID, Guard, caller_of
+from pdserve.gateway.http.guard import REQUEST_ID, Guard
+from pdserve.gateway.http.operations import add_operations
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
-from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import ApiKeys
-
-log = logging.getLogger("pdserve.gateway.http")
 
 # Headers of answers that pages of allowed origins may read.
 EXPOSED = (
@@ -35,7 +28,6 @@ EXPOSED = (
         for what in ("requests", "tokens")
     ),
 )
-SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
 
 
 def create_app(
@@ -52,9 +44,7 @@ def create_app(
     # No generated docs: with keys set, a route that is not listed here does not exist.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
-    for dialect in dialects:
-        dialect.add_routes(app)
-    _add_operations(app, service, readiness)
+    add_routes(app, dialects, service, readiness)
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
@@ -70,6 +60,15 @@ def create_app(
     )
 
 
+def add_routes(
+    app: FastAPI, dialects: Sequence[Dialect], service: Service, readiness: Readiness
+) -> None:
+    """Every route that there is."""
+    for dialect in dialects:
+        dialect.add_routes(app)
+    add_operations(app, service, readiness)
+
+
 def _lenient(app: ASGIApp) -> ASGIApp:
     """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
     is ignored."""
@@ -83,38 +82,6 @@ def _lenient(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return call
-
-
-def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        found = await readiness.check()
-        if not found.models:
-            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
-        return JSONResponse({"status": "ready", "models": found.models})
-
-    scraping = FairSemaphore(1)
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        async with scraping.turn(caller_of(request).tenant.id):
-            page = await _metrics_page(service)
-            await asyncio.sleep(SCRAPE_PAUSE_S)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _metrics_page(service: Service) -> bytes:
-    try:
-        service.metrics.fleet.update(await service.upstream.fleet())
-    except ServiceError as error:
-        log.warning("metrics without a fresh view of the fleet: %s", error.message)
-    service.metrics.open.labels("waiting").set(service.limits.waiting)
-    service.metrics.open.labels("open").set(service.limits.open)
-    return generate_latest(service.metrics.registry)
 
 
 def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:

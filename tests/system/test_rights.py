@@ -32,12 +32,12 @@ def fleet() -> Iterator[Fleet]:
 def test_the_routes_are_those_of_the_application() -> None:
     from fastapi import FastAPI
 
-    from pdserve.gateway.http.app import _add_operations
+    from pdserve.gateway.http.app import add_routes
     from pdserve.gateway.openai.dialect import OpenAiDialect
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    OpenAiDialect(None, None, None).add_routes(app)  # type: ignore[arg-type]
-    _add_operations(app, None, None)  # type: ignore[arg-type]
+    openai = OpenAiDialect(None, None, None)  # type: ignore[arg-type]
+    add_routes(app, [openai], None, None)  # type: ignore[arg-type]
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
         for route in app.routes

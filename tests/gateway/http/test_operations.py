@@ -1,9 +1,10 @@
 """/tokenize, /detokenize, /health, /ready and /metrics."""
 
 import asyncio
+from importlib.metadata import version
 
 import pytest
-from fake_router import FakeRouter, saying
+from fake_router import FakeRouter, saying, served
 from http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,6 +53,26 @@ async def test_refusals(make_http, url, body, param):
     reply = await make_http(saying("x")).post(url, json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+async def test_the_version(make_http):
+    about = (await make_http(saying("x")).get("/version")).json()
+    assert about["version"] == version("pdserve")
+    assert about["python"].startswith("3.")
+    assert about["platform"].islower()
+
+
+async def test_models_say_what_can_be_asked_of_them(make_http):
+    chat, text = served("chat")[0], served("text")[0]
+    text.ClearField("template_digest")
+    client = make_http(FakeRouter(saying("x"), [chat, text]))
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [model["capabilities"] for model in listed] == [
+        {"completion": True, "chat": True},
+        {"completion": True, "chat": False},
+    ]
+    assert (await client.get("/v1/models/text")).json() == listed[1]
+    assert listed[0]["max_model_len"] == chat.context_len
 
 
 async def test_ready_needs_a_live_decode_worker(make_http):
