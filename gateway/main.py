@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import secrets
+import socket
 import time
 
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
@@ -16,6 +17,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
+from pdserve.gateway.http.unix_socket import unix_listener
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
@@ -52,10 +54,11 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
     configure_logging("gateway", settings.log_level)
-    return lifecycle.run(_serve(settings, report))
+    with unix_listener(settings.unix_socket) as unix:
+        return lifecycle.run(_serve(settings, report, unix))
 
 
-async def _serve(settings: GatewaySettings, report: Report) -> int:
+async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket | None) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
     tls = make_tls(settings.tls_cert, settings.tls_key)
@@ -98,6 +101,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.open_metrics,
         local=is_loopback(settings.host),
         allowed_origins=settings.allow_origins,
+        root_path=settings.root_path,
     )
     http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
@@ -114,13 +118,14 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
     session = await client.start()
-    serving = asyncio.create_task(http.serve([listener]), name="http")
+    serving = asyncio.create_task(http.serve([listener, *((unix,) if unix else ())]), name="http")
     port = listener.getsockname()[1]
     report(
         "listening",
         {
             "url": f"{'http' if tls is None else 'https'}://{host_port(settings.host, port)}",
             "grpc": host_port(settings.host, grpc_port),
+            **({"unix": settings.unix_socket} if unix else {}),
         },
     )
     watching = [

@@ -3,6 +3,7 @@
 Invariant: nothing here knows an API. An error has the shape of the dialect whose path it hit.
 """
 
+import re
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
@@ -17,6 +18,8 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import ApiKeys
+
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 # Headers of answers that pages of allowed origins may read.
 EXPOSED = (
@@ -38,9 +41,20 @@ def create_app(
     open_metrics: bool = False,
     local: bool = False,
     allowed_origins: Sequence[str] = (),
+    root_path: str = "",
 ) -> ASGIApp:
     """The ASGI application; `open_metrics` lets /metrics in without a key. `local` and
-    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers."""
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
+    where a proxy shows the application. Raises ValueError if it is no such path."""
+    root_path = root_path.rstrip("/")
+    if root_path and not _ROOT.fullmatch(root_path):
+        raise ValueError(
+            f"--root-path: {root_path!r} must begin with / and have only plain letters"
+        )
+    if root_path and any(
+        f"{path}/".startswith(f"{root_path}/") for d in dialects for path in d.paths
+    ):
+        raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
     # No generated docs: with keys set, a route that is not listed here does not exist.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
@@ -48,7 +62,7 @@ def create_app(
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
-    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins))
+    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -69,16 +83,19 @@ def add_routes(
     add_operations(app, service, readiness)
 
 
-def _lenient(app: ASGIApp) -> ASGIApp:
+def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
     """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
-    is ignored."""
+    is ignored, and so is a proxy's `root_path` at its beginning."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope = dict(scope)  # the server's own says what the client sent
             if scope["method"] == "HEAD":
                 scope["method"] = "GET"
-            scope["path"] = scope["path"].rstrip("/") or "/"
+            path = scope["path"]
+            if root_path and f"{path}/".startswith(f"{root_path}/"):
+                path = path.removeprefix(root_path)
+            scope["path"] = path.rstrip("/") or "/"
         await app(scope, receive, send)
 
     return call

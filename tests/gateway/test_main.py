@@ -19,6 +19,7 @@ from router_process import RouterServicer, serve_router
 
 from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.cli.http_client import ApiClient
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -80,6 +81,29 @@ async def gateway(servicer) -> AsyncIterator[Gateway]:
     if gateway.process.returncode is None:
         gateway.process.kill()
         await gateway.ended()
+
+
+async def test_a_unix_socket(servicer, tmp_path):
+    path = tmp_path / "api"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # and is left there
+    settings = {"routers": [servicer[1]], "cluster_secret": (SECRET,), "unix_socket": str(path)}
+    gateway = await launch(port=0, **settings)
+    assert (await gateway.event())[1]["unix"] == str(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (await gateway.event())[0] == "ready"
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    for host, status in (("localhost", 200), ("evil.example", 403)):
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+            reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+            assert reply.status_code == status
+    client = ApiClient(f"unix:{path}")
+    assert (await asyncio.to_thread(client.get_json, "/v1/models"))["data"][0]["id"] == "tiny"
+    other = await launch(port=0, **settings)
+    assert await other.ended() == 1
+    assert "another server listens there" in other.log
+    assert await gateway.stop() == 0
+    assert not path.exists()
 
 
 async def test_from_start_to_stop(gateway):
