@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.docs.pages import add_docs
 from pdserve.gateway.http.guard import REQUEST_ID, Guard
 from pdserve.gateway.http.operations import add_operations
 from pdserve.gateway.observability.readiness import Readiness
@@ -55,10 +56,11 @@ def create_app(
         f"{path}/".startswith(f"{root_path}/") for d in dialects for path in d.paths
     ):
         raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
-    # No generated docs: with keys set, a route that is not listed here does not exist.
+    # No docs of FastAPI's: its pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
     add_routes(app, dialects, service, readiness)
+    add_docs(app, dialects, root_path, keys.required)
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")

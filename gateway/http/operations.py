@@ -4,12 +4,14 @@ import asyncio
 import logging
 import platform
 from importlib import metadata
-from typing import Any
+from typing import Literal
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, PlainTextResponse
 
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
@@ -22,25 +24,32 @@ log = logging.getLogger("pdserve.gateway.http")
 SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
 
 
-def version_object() -> dict[str, Any]:
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    models: list[str]
+
+
+class Version(BaseModel):
     """vLLM's `version`, and on what the gateway runs."""
-    return {
-        "version": metadata.version("pdserve"),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()}-{platform.machine()}".lower(),
-    }
+
+    version: str = metadata.version("pdserve")
+    python: str = platform.python_version()
+    platform: str = f"{platform.system()}-{platform.machine()}".lower()
 
 
 def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
-    about = version_object()
     scraping = FairSemaphore(1)
 
-    @app.get("/health")
+    @app.get("/health", **described(answer=Health))
     async def health() -> Response:
         """Whether the process lives."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @app.get("/ready", **described(answer=Ready))
     async def ready() -> Response:
         """The models that can be asked; 503 while there is none."""
         found = await readiness.check()
@@ -48,12 +57,12 @@ def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None
             raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
         return JSONResponse({"status": "ready", "models": found.models})
 
-    @app.get("/version")
+    @app.get("/version", **described(answer=Version))
     async def version() -> Response:
         """The version of this server."""
-        return JSONResponse(about)
+        return JSONResponse(Version().model_dump())
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Figures of the gateway and of the fleet in Prometheus' text format."""
         async with scraping.turn(caller_of(request).tenant.id):

@@ -5,6 +5,7 @@ are not served is in fields.py.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,9 +17,10 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    WithJsonSchema,
 )
 
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
@@ -88,6 +90,45 @@ def _few(name: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_TEXT = {"type": "string"}
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {**_TEXT, "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {
+            "type": "array",
+            "items": {**_TEXT, "minLength": 1, "maxLength": MAX_STOP_CHARS},
+            "maxItems": MAX_ENTRIES["stop"],
+        },
+        {"type": "null"},
+    ]
+}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+# Fields with the bounds of another name.
+_BOUNDED_AS = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens", "best_of": "n"}
+
+
+def _bounded(schema: dict[str, Any]) -> None:
+    """Writes the bounds of sampling into the description of a body."""
+    for name, field in schema["properties"].items():
+        bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
+        for kind in field.get("anyOf", ()):
+            if bounds is None or kind.get("type") not in ("integer", "number"):
+                continue
+            kind["exclusiveMinimum" if bounds.api.open_low else "minimum"] = bounds.api.low
+            if bounds.api.high < math.inf:
+                kind["maximum"] = bounds.api.high
+    if "echo" in schema["properties"]:  # max_tokens 0 is that of an echo alone
+        schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
+
+
 class Body(BaseModel):
     """Strict types: no "5" for 5, no true for 1, no NaN."""
 
@@ -103,8 +144,9 @@ class StreamOptions(Body):
 class Sampling(Body):
     """The fields that chat and plain completions share."""
 
+    model_config = ConfigDict(json_schema_extra=_bounded)
     generates = True
-    model: str
+    model: str = Field(json_schema_extra={"minLength": 1})
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -117,7 +159,9 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
     seed: int | None = None
-    stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
+    stop: Annotated[Any, AfterValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] = Field(
+        None, validate_default=True
+    )
     stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -234,7 +278,7 @@ class ChatBody(ConversationBody, Sampling):
 class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(_prompt)]
+    prompt: Annotated[Any, AfterValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None

@@ -33,11 +33,13 @@ def test_the_routes_are_those_of_the_application() -> None:
     from fastapi import FastAPI
 
     from pdserve.gateway.http.app import add_routes
+    from pdserve.gateway.http.docs.pages import add_docs
     from pdserve.gateway.openai.dialect import OpenAiDialect
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     openai = OpenAiDialect(None, None, None)  # type: ignore[arg-type]
     add_routes(app, [openai], None, None)  # type: ignore[arg-type]
+    add_docs(app, [openai], "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
         for route in app.routes
