@@ -24,7 +24,7 @@ from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHA
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
-from pdserve.gateway.text.messages import EFFORTS, TemplateInput
+from pdserve.gateway.text.messages import EFFORTS, ROLES, TemplateInput
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -110,6 +110,14 @@ _PROMPT_SCHEMA: dict[str, Any] = {
         _IDS_SCHEMA,
         {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
+}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART, "minItems": 1}, {"type": "null"}]
 }
 # Fields with the bounds of another name.
 _BOUNDED_AS = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens", "best_of": "n"}
@@ -200,8 +208,8 @@ class Sampling(Body):
 class Message(Body):
     """One message. gateway/text checks its role and content when it fills the template."""
 
-    role: str
-    content: Any = None
+    role: Annotated[str, WithJsonSchema({**_TEXT, "enum": list(ROLES)})]
+    content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
