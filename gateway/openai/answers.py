@@ -49,14 +49,14 @@ class ChunkUsage(BaseModel):
     pdserve: UsageDetails | None = None
 
 
-class TokenLogprob(BaseModel):
+class AnswerLogprob(BaseModel):
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-class ScoredChatToken(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
+class ScoredChatToken(AnswerLogprob):
+    top_logprobs: list[AnswerLogprob]
 
 
 class ChatLogprobs(BaseModel):
@@ -132,7 +132,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(BaseModel):
+class TextCompletion(BaseModel):
     """The answer of /v1/completions, and with `usage` so far an event of a streamed one."""
 
     id: str

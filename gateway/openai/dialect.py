@@ -18,11 +18,11 @@ from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
-    Completion,
     DetokenizeAnswer,
     ErrorObject,
     ModelList,
     ModelObject,
+    TextCompletion,
     TokenizeAnswer,
 )
 from pdserve.gateway.openai.chat import ChatReply
@@ -87,7 +87,7 @@ class OpenAiDialect:
 
         @app.post(
             "/v1/completions",
-            **described(CompletionBody, answer=Completion, event=Completion, end=END),
+            **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
         )
         async def completions(request: Request) -> Response:
             """Continuations of texts or token ids."""
