@@ -81,6 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _look_again(self) -> None:
         self._look = None
+        if self.transport.is_closing():
+            return
         if _is_reset(self.transport.get_extra_info("socket")):
             self.transport.abort()
         else:
