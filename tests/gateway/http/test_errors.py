@@ -288,7 +288,7 @@ async def test_the_whole_context_can_be_used(make_http):
 
 async def test_unknown_routes_and_methods(make_http):
     client = make_http(saying("x"))
-    for url in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json"):
+    for url in ("/", "/v1", "/v1/nothing", "/redoc", "/docs/other.js"):
         error = check(await client.get(url), 404, code="unknown_url")
         assert error["message"].startswith("unknown URL")
     for url in ("/v1/embeddings", "/v1/responses", "/v1/images/generations", f"{CHAT}/id"):
