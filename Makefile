@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -39,10 +39,11 @@ help:
 	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
+	@echo "make accept-api   the acceptance lines of the API"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
-	@echo "make docs         docs/models.md, from the code"
+	@echo "make docs         docs/models.md and docs/api.md, from the code"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -136,6 +137,9 @@ accept-security: setup
 accept-models: setup
 	$(BIN)/python benchmarks/accept.py models $(ARGS)
 
+accept-api: setup
+	$(BIN)/python benchmarks/accept.py api $(ARGS)
+
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
@@ -148,6 +152,7 @@ bench-formats: setup
 
 docs: setup
 	$(BIN)/python tests/support/models_page.py > docs/models.md
+	$(BIN)/python tests/support/api_page.py > docs/api.md
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
+from pdserve.gateway.http.unix_socket import unix_listener
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -60,10 +62,11 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
     configure_logging("gateway", settings.log_level)
-    return lifecycle.run(_serve(settings, report))
+    with unix_listener(settings.unix_socket) as unix:
+        return lifecycle.run(_serve(settings, report, unix))
 
 
-async def _serve(settings: GatewaySettings, report: Report) -> int:
+async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket | None) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
     tls = make_tls(settings.tls_cert, settings.tls_key)
@@ -125,6 +128,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         local=is_loopback(settings.host),
         allowed_origins=settings.allow_origins,
         routes=routes,
+        root_path=settings.root_path,
     )
     http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
@@ -141,13 +145,14 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
     session = await client.start()
-    serving = asyncio.create_task(http.serve([listener]), name="http")
+    serving = asyncio.create_task(http.serve([listener, *((unix,) if unix else ())]), name="http")
     port = listener.getsockname()[1]
     report(
         "listening",
         {
             "url": f"{'http' if tls is None else 'https'}://{host_port(settings.host, port)}",
             "grpc": host_port(settings.host, grpc_port),
+            **({"unix": settings.unix_socket} if unix else {}),
         },
     )
     watching = [

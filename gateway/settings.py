@@ -15,6 +15,12 @@ class GatewaySettings(PublicSettings):
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
     port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
+    unix_socket: str = option(
+        "", "path at which the REST API is served too, in clear, to this user's processes"
+    )
+    root_path: str = option(
+        "", "path under which a proxy shows the REST API, e.g. /llm; requests may have it or not"
+    )
     grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
     routers: tuple[str, ...] = option(
         (), "host:port of routers; names are resolved anew, and requests spread over all"

@@ -42,7 +42,8 @@ def run_and_ask(clone: Path) -> dict[str, Any]:
         else:
             raise SystemExit("make run ended before it was ready")
         ready_s = time.monotonic() - started
-        body = {"messages": [{"role": "user", "content": "Name the capital of France."}],
+        body = {"model": "SmolLM2-135M-Instruct",
+                "messages": [{"role": "user", "content": "Name the capital of France."}],
                 "temperature": 0, "max_tokens": 16}  # fmt: skip
         request = urllib.request.Request(
             "http://127.0.0.1:18555/v1/chat/completions",

@@ -5,7 +5,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 
+from pdserve.gateway.anthropic.answers import MessagesError
 from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
 from pdserve.gateway.anthropic.schema import parse_count, parse_messages
 from pdserve.gateway.caller import Caller
@@ -33,6 +35,7 @@ class AnthropicDialect:
     paths: tuple[str, ...] = ("/v1/messages",)
     not_offered: tuple[str, ...] = ("/v1/messages/batches/",)
     statuses: Mapping[int, int] = MappingProxyType({503: 529})
+    error_model: type[BaseModel] = MessagesError
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service

@@ -1,30 +1,27 @@
-"""The HTTP shell: mounts the dialects, answers probes and metrics, and catches every error.
+"""The HTTP shell: mounts the dialects and the operations, and catches every error.
 
 Invariant: nothing here knows an API. An error has the shape of the dialect whose path it hit.
 """
 
-import asyncio
-import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.docs.pages import add_docs
 from pdserve.gateway.http.guard import REQUEST_ID, Guard, caller_of
+from pdserve.gateway.http.operations import add_operations
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
-from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import ApiKeys
 
-log = logging.getLogger("pdserve.gateway.http")
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 # Headers of answers that pages of allowed origins may read.
 EXPOSED = (
@@ -36,7 +33,6 @@ EXPOSED = (
         for what in ("requests", "tokens")
     ),
 )
-SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
 
 
 def create_app(
@@ -47,16 +43,28 @@ def create_app(
     open_metrics: bool = False,
     local: bool = False,
     allowed_origins: Sequence[str] = (),
+    root_path: str = "",
     routes: FastAPI | None = None,
 ) -> ASGIApp:
     """The ASGI application; `open_metrics` lets /metrics in without a key. `local` and
-    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `routes` are
-    those of `create_routes`, if they are made already."""
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
+    where a proxy shows the application. `routes` are those of `create_routes`, if they are made
+    already. Raises ValueError if the root path is none."""
+    root_path = root_path.rstrip("/")
+    if root_path and not _ROOT.fullmatch(root_path):
+        raise ValueError(
+            f"--root-path: {root_path!r} must begin with / and have only plain letters"
+        )
+    if root_path and any(
+        f"{path}/".startswith(f"{root_path}/") for d in dialects for path in d.paths
+    ):
+        raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
     app = routes or create_routes(dialects, service, readiness)
+    add_docs(app, dialects, root_path, keys.required)
     open_paths = ["/health", "/ready"]
     if open_metrics:
         open_paths.append("/metrics")
-    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins))
+    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -70,61 +78,31 @@ def create_app(
 
 def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Readiness) -> FastAPI:
     """What answers requests that the Guard has let in."""
-    # No generated docs: with keys set, a route that is not listed here does not exist.
+    # No docs of FastAPI's: its pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
     for dialect in dialects:
         dialect.add_routes(app)
-    _add_operations(app, service, readiness)
+    add_operations(app, service, readiness)
     return app
 
 
-def _lenient(app: ASGIApp) -> ASGIApp:
+def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
     """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
-    is ignored."""
+    is ignored, and so is a proxy's `root_path` at its beginning."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope = dict(scope)  # the server's own says what the client sent
             if scope["method"] == "HEAD":
                 scope["method"] = "GET"
-            scope["path"] = scope["path"].rstrip("/") or "/"
+            path = scope["path"]
+            if root_path and f"{path}/".startswith(f"{root_path}/"):
+                path = path.removeprefix(root_path)
+            scope["path"] = path.rstrip("/") or "/"
         await app(scope, receive, send)
 
     return call
-
-
-def _add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        found = await readiness.check()
-        if not found.models:
-            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
-        return JSONResponse({"status": "ready", "models": found.models})
-
-    scraping = FairSemaphore(1)
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        async with scraping.turn(caller_of(request).tenant.id):
-            page = await _metrics_page(service)
-            await asyncio.sleep(SCRAPE_PAUSE_S)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _metrics_page(service: Service) -> bytes:
-    try:
-        service.metrics.fleet.update(await service.upstream.fleet())
-    except ServiceError as error:
-        log.warning("metrics without a fresh view of the fleet: %s", error.message)
-    service.metrics.open.labels("waiting").set(service.limits.waiting)
-    service.metrics.open.labels("open").set(service.limits.open)
-    service.metrics.open.labels("batch").set(service.limits.background)
-    return generate_latest(service.metrics.registry)
 
 
 def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
@@ -86,8 +87,11 @@ class Dialect(ErrorShape, Protocol):
     """Beginnings of paths, each with a slash at its end, that the API has elsewhere and this server
     does not offer."""
 
+    error_model: type[BaseModel]
+    """What `error_object` returns, for the description of the API."""
+
     def add_routes(self, app: FastAPI) -> None:
-        """Mount the API's routes."""
+        """Mount the API's routes, described as in http/docs/document.py."""
         ...
 
 

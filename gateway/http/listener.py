@@ -68,7 +68,7 @@ class HttpListener:
                     PAUSE_S, self._loop.add_reader, self._sock, self._accept
                 )
                 return
-            owner = _owner(address[0])
+            owner = _owner(address[0]) if address else b""  # all of a Unix socket are one
             if not self._has_room(owner):
                 connection.close()
                 continue

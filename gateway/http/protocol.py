@@ -1,9 +1,11 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: size and time of a request's head.
 
-Also the ASGI extension by which a response that its client does not read is dropped.
+Also the ASGI extension by which a response that its client does not read is dropped, and answers
+for clients that end their sending side.
 """
 
 import asyncio
+import socket
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +20,9 @@ MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_IDLE_BYTES = 1 << 20  # more than the loop reads at once
 HEAD_TIMEOUT_S = 10.0
+LOOK_S = 0.1  # between looks whether a client that has ended its sending side is still there
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -26,13 +31,21 @@ class BoundedProtocol(HttpToolsProtocol):
     An answer before the end of its request's body is the connection's last; the rest of the body
     may take as long as a head. `dialect` gives shape to errors of requests whose path is not known
     yet; `lost` is set at the end.
+
+    The FIN of a client that only ends its sending side looks like that of one that has left. A
+    write tells them apart, for the system of one that has left resets the connection: so an interim
+    response is written, and the connection is looked at until the answer is out. HTTP/1.0 has no
+    interim responses and TLS no half-closed connections; there a FIN means that the client has
+    left.
     """
 
     _head_bytes = 0
     _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _last = False  # the request is answered, or is being answered, before its body's end
+    _half_closed = False  # the client sends no more, and may wait for its answer
     _timer: asyncio.TimerHandle | None = None
+    _look: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,8 +58,35 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._look is not None:
+            self._look.cancel()
         self.lost.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps the connection open."""
+        if self._half_closed:
+            return True
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        old = cycle.scope["http_version"] == "1.0"
+        if old or self.transport.get_extra_info("ssl_object") is not None:
+            return False
+        self._half_closed = True
+        if not cycle.response_started and not self.pipeline:
+            self.transport.write(INTERIM)
+        self._look_again()
+        return True
+
+    def _look_again(self) -> None:
+        self._look = None
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+        else:
+            self._look = self.loop.call_later(LOOK_S, self._look_again)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -116,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._last and self.cycle.more_body:
             self._start_timer()  # for the rest of the body
-        elif self._last:
+        elif self._last or (self._half_closed and self.cycle.response_complete):
             self.transport.close()
 
     def _start_timer(self) -> None:
@@ -145,6 +185,13 @@ class BoundedProtocol(HttpToolsProtocol):
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()
+
+
+def _is_reset(sock: socket.socket) -> bool:
+    """Whether the peer has reset a TCP connection; of a Unix socket a failing write tells."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED
 
 
 def _unframed(cycle: RequestResponseCycle, send: Send) -> Send:

@@ -26,7 +26,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the process's own, and without its listener.
 
     `dialect` gives shape to the errors of what is no request. With the paths of a certificate and
-    its key, both PEM, it serves TLS.
+    its key, both PEM, it serves TLS, but for Unix sockets.
     """
 
     def __init__(self, app: object, dialect: Dialect, certificate: str = "", key: str = "") -> None:
@@ -65,6 +65,7 @@ class HttpServer(uvicorn.Server):
 
     async def _connection(self, sock: socket.socket) -> None:
         config: Any = self.config
+        secure = None if sock.family == socket.AF_UNIX else config.ssl
         served: BoundedProtocol = config.http_protocol_class(
             config=config, server_state=self.server_state, app_state={}
         )
@@ -72,8 +73,8 @@ class HttpServer(uvicorn.Server):
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: served,
                 sock,
-                ssl=config.ssl,
-                ssl_handshake_timeout=HANDSHAKE_S if config.ssl else None,
+                ssl=secure,
+                ssl_handshake_timeout=HANDSHAKE_S if secure else None,
             )
             await served.lost.wait()
 

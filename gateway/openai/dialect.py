@@ -7,13 +7,25 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.openai.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    DetokenizeAnswer,
+    ErrorObject,
+    ModelList,
+    ModelObject,
+    TextCompletion,
+    TokenizeAnswer,
+)
 from pdserve.gateway.openai.bodies.body import B, parse
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
@@ -21,7 +33,14 @@ from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.responses.routes import add_response_routes
-from pdserve.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, parse_tokenize
+from pdserve.gateway.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    parse_tokenize,
+)
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
@@ -30,7 +49,8 @@ from pdserve.gateway.storage.response_store import ResponseStore
 if TYPE_CHECKING:
     from pdserve.gateway.openai.stored.routes import StoredRoutes  # with SQLAlchemy
 
-DONE = b"data: [DONE]\n\n"
+END = "[DONE]"  # the data of a stream's last event
+DONE = f"data: {END}\n\n".encode()
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
@@ -49,6 +69,8 @@ class OpenAiDialect:
             "threads", "uploads", "vector_stores", "videos",
         )
     )  # fmt: skip
+
+    error_model: type[BaseModel] = ErrorObject
 
     def __init__(
         self,
@@ -74,15 +96,23 @@ class OpenAiDialect:
     def add_routes(self, app: FastAPI) -> None:
         service = self._service
 
-        @app.post("/v1/chat/completions")
+        @app.post(
+            "/v1/chat/completions",
+            **described(ChatBody, answer=ChatCompletion, event=ChatCompletionChunk, end=END),
+        )
         async def chat(request: Request) -> Response:
+            """The next message of a conversation."""
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
         add_response_routes(app, self, service, self._bodies, self._limits, self._responses)
 
-        @app.post("/v1/completions")
+        @app.post(
+            "/v1/completions",
+            **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
+        )
         async def completions(request: Request) -> Response:
+            """Continuations of texts or token ids."""
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
@@ -92,24 +122,28 @@ class OpenAiDialect:
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self, self._limits)
 
-        @app.post("/tokenize")
+        @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
         async def tokenize_route(request: Request) -> Response:
+            """The token ids of a text, or of messages after the chat template."""
             body = await self._bodies.read(request, parse_tokenize)
             return Reply(tokenize(service, body, caller_of(request)), self, self._limits)
 
-        @app.post("/detokenize")
+        @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
         async def detokenize_route(request: Request) -> Response:
+            """The text of token ids."""
             body = await self._read(request, DetokenizeBody)
             return Reply(detokenize(service, body, caller_of(request)), self, self._limits)
 
-        @app.get("/v1/models")
+        @app.get("/v1/models", **described(answer=ModelList))
         async def models() -> Response:
+            """The models that are served."""
             cards = await service.catalog.cards()
             data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
             return JSONResponse({"object": "list", "data": data})
 
-        @app.get("/v1/models/{name:path}")
+        @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(name: str) -> Response:
+            """One model that is served."""
             return JSONResponse(model_object(await service.catalog.card(name)))
 
         if self._stored is None:

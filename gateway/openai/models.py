@@ -1,8 +1,15 @@
 """/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pdserve.protos.common_pb2 import ModelCard
+
+# What a client can ask of a model, by the facts of its card. Whoever serves more adds a row.
+CAPABILITIES: dict[str, Callable[[ModelCard], bool]] = {
+    "completion": lambda card: not card.pooling,
+    "chat": lambda card: not card.pooling and bool(card.template_digest),
+}
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
@@ -12,6 +19,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "created": card.created,
         "owned_by": "pdserve",
         "max_model_len": card.context_len,
+        "capabilities": {name: served(card) for name, served in CAPABILITIES.items()},
         "architecture": card.architecture,
         "quantization": card.kv_identity.quantization,
         "weights_bytes": card.weights_bytes,

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, FailFast, Field
+from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
+from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
-from pdserve.gateway.text.messages import EFFORTS, TemplateInput
+from pdserve.gateway.text.messages import EFFORTS, ROLES, TemplateInput
 from pdserve.gateway.tool_use import ToolUse
 
 MAX_MESSAGES = 4096
@@ -49,8 +50,8 @@ def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
 class Message(Body):
     """One message. gateway/text checks its role and content when it fills the template."""
 
-    role: str
-    content: Any = None
+    role: Annotated[str, WithJsonSchema({**described.TEXT, "enum": list(ROLES)})]
+    content: Annotated[Any, WithJsonSchema(described.CONTENT)] = None
     name: str | None = None
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
     reasoning: str | None = None  # the same, as newer vLLM writes it
@@ -140,7 +141,9 @@ class ChatBody(ConversationBody, Sampling):
 class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(texts_or_ids)]
+    prompt: Annotated[
+        Any, AfterValidator(texts_or_ids), WithJsonSchema(described.texts_or_ids(MAX_PROMPTS))
+    ]
     max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
@@ -15,6 +16,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
+from pdserve.gateway.openai.answers import ErrorObject
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
@@ -28,6 +30,7 @@ class RerankDialect:
     paths: tuple[str, ...] = ("/v1/rerank", "/v1/score", "/rerank", "/score")
     not_offered: tuple[str, ...] = ()
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
+    error_model: type[BaseModel] = ErrorObject
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service

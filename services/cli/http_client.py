@@ -3,6 +3,7 @@ else. One connection per call; answers are bounded."""
 
 import http.client
 import json
+import socket
 from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,12 +20,30 @@ class ApiError(Exception):
         self.status = status
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
 class ApiClient:
     """Calls one server; `timeout_s` is for each wait on the network."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """Raises ApiError for a URL that is not http(s)://host[:port]."""
-        parts = urlsplit(url if "//" in url else "http://" + url)
+        """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+        kind, _, path = url.partition(":")
+        self._unix_path = path.removeprefix("//") if kind == "unix" else ""
+        if self._unix_path:
+            parts = urlsplit("http://localhost")
+        else:
+            parts = urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ApiError(f"{url!r} is not the URL of a server")
         self.url = url.rstrip("/")
@@ -80,10 +99,7 @@ class ApiClient:
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname
-        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
@@ -97,6 +113,14 @@ class ApiClient:
             connection.close()
             raise
         return connection, answer
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._unix_path:
+            return _UnixConnection(self._unix_path, self._timeout_s)
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname
+        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
 
     def _body(self, answer: http.client.HTTPResponse) -> bytes:
         try:

@@ -34,7 +34,7 @@ class UpSettings:
 class ClientSettings:
     """Which server a client talks to."""
 
-    url: str = option(DEFAULT_URL, "base URL of the server")
+    url: str = option(DEFAULT_URL, "base URL of the server, or unix:PATH of its socket")
     api_key: tuple[str, ...] = option((), "key to present; of several the first", secret=True)
 
 

@@ -19,6 +19,7 @@ from router_process import RouterServicer, serve_router
 
 from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.cli.http_client import ApiClient
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -82,6 +83,29 @@ async def gateway(servicer) -> AsyncIterator[Gateway]:
         await gateway.ended()
 
 
+async def test_a_unix_socket(servicer, tmp_path):
+    path = tmp_path / "api"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # and is left there
+    settings = {"routers": [servicer[1]], "cluster_secret": (SECRET,), "unix_socket": str(path)}
+    gateway = await launch(port=0, **settings)
+    assert (await gateway.event())[1]["unix"] == str(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (await gateway.event())[0] == "ready"
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    for host, status in (("localhost", 200), ("evil.example", 403)):
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+            reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+            assert reply.status_code == status
+    client = ApiClient(f"unix:{path}")
+    assert (await asyncio.to_thread(client.get_json, "/v1/models"))["data"][0]["id"] == "tiny"
+    other = await launch(port=0, **settings)
+    assert await other.ended() == 1
+    assert "another server listens there" in other.log
+    assert await gateway.stop() == 0
+    assert not path.exists()
+
+
 async def test_from_start_to_stop(gateway):
     used = psutil.Process(gateway.process.pid).cpu_times()
     assert used.user + used.system < 5  # seconds of a core; about 0.6 on an idle machine
@@ -89,7 +113,9 @@ async def test_from_start_to_stop(gateway):
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
         assert (await http.get("/ready")).json()["models"] == ["tiny"]
         headers = {"x-request-id": "mine"}
-        reply = await http.post("/v1/chat/completions", json={"messages": HI}, headers=headers)
+        reply = await http.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": HI}, headers=headers
+        )
         assert reply.json()["choices"][0]["message"]["content"] == "hello world"
         assert reply.headers["x-request-id"] == "mine"
         metrics = (await http.get("/metrics")).text
@@ -137,7 +163,10 @@ async def test_limits_of_a_key_are_those_of_the_options(servicer):
     gateway.url = (await gateway.event())[1]["url"]
     await gateway.event()
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-        replies = [await http.post("/v1/chat/completions", json={"messages": HI}) for _ in "abc"]
+        replies = [
+            await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+            for _ in "abc"
+        ]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
     assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
     assert replies[0].headers["x-ratelimit-limit-tokens"] == "1000"
@@ -183,7 +212,9 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
-        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        asked = asyncio.create_task(
+            http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+        )
         await eventually(lambda: servicer[0].router.starts)
         gateway.process.send_signal(signal.SIGTERM)
 
@@ -191,7 +222,7 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
             return (await http.get("/ready")).status_code != 200
 
         await eventually(stopping)
-        refused = await http.post("/v1/chat/completions", json={"messages": HI})
+        refused = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert refused.status_code == 503
         hold.set()
         assert (await asked).json()["choices"][0]["message"]["content"] == "hello"
@@ -211,7 +242,7 @@ async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
             return (await http.get("/ready")).status_code != 200
 
         await eventually(stopping)
-        late = await http.post("/v1/chat/completions", json={"messages": HI})
+        late = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert late.json()["choices"][0]["message"]["content"] == "hello world"
     assert gateway.process.returncode is None
     assert await gateway.ended() == 0
@@ -231,7 +262,7 @@ async def test_without_a_drain_it_ends_at_once(servicer, stream):
     _, figures = await gateway.event()
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
-        body = {"messages": HI, "stream": stream}
+        body = {"model": "tiny", "messages": HI, "stream": stream}
         asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
         await eventually(lambda: servicer[0].router.starts)
         began = time.monotonic()
@@ -248,7 +279,9 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
     servicer[0].router.play = play
     assert (await gateway.event())[0] == "ready"
     async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-        asked = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": HI}))
+        asked = asyncio.create_task(
+            http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+        )
         await eventually(lambda: servicer[0].router.starts)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -264,7 +297,7 @@ async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/ready")).status_code == 503
-        reply = await http.post("/v1/chat/completions", json={"messages": HI})
+        reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
         assert reply.status_code == 503
         assert reply.headers["retry-after"]
     assert await gateway.stop() == 0

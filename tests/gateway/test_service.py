@@ -39,7 +39,7 @@ async def pool(anyio_backend):
 async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, pool):
     """It is slower than slow: its process is stopped."""
     client = make_http(saying("hello"), text_pool=pool)
-    chat = partial(client.post, "/v1/chat/completions", json={"messages": HI})
+    chat = partial(client.post, "/v1/chat/completions", json={"model": "tiny", "messages": HI})
     assert (await chat()).status_code == 200
     (worker,) = workers()
     worker.suspend()
@@ -57,8 +57,8 @@ async def test_a_panic_while_a_prompt_is_prepared_is_one_error(make_http, pool, 
     blobs[card.tokenizer_digest] = panics_on_text(blobs[card.tokenizer_digest])
     client = make_http(FakeRouter(saying("hello"), [card], blobs), text_pool=pool)
     for path, body in (
-        ("/v1/chat/completions", {"messages": HI}),
-        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": HI}),
+        ("/v1/completions", {"model": "tiny", "prompt": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
     ):
         reply = await client.post(path, json=body | {"stream": stream})
@@ -98,7 +98,7 @@ async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, monkeypatch
     for _ in range(2):
         assert (await client.get("/ready")).status_code == 200
     assert caplog.text.count("model 'tiny': its tokenizer could not be loaded") == 1
-    asked = {"json": {"messages": HI}}
+    asked = {"json": {"model": "tiny", "messages": HI}}
     for stream in (False, True):
         answer = await client.post("/v1/chat/completions", json={**asked["json"], "stream": stream})
         assert answer.status_code == 503
@@ -232,5 +232,7 @@ async def test_a_default_request_passes_the_default_limits(make_http):
     assert settings.queue_timeout_s < settings.request_timeout_s
     assert settings.max_unanswered <= settings.max_requests
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
-    reply = await make_http(saying("hello")).post("/v1/chat/completions", json={"messages": HI})
+    reply = await make_http(saying("hello")).post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": HI}
+    )
     assert reply.status_code == 200

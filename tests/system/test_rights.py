@@ -32,12 +32,14 @@ def fleet() -> Iterator[Fleet]:
 def test_the_routes_are_those_of_the_application() -> None:
     from fastapi import FastAPI
 
-    from pdserve.gateway.http.app import _add_operations
+    from pdserve.gateway.http.app import add_routes
+    from pdserve.gateway.http.docs.pages import add_docs
     from pdserve.gateway.openai.dialect import OpenAiDialect
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    OpenAiDialect(None, None, None).add_routes(app)  # type: ignore[arg-type]
-    _add_operations(app, None, None)  # type: ignore[arg-type]
+    openai = OpenAiDialect(None, None, None)  # type: ignore[arg-type]
+    add_routes(app, [openai], None, None)  # type: ignore[arg-type]
+    add_docs(app, [openai], "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
         for route in app.routes
@@ -86,7 +88,7 @@ def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -
 
 
 def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
-    for path in ("/", "/docs", "/openapi.json", "/v1", "/v1/files", "//metrics", "/..%2fmetrics"):
+    for path in ("/", "/redoc", "/docs/x", "/v1", "/v1/files", "//metrics", "/..%2fmetrics"):
         assert httpx.get(fleet.url + path).status_code == 401
         assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
 

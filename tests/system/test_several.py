@@ -18,7 +18,7 @@ def test_two_models_and_several_workers(tmp_path: Path) -> None:
     options += ["--kv-tokens", "4096", "--weights", "float32"]
     with Fleet(*options) as fleet, httpx.Client(base_url=fleet.url, timeout=60) as http:
         assert {m["id"] for m in http.get("/v1/models").json()["data"]} == set(models)
-        unnamed = http.post("/v1/completions", json={"prompt": PROMPTS[0]})
+        unnamed = http.post("/tokenize", json={"prompt": "a"})
         assert unnamed.status_code == 400
         assert unnamed.json()["error"]["param"] == "model"
 

@@ -34,6 +34,9 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
     if len(body) > MAX_FIELDS:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
+    model = kind.model_fields.get("model")
+    if model is not None and model.is_required() and body.get("model") in (None, ""):
+        raise refuse("model", "you must provide a model parameter")
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)

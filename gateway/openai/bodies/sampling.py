@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.sampling import refuse
@@ -54,8 +55,9 @@ class StreamOptions(Body):
 class Sampling(StructureFields):
     """The fields that chat and plain completions share."""
 
+    model_config = ConfigDict(json_schema_extra=described.bounded)
     generates = True
-    model: str = ""
+    model: str = Field(json_schema_extra={"minLength": 1})
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -68,7 +70,9 @@ class Sampling(StructureFields):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
     seed: int | None = None
-    stop: Annotated[Any, AfterValidator(_stop)] = Field(None, validate_default=True)
+    stop: Annotated[Any, AfterValidator(_stop), WithJsonSchema(described.STOP)] = Field(
+        None, validate_default=True
+    )
     stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
     allowed_token_ids: Annotated[list[int] | None, _few("allowed_token_ids")] = None
     bad_words: Annotated[list[str] | None, _few("bad_words")] = None

@@ -37,7 +37,7 @@ async def test_a_body_counts_until_it_is_answered(make_http):
     router = FakeRouter(waits)
     narrow = HttpLimits(1 << 16, 160 << 10, 60, max_buffer_bytes=1 << 16, stall_s=60)
     client = make_http(router, bounds=narrow)
-    body = {"prompt": list(range(100)) * 2, "max_tokens": 1, "user": "x" * 60_000}
+    body = {"model": "tiny", "prompt": list(range(100)) * 2, "max_tokens": 1, "user": "x" * 60_000}
     held = [asyncio.create_task(client.post(PLAIN, json=body)) for _ in range(2)]
     await eventually(lambda: len(router.starts) == 2)
     assert (await client.post(PLAIN, json=body)).status_code == 429
@@ -51,14 +51,14 @@ async def test_a_body_counts_until_it_is_answered(make_http):
     [
         ({"stop_token_ids": ["a"] * 200}, "stop_token_ids: at most 128 entries, not 200"),
         ({"logit_bias": {str(i): "a" for i in range(1100)}}, "logit_bias: at most 1024 entries"),
-        ({str(i): 0 for i in range(1100)}, "the body has 1101 fields, at most 1024"),
+        ({str(i): 0 for i in range(1100)}, "the body has 1102 fields, at most 1024"),
     ],
     ids=["ids", "biases", "fields"],
 )
 async def test_too_many_wrong_entries_are_not_looked_at(make_http, more, said):
     """Each would cost an error of its own: half a million take a second of the loop."""
     client = make_http(saying("x"), bounds=WIDE)
-    reply = await client.post(PLAIN, json={"prompt": "a", **more})
+    reply = await client.post(PLAIN, json={"model": "tiny", "prompt": "a", **more})
     assert reply.status_code == 400
     assert said in reply.text
 
@@ -70,7 +70,7 @@ async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
 
     async def unfinished():
         nonlocal begun
-        yield b'{"messages": "' + b"x" * 60_000
+        yield b'{"model": "tiny", "messages": "' + b"x" * 60_000
         begun += 1
         await go_on.wait()
         yield b'"}'
@@ -83,16 +83,20 @@ async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
     await eventually(lambda: begun == 4)
     refused = await post("flood", unfinished())
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    small = await post("flood", json.dumps({"messages": HI}).encode())
+    small = await post("flood", json.dumps({"model": "tiny", "messages": HI}).encode())
     assert small.status_code == 200, "there is room for 22 KB"
     for _ in range(3):
-        large = {"messages": [{"role": "user", "content": "hi " * 15_000}]}
+        large = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 15_000}]}
         reply = await post("other", json.dumps(large).encode())
         assert reply.status_code != 429
     go_on.set()
     for reply in await asyncio.gather(*flood):
         check(reply, 400, "messages")
-    check(await post("flood", b'{"messages": "' + b"x" * 60_000 + b'"}'), 400, "messages")
+    check(
+        await post("flood", b'{"model": "tiny", "messages": "' + b"x" * 60_000 + b'"}'),
+        400,
+        "messages",
+    )
 
 
 async def test_body_too_slow(make_app):
@@ -123,9 +127,9 @@ async def test_more_requests_than_there_is_room_for(make_http, limits, words):
             yield event
 
     client = make_http(FakeRouter(play), limits=AdmissionLimits(*limits))
-    first = asyncio.create_task(client.post(CHAT, json={"messages": HI}))
+    first = asyncio.create_task(client.post(CHAT, json={"model": "tiny", "messages": HI}))
     await asyncio.sleep(0.05)
-    reply = await client.post(CHAT, json={"messages": HI})
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": HI})
     assert reply.status_code == 429
     error = reply.json()["error"]
     assert error["type"] == "rate_limit_error"
@@ -133,4 +137,4 @@ async def test_more_requests_than_there_is_room_for(make_http, limits, words):
     assert int(reply.headers["retry-after"]) >= 1
     hold.set()
     assert (await first).status_code == 200
-    assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
+    assert (await client.post(CHAT, json={"model": "tiny", "messages": HI})).status_code == 200

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -89,7 +90,7 @@ async def test_a_client_that_leaves(connect, stream, play):
     never = 100 * LIMIT_S
     bounds = HttpLimits(1 << 16, 1 << 20, never, max_buffer_bytes=1 << 40, stall_s=never)
     reader, writer = await connect(router, bounds=bounds)
-    writer.write(post({"messages": HI, "stream": stream}))
+    writer.write(post({"model": "tiny", "messages": HI, "stream": stream}))
     await eventually(lambda: router.starts)
     if stream and play is endless:
         assert b"200 OK" in await reader.readline()
@@ -98,10 +99,70 @@ async def test_a_client_that_leaves(connect, stream, play):
     assert router.left == [router.starts[0].request]
 
 
+@pytest.mark.parametrize("close", ["", "connection: close\r\n"], ids=["kept", "closing"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_only_ends_its_sending_side_is_answered(connect, stream, close):
+    go_on = asyncio.Event()
+
+    async def play(router, start):
+        yield placed(start)
+        await go_on.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    router = FakeRouter(play)
+    reader, writer = await connect(router)
+    asked = post({"model": "tiny", "messages": HI, "stream": stream})
+    writer.write(asked.replace(b"host: x\r\n", f"host: x\r\n{close}".encode()))
+    writer.write_eof()
+    await eventually(lambda: router.starts)
+    assert await reader.readuntil(b"\r\n\r\n") == protocol.INTERIM
+    await asyncio.sleep(3 * protocol.LOOK_S)
+    assert router.left == []
+    go_on.set()
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"hello" in answer
+    assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+async def test_a_client_that_ends_its_sending_side_and_then_leaves(connect):
+    router = FakeRouter(waiting)
+    reader, writer = await connect(router)
+    writer.write(post({"model": "tiny", "messages": HI}))
+    writer.write_eof()
+    assert await reader.readuntil(b"\r\n\r\n") == protocol.INTERIM
+    writer.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
+    writer.transport.abort()
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
+    assert router.left == [router.starts[0].request]
+
+
+@pytest.mark.parametrize("asked", ["", "POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
+async def test_an_unfinished_request_ends_with_its_connection(connect, asked):
+    reader, writer = await connect(FakeRouter(waiting))
+    writer.write(asked.encode())
+    writer.write_eof()
+    await asyncio.wait_for(reader.read(), LIMIT_S)
+
+
+async def test_a_client_of_http_1_0_that_ends_its_sending_side_has_left(connect):
+    """As a proxy's does whose own client has left."""
+    router = FakeRouter(waiting)
+    _, writer = await connect(router)
+    asked = post({"model": "tiny", "messages": HI})
+    writer.write(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    await eventually(lambda: router.starts)
+    writer.write_eof()
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
+
+
 async def test_a_client_that_leaves_with_several_prompts(connect):
     router = FakeRouter(waiting)
     _, writer = await connect(router)
-    body = {"prompt": ["a", "b", "c"]}
+    body = {"model": "tiny", "prompt": ["a", "b", "c"]}
     writer.write(post(body).replace(b"/chat", b""))
     await eventually(lambda: len(router.starts) == 3)
     writer.transport.abort()
@@ -113,7 +174,7 @@ async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
     router = FakeRouter(endless)
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 17, stall_s=60)
     reader, writer = await connect(router, bounds=bounds)
-    writer.write(post({"messages": HI, "stream": True}))
+    writer.write(post({"model": "tiny", "messages": HI, "stream": True}))
     await reader.readline()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert len(router.left) == 1
@@ -134,7 +195,7 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
     router = FakeRouter(play)
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
-    writer.write(post({"messages": HI, "stream": True}))
+    writer.write(post({"model": "tiny", "messages": HI, "stream": True}))
     await reader.readline()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert len(router.left) == 1
@@ -144,7 +205,13 @@ async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
     router = FakeRouter(saying("hello world " * 40))
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
-    asked = {"messages": HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
+    asked = {
+        "model": "tiny",
+        "messages": HI,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "max_tokens": 300,
+    }
     writer.write(post(asked))
     await reader.readline()
     async with asyncio.timeout(20):
@@ -163,7 +230,7 @@ async def test_a_large_last_event_that_nobody_reads_costs_the_connection(connect
 
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 30, stall_s=0.3)
     reader, writer = await connect(FakeRouter(play), bounds=bounds)
-    writer.write(post({"messages": HI, "stream": True}))
+    writer.write(post({"model": "tiny", "messages": HI, "stream": True}))
     await reader.readline()
     await asyncio.sleep(1.0)
     taken = b""
@@ -186,7 +253,7 @@ async def test_a_slow_reader_gets_everything(connect):
         yield finished(start)
 
     reader, writer = await connect(FakeRouter(play))
-    writer.write(post({"messages": HI, "stream": True}))
+    writer.write(post({"model": "tiny", "messages": HI, "stream": True}))
     data = b""
     async with asyncio.timeout(20):
         while b"[DONE]" not in data:
@@ -239,7 +306,7 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
     reader, writer = await connect(FakeRouter(saying("x")))
     for pause in (0, 0.3, 0):  # idle between requests is no slow head
         await asyncio.sleep(pause)
-        writer.write(post({"messages": HI}))
+        writer.write(post({"model": "tiny", "messages": HI}))
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"200 OK" in head
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -269,7 +336,7 @@ async def test_a_large_body_does_not_hide_its_refusal(connect):
 async def test_a_refusal_after_the_body_keeps_the_connection(connect):
     reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
     for _ in range(2):
-        writer.write(post({"messages": HI}))
+        writer.write(post({"model": "tiny", "messages": HI}))
         head = await reader.readuntil(b"\r\n\r\n")
         assert b" 401 " in head
         assert b"connection: close" not in head
@@ -294,7 +361,7 @@ async def test_a_chunked_body_has_no_endless_lines(connect, filler):
 @pytest.mark.parametrize("keep", ["", "connection: keep-alive\r\n"])
 async def test_a_stream_of_http_1_0_has_no_frames(connect, keep):
     reader, writer = await connect(FakeRouter(saying("hello world")))
-    data = json.dumps({"messages": HI, "stream": True}).encode()
+    data = json.dumps({"model": "tiny", "messages": HI, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\n{keep}"
     head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fake_router import FakeRouter, saying
 from fastapi import Request
+from pydantic import BaseModel
 
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -27,12 +28,18 @@ LIMITS = HttpLimits(
 )
 
 
+class Wrong(BaseModel):
+    wrong: str
+    because: str
+
+
 class Lines:
     """A dialect whose streams are lines and whose errors have a shape of their own."""
 
     paths = ("/lines",)
     not_offered = ()
     statuses: ClassVar = {503: 529}
+    error_model = Wrong
 
     def add_routes(self, app: Any) -> None:
         @app.post("/lines")

@@ -166,14 +166,14 @@ async def test_malformed_json(make_http, data):
 
 
 async def test_a_number_too_large_for_a_float(make_http):
-    data = json.dumps({"messages": HI, "temperature": 0}).replace(" 0", " 1e999")
+    data = json.dumps({"model": "tiny", "messages": HI, "temperature": 0}).replace(" 0", " 1e999")
     reply = await make_http(saying("x")).post(CHAT, content=data, headers=JSON)
     check(reply, 400, "temperature")
 
 
 async def test_a_body_says_that_it_is_json(make_http):
     """A page of any origin may have its browser send the other types."""
-    data = json.dumps({"messages": HI}).encode()
+    data = json.dumps({"model": "tiny", "messages": HI}).encode()
     client = make_http(saying("x"))
     for good in ("application/json; charset=latin-1", "Application/JSON", "application/x+json"):
         reply = await client.post(CHAT, content=data, headers={"content-type": good})
@@ -202,10 +202,23 @@ async def test_a_long_model_name_is_cut(make_http, caplog):
     assert max(map(len, caplog.messages)) < 1000
 
 
-@pytest.mark.parametrize("model", ["", "tiny"])
-async def test_no_model_is_served_yet(make_http, model):
+@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": None}, {"model": "", "n": 0}])
+@pytest.mark.parametrize("url", [CHAT, PLAIN])
+async def test_a_model_must_be_named(make_http, url, body):
+    router = FakeRouter(saying("x"))
+    asked = {"messages": HI} if url == CHAT else {"prompt": "a"}
+    error = check(await make_http(router).post(url, json=asked | body), 400, "model")
+    assert error["message"] == "you must provide a model parameter"
+    assert router.starts == []
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [(CHAT, {"model": "tiny", "messages": HI}), ("/tokenize", {"prompt": "a"})],
+)
+async def test_no_model_is_served_yet(make_http, url, body):
     client = make_http(FakeRouter(saying("x"), cards=[]))
-    reply = await client.post(CHAT, json={"model": model, "messages": HI})
+    reply = await client.post(url, json=body)
     check(reply, 503, code="unavailable")
     assert reply.headers["retry-after"]
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": []}
@@ -221,22 +234,25 @@ async def test_a_model_that_was_served_is_left_to_the_router(make_http):
     assert reply.status_code == 200
 
 
-async def test_a_model_must_be_named_if_there_are_several(make_http):
+async def test_a_prompt_to_tokenize_names_its_model_if_there_are_several(make_http):
     cards = [served(name)[0] for name in ("one", "two")]
-    router = FakeRouter(saying("x"), cards)
-    check(await make_http(router).post(CHAT, json={"messages": HI}), 400, "model")
-    assert (
-        await make_http(router).post(CHAT, json={"model": "two", "messages": HI})
-    ).status_code == 200
+    client = make_http(FakeRouter(saying("x"), cards))
+    check(await client.post("/tokenize", json={"prompt": "a"}), 400, "model")
+    reply = await client.post("/tokenize", json={"model": "two", "prompt": "a"})
+    assert reply.status_code == 200
 
 
 async def test_a_model_without_template_still_completes(make_http):
     card, blobs = served()
     card.ClearField("template_digest")
     router = FakeRouter(saying("x"), [card], blobs)
-    error = check(await make_http(router).post(CHAT, json={"messages": HI}), 400, "messages")
+    error = check(
+        await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI}), 400, "messages"
+    )
     assert "no chat template" in error["message"]
-    assert (await make_http(router).post(PLAIN, json={"prompt": "a"})).status_code == 200
+    assert (
+        await make_http(router).post(PLAIN, json={"model": "tiny", "prompt": "a"})
+    ).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -255,15 +271,16 @@ async def test_a_model_without_template_still_completes(make_http):
 )
 async def test_too_long_for_the_context(make_http, url, body, param):
     router = FakeRouter(saying("x"))
-    check(await make_http(router).post(url, json=body), 400, param, "context_length_exceeded")
+    reply = await make_http(router).post(url, json={"model": "tiny", **body})
+    check(reply, 400, param, "context_length_exceeded")
     assert router.starts == []
 
 
 async def test_the_whole_context_can_be_used(make_http):
     router = FakeRouter(saying("x"))
-    body = {"prompt": [1] * 500, "max_tokens": 12}
+    body = {"model": "tiny", "prompt": [1] * 500, "max_tokens": 12}
     assert (await make_http(router).post(PLAIN, json=body)).status_code == 200
-    body = {"prompt": [1] * 511, "max_tokens": None}
+    body = {"model": "tiny", "prompt": [1] * 511, "max_tokens": None}
     reply = await make_http(router).post(PLAIN, json=body)
     assert reply.status_code == 200
     assert reply.json()["usage"]["completion_tokens"] == 1
@@ -271,7 +288,7 @@ async def test_the_whole_context_can_be_used(make_http):
 
 async def test_unknown_routes_and_methods(make_http):
     client = make_http(saying("x"))
-    for url in ("/", "/v1", "/v1/nothing", "/docs", "/openapi.json"):
+    for url in ("/", "/v1", "/v1/nothing", "/redoc", "/docs/other.js"):
         error = check(await client.get(url), 404, code="unknown_url")
         assert error["message"].startswith("unknown URL")
     for url in ("/v1/files", "/v1/conversations", "/v1/images/generations", f"{CHAT}/id"):
@@ -295,13 +312,13 @@ async def test_unknown_routes_and_methods(make_http):
 )
 async def test_what_is_not_supported_is_refused(make_http, field, value):
     client = make_http(saying("x"))
-    check(await client.post(CHAT, json={"messages": HI, field: value}), 400, field)
-    check(await client.post(PLAIN, json={"prompt": "a", field: value}), 400, field)
+    check(await client.post(CHAT, json={"model": "tiny", "messages": HI, field: value}), 400, field)
+    check(await client.post(PLAIN, json={"model": "tiny", "prompt": "a", field: value}), 400, field)
 
 
 async def test_a_name_of_a_field_is_cut(make_http):
     client = make_http(saying("x"))
-    body = {"prompt": "a", "logit_bias": {"A" * 50_000: "x"}}
+    body = {"model": "tiny", "prompt": "a", "logit_bias": {"A" * 50_000: "x"}}
     reply = await client.post(PLAIN, json=body)
     assert reply.status_code == 400
     assert len(reply.content) < 1000
@@ -337,7 +354,7 @@ async def test_request_ids(make_http):
         assert reply.headers["x-request-id"] not in ("", value)
     first, second = [(await client.get("/health")).headers["x-request-id"] for _ in range(2)]
     assert first != second
-    reply = await client.post("/v1/chat/completions", json={"messages": HI})
+    reply = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
     assert reply.json()["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
 
 
@@ -347,7 +364,9 @@ async def test_a_fault_of_ours_is_not_shown(make_http):
         yield
 
     for stream in (False, True):
-        reply = await make_http(play).post(CHAT, json={"messages": HI, "stream": stream})
+        reply = await make_http(play).post(
+            CHAT, json={"model": "tiny", "messages": HI, "stream": stream}
+        )
         error = check(reply, 500, code="internal")
         assert "secret" not in error["message"]
 

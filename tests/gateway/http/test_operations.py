@@ -1,9 +1,10 @@
 """/tokenize, /detokenize, /health, /ready and /metrics."""
 
 import asyncio
+from importlib.metadata import version
 
 import pytest
-from fake_router import FakeRouter, saying
+from fake_router import FakeRouter, saying, served
 from http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,10 +30,10 @@ async def test_tokenize_and_back(make_http):
 async def test_tokenize_messages_as_chat_does(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    await client.post("/v1/chat/completions", json={"messages": HI})
+    await client.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
     body = (await client.post("/tokenize", json={"messages": HI})).json()
     assert body["tokens"] == list(router.starts[0].prompt_ids)
-    closed = {"messages": HI, "add_generation_prompt": False}
+    closed = {"model": "tiny", "messages": HI, "add_generation_prompt": False}
     assert (await client.post("/tokenize", json=closed)).json()["count"] < body["count"]
 
 
@@ -54,6 +55,26 @@ async def test_refusals(make_http, url, body, param):
     assert reply.json()["error"]["param"] == param
 
 
+async def test_the_version(make_http):
+    about = (await make_http(saying("x")).get("/version")).json()
+    assert about["version"] == version("pdserve")
+    assert about["python"].startswith("3.")
+    assert about["platform"].islower()
+
+
+async def test_models_say_what_can_be_asked_of_them(make_http):
+    chat, text = served("chat")[0], served("text")[0]
+    text.ClearField("template_digest")
+    client = make_http(FakeRouter(saying("x"), [chat, text]))
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [model["capabilities"] for model in listed] == [
+        {"completion": True, "chat": True},
+        {"completion": True, "chat": False},
+    ]
+    assert (await client.get("/v1/models/text")).json() == listed[1]
+    assert listed[0]["max_model_len"] == chat.context_len
+
+
 async def test_ready_needs_a_live_decode_worker(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
@@ -68,8 +89,12 @@ async def test_metrics(make_http):
     router = FakeRouter(saying("hello world"))
     client = make_http(router)
     for stream in (False, True):
-        await client.post("/v1/chat/completions", json={"messages": HI, "stream": stream})
-    await client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1})
+        await client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": HI, "stream": stream}
+        )
+    await client.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": HI, "max_tokens": 1}
+    )
     await client.post("/v1/chat/completions", json={"messages": HI, "model": "other"})
     values = {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -151,7 +176,7 @@ async def test_head_and_trailing_slashes(make_http):
         head = await client.head(url)
         assert head.status_code == 200
         assert head.headers["content-type"] == reply.headers["content-type"]
-    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     assert (await client.post("/v1/chat/completions/", json=body)).status_code == 200
 
 
@@ -165,7 +190,7 @@ async def test_a_compressed_body_is_refused(make_http):
 
 async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_http):
     client = make_http(saying("x"))
-    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     plain = (await client.post("/tokenize", json=body)).json()
     more = {
         "max_completion_tokens": 5,

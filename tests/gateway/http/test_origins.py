@@ -4,7 +4,7 @@ import pytest
 from fake_router import saying
 
 pytestmark = pytest.mark.anyio
-ASKED = {"messages": [{"role": "user", "content": "hi"}]}
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 

@@ -40,7 +40,7 @@ async def test_a_messages_name_reaches_the_template(make_http):
     blobs[card.template_digest] = b"{% for m in messages %}{{ m.name or m.role }}: {% endfor %}"
     router = FakeRouter(saying("x"), [card], blobs)
     messages = [{"role": "user", "content": "hi", "name": "hello"}, *HI]
-    reply = await make_http(router).post(URL, json={"messages": messages})
+    reply = await make_http(router).post(URL, json={"model": "tiny", "messages": messages})
     assert reply.status_code == 200, reply.json()
     assert list(router.starts[0].prompt_ids) == router.encode("hello: user: ")
 
@@ -54,7 +54,7 @@ async def test_that_an_answer_is_inexact_is_told(make_http, url, stream):
         yield finished(start, inexact=True)
 
     asked = {"model": "tiny", "stream": stream}
-    asked |= {"messages": HI} if url == URL else {"prompt": "x"}
+    asked |= {"model": "tiny", "messages": HI} if url == URL else {"model": "tiny", "prompt": "x"}
     if stream:
         asked["stream_options"] = {"include_usage": True}
     reply = await make_http(play).post(url, json=asked)

@@ -12,7 +12,10 @@ from pdserve.gateway.openai.fields import IGNORED, OTHER_NAMES, REFUSED
 from pdserve.gateway.openai.schema import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
-BODIES = {CHAT: ({"messages": HI}, ChatBody), PLAIN: ({"prompt": "a"}, CompletionBody)}
+BODIES = {
+    CHAT: ({"model": "tiny", "messages": HI}, ChatBody),
+    PLAIN: ({"model": "tiny", "prompt": "a"}, CompletionBody),
+}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
 
 
@@ -81,7 +84,9 @@ async def test_every_wrong_key_of_logit_bias_is_named(make_http):
         ({"3": 1, "99998": 1, "99999": 1}, "99998, 99999"),
         ({"3": 101, "4": 1, "5": -101}, "3, 5"),
     ):
-        reply = await client.post(CHAT, json={"messages": HI, "logit_bias": biases})
+        reply = await client.post(
+            CHAT, json={"model": "tiny", "messages": HI, "logit_bias": biases}
+        )
         assert check(reply, 400, "logit_bias")["message"].endswith(end)
 
 
@@ -111,7 +116,7 @@ async def test_what_a_template_is_told(make_http, fields, text):
         "{% if reasoning_effort is defined %} effort {{ reasoning_effort }}{% endif %}"
         "{% if enable_thinking is defined %} thinking {{ enable_thinking }}{% endif %}"
     )
-    reply = await make_http(router).post(CHAT, json={"messages": HI, **fields})
+    reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI, **fields})
     assert reply.status_code == 200, reply.json()
     assert list(router.starts[0].prompt_ids) == router.encode(text)
 
@@ -119,16 +124,18 @@ async def test_what_a_template_is_told(make_http, fields, text):
 async def test_an_effort_is_no_error_where_templates_get_none(make_app, make_http):
     router = templated("{{ messages[0].content }}")
     client = make_http(router, template_kwargs=())
-    reply = await client.post(CHAT, json={"messages": HI, "reasoning_effort": "none"})
+    reply = await client.post(
+        CHAT, json={"model": "tiny", "messages": HI, "reasoning_effort": "none"}
+    )
     assert reply.status_code == 200, reply.json()
-    body = {"messages": HI, "chat_template_kwargs": {"reasoning_effort": "none"}}
+    body = {"model": "tiny", "messages": HI, "chat_template_kwargs": {"reasoning_effort": "none"}}
     check(await client.post(CHAT, json=body), 400, "chat_template_kwargs.reasoning_effort")
 
 
 async def test_other_names_are_not_given_to_templates(make_http):
     router = templated("{{ messages[0].content }}")
     for name in ("messages", "tools", "bos_token", "date_string"):
-        body = {"messages": HI, "chat_template_kwargs": {name: "x"}}
+        body = {"model": "tiny", "messages": HI, "chat_template_kwargs": {name: "x"}}
         param = f"chat_template_kwargs.{name}"
         error = check(await make_http(router).post(CHAT, json=body), 400, param)
         assert "enable_thinking" in error["message"]
@@ -138,14 +145,14 @@ async def test_other_names_are_not_given_to_templates(make_http):
 async def test_a_last_message_is_continued(make_http):
     router = templated("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ 'x' * 3 }}")
     turns = [*HI, {"role": "assistant", "content": "hello"}]
-    body = {"messages": turns, "continue_final_message": True}
+    body = {"model": "tiny", "messages": turns, "continue_final_message": True}
     assert (await make_http(router).post(CHAT, json=body)).status_code == 200
     assert list(router.starts[0].prompt_ids) == router.encode("[hi][hello")
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for wrong in (
-        {"messages": HI},
+        {"model": "tiny", "messages": HI},
         {"add_generation_prompt": True},
-        {"messages": [*HI, {**turns[-1], "tool_calls": calls}]},
+        {"model": "tiny", "messages": [*HI, {**turns[-1], "tool_calls": calls}]},
     ):
         reply = await make_http(router).post(CHAT, json=body | wrong)
         check(reply, 400, "continue_final_message")
@@ -176,7 +183,13 @@ async def test_token_ids_are_returned(make_http, url, stream):
 async def test_ids_of_text_that_is_withheld_are_returned_with_the_next(make_http):
     """Of a character of several tokens, and of what may become a stop string."""
     router = FakeRouter(saying("hé世 world"))
-    asked = {"prompt": "a", "return_token_ids": True, "stream": True, "stop": ["never", "wor "]}
+    asked = {
+        "model": "tiny",
+        "prompt": "a",
+        "return_token_ids": True,
+        "stream": True,
+        "stop": ["never", "wor "],
+    }
     parts = events((await make_http(router).post(PLAIN, json=asked)).text)
     found = [token for part in parts for token in part["choices"][0]["token_ids"]]
     ids = router.encode("hé世 world")
@@ -188,20 +201,32 @@ async def test_a_prompt_is_cut_from_its_beginning(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for kept, expected in ((3, [5, 6, 7]), (7, range(1, 8)), (9, range(1, 8)), (-1, range(1, 8))):
-        body = {"prompt": list(range(1, 8)), "max_tokens": 4, "truncate_prompt_tokens": kept}
+        body = {
+            "model": "tiny",
+            "prompt": list(range(1, 8)),
+            "max_tokens": 4,
+            "truncate_prompt_tokens": kept,
+        }
         assert (await client.post(PLAIN, json=body)).status_code == 200
         assert list(router.starts[-1].prompt_ids) == list(expected)
-    body = {"prompt": [1] * 600, "max_tokens": 12, "truncate_prompt_tokens": -1}
+    body = {"model": "tiny", "prompt": [1] * 600, "max_tokens": 12, "truncate_prompt_tokens": -1}
     assert (await client.post(PLAIN, json=body)).status_code == 200
     assert len(router.starts[-1].prompt_ids) == 500
-    text = {"prompt": "hello world hello", "echo": True, "truncate_prompt_tokens": 2}
+    text = {
+        "model": "tiny",
+        "prompt": "hello world hello",
+        "echo": True,
+        "truncate_prompt_tokens": 2,
+    }
     reply = await client.post(PLAIN, json={**text, "max_tokens": 0, "logprobs": 0})
     (choice,) = reply.json()["choices"]
     assert choice["text"] == "".join(choice["logprobs"]["tokens"])
     assert "hello world hello".endswith(choice["text"])
     assert 0 < len(choice["text"]) < 10
     for more in ({}, {"truncate_prompt_tokens": 2}):
-        assert (await client.post(CHAT, json={"messages": HI, **more})).status_code == 200
+        assert (
+            await client.post(CHAT, json={"model": "tiny", "messages": HI, **more})
+        ).status_code == 200
     assert router.starts[-1].prompt_ids == router.starts[-2].prompt_ids[-2:]
 
 

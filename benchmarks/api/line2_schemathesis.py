@@ -1,0 +1,39 @@
+"""Line 2: 2,000 requests that Schemathesis makes from /openapi.json: no answer is a 5xx, and each
+has a documented status and shape, errors OpenAI's. The seed is drawn; `--seed N` runs one again."""
+
+import argparse
+import json
+import random
+import sys
+
+from api_cases import run_cases
+from served_gateway import served_gateway
+
+CASES = 2000
+LEAST = 20  # answers of 200 from each route with a body: the others have seen little of it
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**9))
+    asked = parser.parse_args()
+    print(f"seed {asked.seed}", file=sys.stderr)
+    figures = {"seed": asked.seed, "wrong": ""}
+    statuses = {}
+    with served_gateway() as url:
+        try:
+            statuses = run_cases(url, asked.cases, asked.seed)
+        except Exception as error:  # of several answers a group
+            figures["wrong"] = str(error)[:4000]
+    served = {path: found[200] for path, found in statuses.items() if path.startswith("POST")}
+    cases = sum(found.total() for found in statuses.values())
+    enough = cases >= asked.cases and min(served.values()) * CASES >= LEAST * asked.cases
+    by_route = {path: dict(sorted(found.items())) for path, found in statuses.items()}
+    ok = not figures["wrong"] and enough
+    print(json.dumps({"ok": ok, **figures, "cases": cases, "statuses": by_route}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

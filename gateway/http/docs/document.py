@@ -1,0 +1,124 @@
+"""The OpenAPI document of all routes, made from the routes and the models of their bodies.
+
+A route is described where it is added: `@app.post(path, **described(Body, answer=Answer))`. Errors
+are described here, in the shape of the path's dialect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from pdserve.gateway.http.dialect import Dialect, dialect_of
+from pdserve.services.host.errors import HTTP_STATUS
+
+_REF = "#/components/schemas/{model}"
+_DESCRIPTION = "x-pdserve-description"  # a Description, until the document is made
+_MODELS = "x-pdserve-models"  # the schemas that a description refers to, until it is complete
+CLIENT_LEFT = 499  # nobody reads it
+SHELL_ERRORS = (401, 403, 404, 405)
+BODY_ERRORS = (408, 413, 415)
+Model = type[BaseModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a route takes and answers. Schemas are made when the document is: they take long."""
+
+    bodies: tuple[Model, ...]
+    answer: Model
+    event: Model | None
+    end: str
+
+    def operation(self) -> dict[str, Any]:
+        """The part of an OpenAPI operation that this is."""
+        models: dict[str, Any] = {}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
+        if self.event is not None:
+            data = f"With `stream: true` the data of each event is a {self.event.__name__}"
+            text = f"{data}, or an error; at the end {self.end}."
+            content["text/event-stream"] = {
+                "schema": {"type": "string", "description": text},
+                "x-event-schema": _ref(self.event, models),
+            }
+        found: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
+        if self.bodies:
+            refs = [_ref(body, models) for body in self.bodies]
+            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+            body = {"application/json": {"schema": schema}}
+            found["requestBody"] = {"required": True, "content": body}
+        return found
+
+
+def described(
+    *bodies: Model, answer: Model, event: Model | None = None, end: str = ""
+) -> dict[str, Any]:
+    """Further arguments of a route: what it takes, one of several or nothing, and what it answers.
+    With `event` it can also be a stream of those, after which `end` is the data of the last."""
+    return {"openapi_extra": {_DESCRIPTION: Description(bodies, answer, event, end)}}
+
+
+def document(
+    app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
+) -> dict[str, Any]:
+    """OpenAPI 3.1. `keys`: clients must show one. It takes a tenth of a second."""
+    for route in app.routes:
+        extra = getattr(route, "openapi_extra", None) or {}
+        if isinstance(route, APIRoute) and _DESCRIPTION in extra:
+            route.openapi_extra = extra[_DESCRIPTION].operation()
+    page: dict[str, Any] = get_openapi(
+        title="pdserve",
+        version=version("pdserve"),
+        openapi_version="3.1.0",
+        routes=app.routes,
+        servers=[{"url": root_path or "/"}],
+    )
+    models = page.setdefault("components", {}).setdefault("schemas", {})
+    for path, operations in page["paths"].items():
+        dialect = dialect_of(dialects, path)
+        for operation in operations.values():
+            _add(models, operation.pop(_MODELS, {}))
+            error = {"content": {"application/json": {"schema": _ref(dialect.error_model, models)}}}
+            answers = operation["responses"]
+            answers.pop("422", None)  # FastAPI's own, which no route here gives
+            statuses = _statuses("requestBody" in operation)
+            for status in (dialect.statuses.get(status, status) for status in statuses):
+                answers.setdefault(str(status), {"description": _phrase(status), **error})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        models.pop(unused, None)
+    if keys:
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["security"] = [{"key": []}]
+    return page
+
+
+def _statuses(has_body: bool) -> list[int]:
+    statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *(BODY_ERRORS if has_body else ())}
+    return sorted(statuses - {CLIENT_LEFT})
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:  # a dialect's own
+        return "Error"
+
+
+def _add(models: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, schema in more.items():
+        if models.setdefault(name, schema) != schema:
+            raise ValueError(f"two models of the API's description are named {name}")
+
+
+def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
+    """A reference to the model's schema, which is added to `models` with all that it refers to."""
+    schema = model.model_json_schema(ref_template=_REF)
+    models |= schema.pop("$defs", {})
+    models[model.__name__] = schema
+    return {"$ref": _REF.format(model=model.__name__)}

@@ -1,0 +1,82 @@
+"""What operators ask of a gateway: whether it lives and is ready, its metrics and its version."""
+
+import asyncio
+import logging
+import platform
+from importlib import metadata
+from typing import Literal
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.service import Service
+from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+
+log = logging.getLogger("pdserve.gateway.http")
+
+SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    models: list[str]
+
+
+class Version(BaseModel):
+    """vLLM's `version`, and on what the gateway runs."""
+
+    version: str = metadata.version("pdserve")
+    python: str = platform.python_version()
+    platform: str = f"{platform.system()}-{platform.machine()}".lower()
+
+
+def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
+    scraping = FairSemaphore(1)
+
+    @app.get("/health", **described(answer=Health))
+    async def health() -> Response:
+        """Whether the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", **described(answer=Ready))
+    async def ready() -> Response:
+        """The models that can be asked; 503 while there is none."""
+        found = await readiness.check()
+        if not found.models:
+            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": found.models})
+
+    @app.get("/version", **described(answer=Version))
+    async def version() -> Response:
+        """The version of this server."""
+        return JSONResponse(Version().model_dump())
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        """Figures of the gateway and of the fleet in Prometheus' text format."""
+        async with scraping.turn(caller_of(request).tenant.id):
+            page = await _metrics_page(service)
+            await asyncio.sleep(SCRAPE_PAUSE_S)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _metrics_page(service: Service) -> bytes:
+    try:
+        service.metrics.fleet.update(await service.upstream.fleet())
+    except ServiceError as error:
+        log.warning("metrics without a fresh view of the fleet: %s", error.message)
+    service.metrics.open.labels("waiting").set(service.limits.waiting)
+    service.metrics.open.labels("open").set(service.limits.open)
+    service.metrics.open.labels("batch").set(service.limits.background)
+    return generate_latest(service.metrics.registry)

@@ -1,0 +1,70 @@
+"""Where the application is: Unix sockets' files, and the path of a proxy before its own."""
+
+import socket
+
+import pytest
+from fake_router import FakeRouter, saying
+from http_errors import CHAT, HI, check
+
+from pdserve.gateway.http.unix_socket import unix_listener
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_proxy_s_path_is_taken_off(make_http):
+    client = make_http(saying("hello"), root_path="/llm/one/", keys=("k",))
+    headers = {"authorization": "Bearer k"}
+    for prefix in ("", "/llm/one"):
+        assert (await client.get(f"{prefix}/health")).status_code == 200
+        assert (await client.get(f"{prefix}/v1/models")).status_code == 401
+        body = {"model": "tiny", "messages": HI}
+        reply = await client.post(f"{prefix}{CHAT}", json=body, headers=headers)
+        assert reply.status_code == 200
+    for path in ("/llm/health", "/llm/onehealth", "/llm/one/llm/one/health"):
+        check(await client.get(path, headers=headers), 404, code="unknown_url")
+
+
+@pytest.mark.parametrize("path", ["llm", "/v1", "/tokenize", "/a b", "/a//b", "/a?b"])
+async def test_what_cannot_be_a_root_path(make_app, path):
+    with pytest.raises(ValueError, match="--root-path"):
+        make_app(FakeRouter(saying("x")), root_path=path)
+
+
+def test_a_socket_that_is_served_is_not_replaced(tmp_path):
+    path = str(tmp_path / "api")
+    with unix_listener(path) as first:
+        assert first is not None
+        with pytest.raises(OSError, match=f"{path}: another server"), unix_listener(path):
+            pass
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+    assert not (tmp_path / "api").exists()
+
+
+def test_only_sockets_are_replaced(tmp_path):
+    file = tmp_path / "api"
+    file.write_text("a letter")
+    with pytest.raises(OSError, match="no socket"), unix_listener(str(file)):
+        pass
+    assert file.read_text() == "a letter"
+    file.unlink()
+    (tmp_path / "far").write_text("away")
+    file.symlink_to(tmp_path / "far")
+    with pytest.raises(OSError, match="no socket"), unix_listener(str(file)):
+        pass
+    with (
+        pytest.raises(OSError, match="cannot listen on"),
+        unix_listener(str(tmp_path / ("x" * 120))),
+    ):
+        pass
+    with unix_listener("") as nothing:
+        assert nothing is None
+
+
+def test_the_socket_of_a_successor_is_not_removed(tmp_path):
+    file = tmp_path / "api"
+    with unix_listener(str(file)):
+        file.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(file))
+    assert file.exists()

@@ -1,0 +1,161 @@
+"""docs/api.md, made from what the code knows: a program that prints the page.
+
+`make docs` writes it, tests/gateway/openai/test_api_page.py compares it and walks it against a
+running application. A further route is an entry of ROUTES.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from pdserve.gateway.openai import fields
+from pdserve.gateway.openai.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
+
+HEAD = """\
+# Fields of the API
+
+`make docs` writes this page from the code, and a test sends each field to a running gateway
+(tests/gateway/openai/test_api_page.py). `/openapi.json` of a gateway describes the answers too, and
+`/docs` shows it.
+
+A field is served; or refused with a 400 that names it, because it would change the answer; or
+ignored, because it changes no answer here. A refused field may be there with a value that asks for
+nothing: null, false and what is empty, or the values that stand beside it. Fields that are in no
+table are ignored, and named in the debug log.
+"""
+SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
+USUAL = {repr(value) for value in fields.NOTHING}
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a route takes. `refused` has the values that ask for nothing by field, `other_names`
+    what is to be used instead of a field."""
+
+    path: str
+    bodies: tuple[type[BaseModel], ...]
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: Collection[str] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    remark: str = ""
+
+
+def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
+    """A route of gateway/openai, whose fields are those of fields.py."""
+    served = {name for body in bodies for name in body.model_fields}
+    if not bodies[0].generates:
+        refused = {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
+        return Route(path, bodies, refused, remark=remark)
+    known = {**dict.fromkeys(fields.OTHER_NAMES, (None,)), **fields.REFUSED}
+    refused = {name: values for name, values in known.items() if name not in served}
+    return Route(path, bodies, refused, fields.IGNORED, fields.OTHER_NAMES, remark)
+
+
+ROUTES = (
+    _openai("/v1/chat/completions", ChatBody),
+    _openai("/v1/completions", CompletionBody),
+    _openai(
+        "/tokenize", TokenizeBody, TokenizeChatBody,
+        remark="It takes either `prompt` or `messages`. The fields of a completion that change no "
+        "prompt are ignored.",
+    ),
+    _openai("/detokenize", DetokenizeBody),
+)  # fmt: skip
+
+
+def page() -> str:
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield HEAD.rstrip()
+    for route in ROUTES:
+        yield f"\n## POST {route.path}\n"
+        if route.remark:
+            yield f"{route.remark}\n"
+        yield "| field | value | here |"
+        yield "|---|---|---|"
+        for name, value in _served(route):
+            yield f"| `{name}` | {value} | {SERVED} |"
+        for name in sorted(route.ignored):
+            yield f"| `{name}` | | {IGNORED} |"
+        for name, taken in sorted(route.refused.items()):
+            yield f"| `{name}` | {_taken(taken)} | {REFUSED}{_instead(route, name)} |"
+
+
+def _served(route: Route) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for body in route.bodies:
+        schema = body.model_json_schema()
+        required = schema.get("required", ())
+        for name, value in schema["properties"].items():
+            if name not in seen:
+                seen.add(name)
+                said = _kind(value, schema.get("$defs", {}))
+                needed = name in required and len(route.bodies) == 1
+                yield name, f"{said}; required" if needed else said
+
+
+def _kind(schema: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """A JSON schema in words; null is left out, since every optional field takes it."""
+    if "$ref" in schema:
+        return _object(models[schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        kinds = [_kind(one, models) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(kinds)
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{json.dumps(value)}`" for value in values)
+    kind = schema.get("type", "any value")
+    if kind == "array":
+        most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list of {_kind(schema.get('items', {}), models)}{most}"
+    return f"{kind}{_range(schema)}"
+
+
+def _object(schema: Mapping[str, Any]) -> str:
+    return "object of " + ", ".join(f"`{name}`" for name in schema["properties"])
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low, above, high = (schema.get(k) for k in ("minimum", "exclusiveMinimum", "maximum"))
+    found = []
+    if low is not None:
+        found.append(f"from {_number(low)}")
+    if above is not None:
+        found.append(f"above {_number(above)}")
+    if high is not None:
+        found.append(f"to {_number(high)}")
+    if "maxLength" in schema:
+        found.append(f"of at most {schema['maxLength']} characters")
+    return (" " + " ".join(found)) if found else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _taken(values: tuple[Any, ...]) -> str:
+    """Values that ask for nothing, where they are not the usual ones."""
+    unusual = [value for value in values if repr(value) not in USUAL]
+    return f"but {', '.join(f'`{json.dumps(value)}`' for value in unusual)}" if unusual else ""
+
+
+def _instead(route: Route, name: str) -> str:
+    other = route.other_names.get(name)
+    served = {name for body in route.bodies for name in body.model_fields}
+    return f"; use `{other}`" if other in served else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")
