@@ -17,6 +17,9 @@ from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.mcp.config import read_config
+from pdserve.gateway.mcp.loop import McpTools
+from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
@@ -69,17 +72,20 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.queue_timeout_s,
     )
     text_pool.prepare()
+    metrics = GatewayMetrics()
+    mcp = make_mcp(settings, metrics)
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     service = Service(
         client,
         text_pool,
         limits,
         rates,
-        GatewayMetrics(),
+        metrics,
         time.monotonic,
         settings.request_timeout_s,
         settings.queue_timeout_s,
         settings.template_kwargs,
+        None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -114,6 +120,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
     session = await client.start()
+    if mcp is not None:
+        mcp.start()
     serving = asyncio.create_task(http.serve([listener]), name="http")
     port = listener.getsockname()[1]
     report(
@@ -146,6 +154,8 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         http.should_exit = True
         http.config.timeout_graceful_shutdown = math.ceil(grace_s)
         await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
+        if mcp is not None:
+            await mcp.close()
         await client.close()
         await service.catalog.close()
         await rates.close()
@@ -157,6 +167,13 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         drain_s=settings.drain_s,
         failed=(serving, session, announcing, *watching),
     )
+
+
+def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
+    """Raises OSError, ValueError for a file that cannot be used."""
+    if not settings.mcp_config:
+        return None
+    return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)
 
 
 def make_text_limits(settings: GatewaySettings) -> TextLimits:

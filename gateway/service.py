@@ -5,15 +5,15 @@ counts in the limits and its line is in the log.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
-from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
+from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -22,6 +22,7 @@ from pdserve.gateway.sampling import RequestedSampling, check, refuse, resolve
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
@@ -45,6 +46,7 @@ class ChatCompletionRequest:
     sampling: RequestedSampling
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+    tool_use: ToolUse | None = None
 
     @property
     def continues(self) -> bool:
@@ -71,6 +73,20 @@ class TextCompletionRequest:
         return True
 
 
+NextRound = Callable[
+    [PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]
+]
+
+
+class ServerTools(Protocol):
+    """Tools that the gateway offers to every chat beside the client's."""
+
+    def offer(
+        self, asked: ChatCompletionRequest, next_round: NextRound
+    ) -> tuple[ChatCompletionRequest, Rounds | None]:
+        """The request with these tools, and the rounds of its answer if it can have several."""
+
+
 class Service:
     """What the APIs call."""
 
@@ -85,6 +101,7 @@ class Service:
         timeout_s: float,
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
+        server_tools: ServerTools | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template."""
         self.upstream = upstream
@@ -97,6 +114,7 @@ class Service:
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
+        self._server_tools = server_tools
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -109,6 +127,7 @@ class Service:
         meter = Meter(self.metrics, caller, self._clock)
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
+        rounds: Rounds | None = None
         error: BaseException | None = None
         try:
             with self.limits.admit(owner) as admitted:
@@ -117,6 +136,8 @@ class Service:
                     model = await self.catalog.get(asked.model)
                     check(asked.sampling, model.card)
                     if isinstance(asked, ChatCompletionRequest):
+                        if self._server_tools is not None:
+                            asked, rounds = self._server_tools.offer(asked, self._next_round)
                         prompts = [await self._chat_prompt(asked, model, owner)]
                     else:
                         prompts = await self._prompts(asked, model, owner)
@@ -139,6 +160,7 @@ class Service:
                     echo_only=text is not None and text.echo_only,
                     cache_salt=caller.tenant.cache_salt(asked.cache_salt),
                     tenant=caller.tenant.id,
+                    rounds=rounds,
                 )
         except BaseException as caught:
             error = caught
@@ -146,6 +168,23 @@ class Service:
         finally:
             meter.close(error)
             self.rates.tokens_spent(owner, meter.num_generated)
+
+    async def _next_round(
+        self, completion: PreparedCompletion, asked: ChatCompletionRequest, number: int
+    ) -> PreparedCompletion:
+        """The same completion with another conversation. Raises ServiceError."""
+        owner = completion.tenant
+        prompt = await self._chat_prompt(asked, completion.model, owner)
+        await self.rates.count_tokens(owner, len(prompt.ids))
+        completion.meter.next_round(len(prompt.ids))
+        elapsed_s = self._clock() - completion.meter.arrived
+        return replace(
+            completion,
+            id=f"{completion.id}-{number}",
+            prompts=[prompt],
+            sampling=asked.sampling,
+            queue_timeout_s=elapsed_s + self._queue_timeout_s,
+        )
 
     async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
         """The token ids of a conversation."""
