@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
-from pdserve.gateway.text.parts import ContentPart, TextPart
+from pdserve.gateway.text.parsing.family import ContentParser
+from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import (
@@ -48,7 +49,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice. `finish` is "stop" or "length", set on the last one."""
+    """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
+    have them answered), set on the last one."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -97,7 +99,9 @@ class Choice:
     """Turns the tokens of one choice into deltas.
 
     `continues`: the text goes on from a prompt, so a leading space is kept.
-    `offset`: characters before the first generated one (an echoed prompt).
+    `offset`: characters before the first generated one (an echoed prompt). `parser` makes content
+    of the text, with the texts of special tokens that it needs, `keep`. Stop strings are looked for
+    in the text as it is generated, before the parser, as vLLM does.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class Choice:
         *,
         continues: bool,
         offset: int = 0,
+        parser: ContentParser | None = None,
+        keep: frozenset[str] = frozenset(),
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -115,9 +121,11 @@ class Choice:
         self.closed = False
         self._vocabulary = vocabulary
         self._scored = sampling.logprobs is not None
+        self._parser = parser
+        self._calls = False  # its content has some
         self._text = ChoiceText(
             vocabulary.incremental(
-                skip_special_tokens=sampling.skip_special_tokens, continues=continues
+                skip_special_tokens=sampling.skip_special_tokens, keep=keep, continues=continues
             ),
             StopMatcher(
                 sampling.stop,
@@ -141,6 +149,14 @@ class Choice:
         counted = len(update.offsets)
         self.num_tokens += counted
         self.closed = update.finish is not None
-        content = (TextPart(update.text),) if update.text else ()
+        content = self._content(update.text)
+        self._calls = self._calls or any(isinstance(part, ToolCallPart) for part in content)
+        finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
         ids = tuple(tokens.ids[:counted])
-        return Delta(self.index, content, tuple(scores), self.num_tokens, update.finish, ids)
+        return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids)
+
+    def _content(self, text: str) -> tuple[ContentPart, ...]:
+        if self._parser is None:
+            return (TextPart(text),) if text else ()
+        parts = self._parser.push(text) if text else []
+        return (*parts, *self._parser.finish()) if self.closed else tuple(parts)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
+from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.merge import merge
 from pdserve.gateway.observability.meter import Meter
@@ -57,6 +58,7 @@ class PreparedCompletion:
     echo_only: bool = False  # the one generated token is not part of the answer
     cache_salt: bytes = b""
     tenant: bytes = b""
+    format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
     rounds: "Rounds | None" = None  # the answer has several of them, of one choice
 
 
@@ -186,6 +188,8 @@ class _PromptRun:
                 completion.sampling,
                 continues=completion.continues,
                 offset=len(self._prompt.text) if completion.echo else 0,
+                parser=completion.format.parser(),
+                keep=completion.format.special,
             )
             for c in range(width)
         ]

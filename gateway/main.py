@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -85,6 +86,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
         settings.request_timeout_s,
         settings.queue_timeout_s,
         settings.template_kwargs,
+        ParserChoice(settings.tool_parser, settings.reasoning_parser),
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
     )
     readiness = Readiness(client, service.catalog)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS, Range
+from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.protos.common_pb2 import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -48,6 +49,10 @@ class RequestedSampling:
     seed: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
+    structure: Structure | None = None
+    structure_after: str = (
+        ""  # the structure binds what follows this text; empty: all of the answer
+    )
 
 
 def refuse(param: str, message: str) -> ServiceError:

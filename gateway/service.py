@@ -14,6 +14,13 @@ from typing import Protocol, TypeVar
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
+from pdserve.gateway.content.answer_format import (
+    AnswerFormat,
+    ParserChoice,
+    answer_format,
+    prompt_end,
+    shaped,
+)
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -47,6 +54,7 @@ class ChatCompletionRequest:
     cache_salt: bytes = b""
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
     tool_use: ToolUse | None = None
+    separate_reasoning: bool = True  # otherwise it is part of the answer's text
 
     @property
     def continues(self) -> bool:
@@ -101,6 +109,7 @@ class Service:
         timeout_s: float,
         queue_timeout_s: float,
         template_kwargs: Collection[str] = (),
+        parsers: ParserChoice | None = None,
         server_tools: ServerTools | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template."""
@@ -114,6 +123,7 @@ class Service:
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._template_kwargs = frozenset(template_kwargs)
+        self._parsers = parsers or ParserChoice()
         self._server_tools = server_tools
         self._decoding = FairSemaphore(1)
 
@@ -127,6 +137,7 @@ class Service:
         meter = Meter(self.metrics, caller, self._clock)
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
+        sampling, form = asked.sampling, AnswerFormat()
         rounds: Rounds | None = None
         error: BaseException | None = None
         try:
@@ -136,9 +147,10 @@ class Service:
                     model = await self.catalog.get(asked.model)
                     check(asked.sampling, model.card)
                     if isinstance(asked, ChatCompletionRequest):
-                        if self._server_tools is not None:
+                        if self._server_tools is not None and self._may_call_tools(model):
                             asked, rounds = self._server_tools.offer(asked, self._next_round)
                         prompts = [await self._chat_prompt(asked, model, owner)]
+                        sampling, form = self._shape(asked, model, prompts[0].ids)
                     else:
                         prompts = await self._prompts(asked, model, owner)
                     num_tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -150,7 +162,7 @@ class Service:
                     id=caller.request_id,
                     model=model,
                     prompts=prompts,
-                    sampling=asked.sampling,
+                    sampling=sampling,
                     admitted=admitted,
                     meter=meter,
                     timeout_s=self._timeout_s,
@@ -161,6 +173,7 @@ class Service:
                     cache_salt=caller.tenant.cache_salt(asked.cache_salt),
                     tenant=caller.tenant.id,
                     rounds=rounds,
+                    format=form,
                 )
         except BaseException as caught:
             error = caught
@@ -175,6 +188,7 @@ class Service:
         """The same completion with another conversation. Raises ServiceError."""
         owner = completion.tenant
         prompt = await self._chat_prompt(asked, completion.model, owner)
+        sampling, form = self._shape(asked, completion.model, prompt.ids)
         await self.rates.count_tokens(owner, len(prompt.ids))
         completion.meter.next_round(len(prompt.ids))
         elapsed_s = self._clock() - completion.meter.arrived
@@ -182,7 +196,8 @@ class Service:
             completion,
             id=f"{completion.id}-{number}",
             prompts=[prompt],
-            sampling=asked.sampling,
+            sampling=sampling,
+            format=form,
             queue_timeout_s=elapsed_s + self._queue_timeout_s,
         )
 
@@ -190,6 +205,9 @@ class Service:
         """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+        if asked.tools and not model.text.tool_parser:
+            text = f"the chat template of the model {model.card.name!r} has no place for tools"
+            raise refuse("tools", text)
         for name in asked.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -264,10 +282,36 @@ class Service:
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
-        whole = await self.chat_ids(model, asked.conversation, owner)
+        conversation = asked.conversation
+        if asked.tool_use is not None and asked.tool_use.tools:
+            tools = [tool.as_template() for tool in asked.tool_use.tools]
+            conversation = replace(conversation, tools=tools)
+        whole = await self.chat_ids(model, conversation, owner)
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
+
+    def _may_call_tools(self, model: ServedModel) -> bool:
+        """Whether the model's template shows tools, and its calls are read."""
+        family, _ = self._parsers.families(model.text.tool_parser, "")
+        return bool(model.text.tool_parser) and family is not None
+
+    def _shape(
+        self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
+    ) -> tuple[RequestedSampling, AnswerFormat]:
+        """The sampling with what holds the answer to the tools, and how the answer is read."""
+        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        end = prompt_end(model.text.vocabulary, ids)
+        if asked.continues:
+            end = str(asked.conversation.messages[-1].get("content") or "")
+        form = answer_format(
+            families,
+            asked.tool_use,
+            end,
+            continues=asked.continues,
+            inline=not asked.separate_reasoning,
+        )
+        return shaped(asked.sampling, families, asked.tool_use, end), form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes

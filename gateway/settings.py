@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pdserve.gateway.text.reasoning import reasoning_parser_names
+from pdserve.gateway.text.tools import tool_parser_names
 from pdserve.services.host.options import PublicSettings, option
 
 
@@ -59,6 +61,16 @@ class GatewaySettings(PublicSettings):
     template_kwargs: tuple[str, ...] = option(
         ("enable_thinking", "thinking", "reasoning_effort"),
         "names that a client may set for chat templates (chat_template_kwargs)",
+    )
+    tool_parser: str = option(
+        "auto",
+        "how models write calls of tools; auto: as their chat templates show",
+        choices=("auto", "none", *tool_parser_names()),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how models write what they think; auto: as their chat templates show",
+        choices=("auto", "none", *reasoning_parser_names()),
     )
     lame_duck_s: float = option(
         0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0

@@ -37,9 +37,9 @@ class McpTools:
     ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
         """The request with the servers' tools, and the rounds of its answer if the gateway may
         call one of them."""
-        conversation = asked.conversation
-        if not conversation.add_generation_prompt or not self._servers.offered:
-            return asked, None
+        opens_turn = asked.conversation.add_generation_prompt
+        if not self._servers.offered or not opens_turn or asked.sampling.structure is not None:
+            return asked, None  # there is nothing to call, or the answer is no place for calls
         use, added = with_offered(asked.tool_use, self._servers.offered)
         if not added:
             return asked, None

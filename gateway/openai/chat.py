@@ -12,7 +12,13 @@ from pdserve.gateway.completion import Usage
 from pdserve.gateway.openai.schema import ChatBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import ChatCompletionRequest, Service
-from pdserve.gateway.text.parts import text_of
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    ToolCallPart,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
 
 
 class ChatReply:
@@ -28,6 +34,8 @@ class ChatReply:
             body.sampling(),
             (body.cache_salt or "").encode(),
             body.truncate_prompt_tokens,
+            body.tool_use(),
+            separate_reasoning=body.separate_reasoning is not False,
         )
         self._id = f"chatcmpl-{caller.request_id}"
         self._caller = replace(caller, request_id=self._id)
@@ -39,11 +47,7 @@ class ChatReply:
             choices: list[dict[str, Any]] = [
                 {
                     "index": answer.index,
-                    "message": {
-                        "role": "assistant",
-                        "content": text_of(answer.content),
-                        "refusal": None,
-                    },
+                    "message": self._message(answer.content),
                     "logprobs": self._logprobs(answer.tokens),
                     "finish_reason": answer.finish,
                 }
@@ -57,7 +61,8 @@ class ChatReply:
             return {**head, "choices": choices, "usage": usage_object(usage)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """A chunk with the role when a choice begins, its text, its finish; then the usage."""
+        """A chunk with the role when a choice begins, its text, its calls, its finish; then the
+        usage."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             counted = StreamUsage(self._body, completion)
@@ -77,7 +82,8 @@ class ChatReply:
                         begun.add(item.choice)
                     after = counted.after(item)
                     if item.content or item.tokens or (item.ids and self._body.return_token_ids):
-                        yield {**head, "choices": [self._content(item)]} | after
+                        for choice in self._contents(item):
+                            yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
                         ending = self._choice(item.choice, {}, item.finish)
                         yield {**head, "choices": [ending]} | after
@@ -90,12 +96,37 @@ class ChatReply:
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta.choice, {"content": text_of(delta.content)})
-        choice["logprobs"] = self._logprobs(delta.tokens)
+    def _message(self, content: Sequence[ContentPart]) -> dict[str, Any]:
+        text, calls = text_of(content), calls_of(content)
+        thought = reasoning_of(content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text or not (calls or thought) else None,
+            "refusal": None,
+        }
+        if thought and self._body.include_reasoning is not False:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return message
+
+    def _contents(self, delta: Delta) -> list[dict[str, Any]]:
+        """The text of a delta and each piece of its calls, as choices of chunks of their own; the
+        first has its tokens."""
+        deltas: list[dict[str, Any]] = []
+        text, thought = text_of(delta.content), reasoning_of(delta.content)
+        if thought and self._body.include_reasoning is not False:
+            deltas.append({"reasoning_content": thought})
+        if text:
+            deltas.append({"content": text})
+        for part in delta.content:
+            if isinstance(part, ToolCallPart):
+                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+        choices = [self._choice(delta.choice, one) for one in deltas or [{"content": ""}]]
+        choices[0]["logprobs"] = self._logprobs(delta.tokens)
         if self._body.return_token_ids:
-            choice["token_ids"] = list(delta.ids)
-        return choice
+            choices[0]["token_ids"] = list(delta.ids)
+        return choices
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -109,3 +140,11 @@ class ChatReply:
 
 def _logprob(entry: LogprobEntry) -> dict[str, Any]:
     return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
+
+
+def _call(part: ToolCallPart) -> dict[str, Any]:
+    """A call, or a piece of one: the first has its id and name."""
+    if not part.id:
+        return {"function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": part.id, "type": "function", "function": function}

@@ -12,7 +12,10 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 # fmt: off
 # Fields of completions, which a chat has not, and of a chat, which completions have not.
-ELSEWHERE = ("echo", "prompt", "messages", "top_logprobs", "max_completion_tokens")
+ELSEWHERE = (
+    "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
+    "include_reasoning", "separate_reasoning",
+)
 
 # Those of REFUSED that change a prompt.
 OF_PROMPTS = ("tools", "functions", "documents", "chat_template")
@@ -23,7 +26,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             # OpenAI
-            "suffix", "tools", "functions", "audio", "web_search_options", "store",
+            "suffix", "functions", "audio", "web_search_options", "store",
             # vLLM
             "guided_json", "guided_regex", "guided_choice", "guided_grammar",
             "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs",
@@ -57,6 +60,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "add_generation_prompt": (None, True),
@@ -112,13 +116,15 @@ OTHER_NAMES: dict[str, str] = {
     "stop_sequences": "stop",
     "truncate": "truncate_prompt_tokens",
     "n_probs": "logprobs",
+    "functions": "tools",
+    "function_call": "tool_choice",
 }
 
 # They change no answer of this server.
 IGNORED: frozenset[str] = frozenset(
     (
         # OpenAI
-        "user", "metadata", "service_tier", "parallel_tool_calls", "prediction",
+        "user", "metadata", "service_tier", "prediction",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
         # vLLM, SGLang
         "request_id", "rid", "priority", "session_id", "stream_reasoning",

@@ -6,23 +6,25 @@ are not served is in fields.py.
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     ValidationError,
 )
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.openai.body import Body
 from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
+from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import client_errors
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -86,13 +88,6 @@ def _few(name: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
-
-
-class Body(BaseModel):
-    """Strict types: no "5" for 5, no true for 1, no NaN."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    generates: ClassVar[bool] = False  # otherwise only what changes a prompt is looked at
 
 
 class StreamOptions(Body):
@@ -160,6 +155,7 @@ class Message(Body):
     content: Any = None
     name: str | None = None
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
+    reasoning: str | None = None  # the same, as newer vLLM writes it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: None = None  # not served
@@ -169,6 +165,8 @@ class Message(Body):
         """As chat templates expect it."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
+        if self.reasoning is not None:
+            given.setdefault("reasoning_content", self.reasoning)
         return {"role": self.role, "content": self.content, **given}
 
 
@@ -185,6 +183,7 @@ class ConversationBody(Body):
         AfterValidator(_scalars),
     ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
     def conversation(self) -> TemplateInput:
         """Raises ServiceError for fields that contradict each other."""
@@ -214,6 +213,14 @@ class ChatBody(ConversationBody, Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # false: what the model thinks is left out
+    separate_reasoning: bool | None = None  # false: it is part of the content
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ServiceError for a wrong tool_choice."""
+        return tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
@@ -273,6 +280,12 @@ class TokenizeChatBody(ConversationBody):
 
     model: str = ""
     return_token_strs: bool = False
+
+    def conversation(self) -> TemplateInput:
+        """As a chat with these tools has it."""
+        use = tool_use(self.tools or [], None, None)
+        shown = [tool.as_template() for tool in use.tools] if use else None
+        return replace(super().conversation(), tools=shown)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:

@@ -1,7 +1,7 @@
 """The kinds of content that an answer has; pure data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +34,20 @@ ContentPart = TextPart | ReasoningPart | ToolCallPart
 def text_of(content: Sequence[ContentPart]) -> str:
     """The text of a content, without reasoning and calls."""
     return "".join(part.text for part in content if isinstance(part, TextPart))
+
+
+def reasoning_of(content: Sequence[ContentPart]) -> str:
+    """What the model thinks in a content."""
+    return "".join(part.text for part in content if isinstance(part, ReasoningPart))
+
+
+def calls_of(content: Sequence[ContentPart]) -> list[ToolCallPart]:
+    """The calls of a content, each in one part."""
+    calls: dict[int, list[ToolCallPart]] = {}
+    for part in content:
+        if isinstance(part, ToolCallPart):
+            calls.setdefault(part.index, []).append(part)
+    return [
+        replace(parts[0], arguments="".join(part.arguments for part in parts))
+        for parts in calls.values()
+    ]

@@ -39,6 +39,7 @@ class Vocabulary:
         self.card = card
         self._pieces = pieces
         self._special_ids = special_ids
+        self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the texts that are kept
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; as `incremental` gives it, all at once. Raises as `check_ids` does."""
@@ -47,11 +48,24 @@ class Vocabulary:
         return detokenizer.push(ids) + detokenizer.flush()
 
     def incremental(
-        self, *, skip_special_tokens: bool = True, continues: bool = False
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        keep: frozenset[str] = frozenset(),
+        continues: bool = False,
     ) -> IncrementalDetokenizer:
-        """A detokenizer for one choice; `continues` keeps a leading space, after a prompt."""
-        skip = self._special_ids if skip_special_tokens else frozenset()
+        """A detokenizer for one choice. `keep`: texts of special tokens that are not skipped;
+        `continues` keeps a leading space, after a prompt."""
+        skip = self._special_but(keep) if skip_special_tokens else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues)
+
+    def _special_but(self, keep: frozenset[str]) -> frozenset[int]:
+        """The ids of special tokens with other texts. Parsers ask for few sets of them."""
+        found = self._skipped.get(keep)
+        if found is None:
+            kept = {i for i in self._special_ids if keep and self.token_piece(i) in keep}
+            found = self._skipped[keep] = self._special_ids - kept
+        return found
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TextError for an id outside [0, vocab_size)."""

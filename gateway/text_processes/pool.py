@@ -212,6 +212,8 @@ class LoadedText(NamedTuple):
     vocabulary: Vocabulary
     has_template: bool
     defaults: GenerationDefaults
+    tool_parser: str  # of the template's family; empty: the template shows no tools
+    reasoning_parser: str  # likewise; empty: the model does not think
 
 
 class TextPool:
@@ -262,7 +264,14 @@ class TextPool:
             host, self._num_children, self._limits.late_s + SLACK_S, self._wait_s, self._spent
         )
         defaults = GenerationDefaults(**head["defaults"])
-        return LoadedText(processes, vocabulary, head["has_template"], defaults)
+        return LoadedText(
+            processes,
+            vocabulary,
+            head["has_template"],
+            defaults,
+            str(head["tool_parser"]),
+            str(head["reasoning_parser"]),
+        )
 
     async def close(self) -> None:
         """Ends the spare process."""

@@ -22,8 +22,10 @@ from multiprocessing.connection import wait
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.reasoning import reasoning_family_of
 from pdserve.gateway.text.template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.tools import tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
 from pdserve.gateway.text_processes.protocol import (
     FORK,
@@ -50,12 +52,15 @@ class TextModel:
         """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
         self.tokenizer = Tokenizer(files["tokenizer"], card)
         self.template: ChatTemplate | None = None
+        self.tool_parser = self.reasoning_parser = ""
         if files["template"]:
             try:
                 source = files["template"].decode()
             except UnicodeDecodeError:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
+            self.tool_parser = tool_family_of(source) if "tools" in source else ""
+            self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
 
     def described(self) -> TextMessage:
@@ -65,6 +70,8 @@ class TextModel:
             "decoder": self.tokenizer.decoder,
             "special_ids": sorted(self.tokenizer.special.ids),
             "has_template": self.template is not None,
+            "tool_parser": self.tool_parser,
+            "reasoning_parser": self.reasoning_parser,
             "defaults": asdict(self.defaults),
         }
         return TextMessage(head, store(list(tokens)))

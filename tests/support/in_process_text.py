@@ -53,7 +53,14 @@ class InProcessPool:
         except BaseException as error:
             raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from None
         processes: Any = InProcessText(model)
-        return LoadedText(processes, model.tokenizer, model.template is not None, model.defaults)
+        return LoadedText(
+            processes,
+            model.tokenizer,
+            model.template is not None,
+            model.defaults,
+            model.tool_parser,
+            model.reasoning_parser,
+        )
 
     async def close(self) -> None:
         pass

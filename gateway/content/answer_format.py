@@ -1,0 +1,168 @@
+"""How one answer is read: the parsers of its thoughts and calls, and what holds it to the tools.
+
+The families are found in the model's chat template, or named by the gateway's settings.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.gateway.text.parsing.family import (
+    ContentParser,
+    ReasoningFamily,
+    Schemas,
+    ToolFamily,
+)
+from pdserve.gateway.text.parsing.stream import CallStream
+from pdserve.gateway.text.parsing.values import arguments_of
+from pdserve.gateway.text.reasoning import reasoning_family
+from pdserve.gateway.text.tools import tool_family
+from pdserve.gateway.text.vocabulary import Vocabulary
+from pdserve.gateway.tool_use import ToolUse
+
+AUTO = "auto"
+PROMPT_END_TOKENS = 16  # in which a template may open or close a thought
+ANY_OBJECT = {"type": "object"}
+
+Families = tuple[ToolFamily | None, ReasoningFamily | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """By default the whole text is the answer.
+
+    `open`: the prompt has opened a thought. `inline`: thoughts are part of the text.
+    """
+
+    tools: ToolFamily | None = None
+    reasoning: ReasoningFamily | None = None
+    schemas: Schemas = field(default_factory=dict)
+    parallel: bool = True
+    open: bool = False
+    inline: bool = False
+
+    @property
+    def special(self) -> frozenset[str]:
+        """Texts that the parsers need even where they are special tokens."""
+        families = (self.tools, self.reasoning)
+        return frozenset(text for family in families if family for text in family.special)
+
+    def parser(self) -> ContentParser | None:
+        """A new one, for one choice; None if the text is content as it is."""
+        made: ContentParser
+        if self.tools is not None and self.tools.whole is not None:
+            made = self.tools.whole(new_call_id, self.parallel)
+        elif self.tools is None and self.reasoning is None:
+            return None
+        else:
+            thoughts = self.reasoning.make(self.open) if self.reasoning else None
+            calls = None
+            if self.tools is not None:
+                calls = CallStream(self.tools, self.schemas, new_call_id, self.parallel)
+            made = AnswerParser(thoughts, calls)
+        if self.inline and self.reasoning is not None:
+            return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class ParserChoice:
+    """Names of parsers that a gateway uses for every model: a name, "none", or "auto"."""
+
+    tools: str = AUTO
+    reasoning: str = AUTO
+
+    def families(self, tool_parser: str, reasoning_parser: str) -> Families:
+        """Those of a model whose template is of the named families."""
+        tools = tool_parser if self.tools == AUTO else self.tools
+        reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
+        return tool_family(tools), reasoning_family(reasoning)
+
+
+def prompt_end(vocabulary: Vocabulary, ids: Sequence[int]) -> str:
+    """The last of a prompt's text, special tokens too. Takes a part of a millisecond."""
+    text = vocabulary.incremental(skip_special_tokens=False, continues=True)
+    return text.push(ids[-PROMPT_END_TOKENS:]) + text.flush()
+
+
+def answer_format(
+    families: Families, use: ToolUse | None, prompt_end: str, *, continues: bool, inline: bool
+) -> AnswerFormat:
+    """`prompt_end`: the last text before the answer; with `continues` all of the message that the
+    answer goes on with."""
+    tools, reasoning = families
+    return AnswerFormat(
+        tools if _may_call(use) else None,
+        reasoning,
+        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
+        use.parallel if use else True,
+        open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
+        inline=inline,
+    )
+
+
+def shaped(
+    sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
+) -> RequestedSampling:
+    """The sampling with the structure that the tools ask for, and with what an answer has before
+    its structure. Raises ServiceError for two structures."""
+    tools, reasoning = families
+    structure = tool_structure(tools, use) if use is not None else None
+    if structure is None:
+        structure = sampling.structure
+    elif sampling.structure is not None:
+        param = sampling.structure.param
+        text = f"{param} cannot be combined with the form that {structure.param} asks for"
+        raise refuse(param, text)
+    if structure is None:
+        return sampling
+    after = ""
+    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
+        after = reasoning.after
+    if structure is not sampling.structure and tools is not None and tools.whole is not None:
+        after = ""  # a call of Harmony's is a message of its own, not part of the final one
+    return replace(sampling, structure=structure, structure_after=after)
+
+
+def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
+    """What holds an answer to the calls that are asked for; None if the model may write what it
+    likes. Raises ServiceError for a model whose calls have no form."""
+    required = use.choice == "required"
+    if not _may_call(use) or not (required or use.only or any(t.strict for t in use.tools)):
+        return None
+    param = "tool_choice" if required or use.only else "tools"
+    if family is None:
+        raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
+    structures = []
+    for tool in use.tools:
+        if not use.only or tool.name in use.only:
+            bound = required or tool.strict
+            schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
+            begin = family.form.begin.replace("NAME", tool.name)
+            structures.append({"begin": begin, "schema": schema, "end": family.form.end})
+    value = {
+        "structures": structures,
+        "triggers": [family.form.trigger],
+        "required": required,
+        "stop_after_first": not use.parallel,
+    }
+    return Structure("structural_tag", value, param)
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _may_call(use: ToolUse | None) -> bool:
+    return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
+    """Whether a text leaves a thought open. What a template has written before an answer ends with
+    the tag; a user may have quoted it further up."""
+    if continues:
+        return text.rfind(reasoning.begin) > text.rfind(reasoning.end)
+    return text.rstrip().endswith(reasoning.begin)

@@ -1,0 +1,130 @@
+"""The fields of a chat that say which tools its model may call, and how."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from pdserve.gateway.openai.body import Body
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.tool_use import Tool, ToolUse
+from pdserve.services.host.errors import quoted
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_CHARS = 1 << 16
+MAX_SCHEMA_DEPTH = 32
+MAX_SCHEMA_VALUES = 4096  # of one tool
+MAX_SCHEMA_CHARS = 1 << 16
+
+
+class FunctionBody(Body):
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _bounded(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            if value.get("type", "object") != "object":
+                raise ValueError("must be the JSON schema of an object")
+            check_size(value)
+        return value
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        function = self.function
+        return Tool(
+            function.name,
+            function.description or "",
+            function.parameters,
+            bool(function.strict),
+        )
+
+
+def check_size(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError for a schema that is too deep or too large."""
+    values, chars = 0, 0
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                chars += sum(map(len, value))
+                inner.extend(value.values())
+            elif isinstance(value, list):
+                inner.extend(value)
+            elif isinstance(value, str):
+                chars += len(value)
+        values += len(level)
+        if values + len(inner) > MAX_SCHEMA_VALUES:
+            raise ValueError(f"at most {MAX_SCHEMA_VALUES} values in a schema")
+        if chars > MAX_SCHEMA_CHARS:
+            raise ValueError(f"at most {MAX_SCHEMA_CHARS} characters in a schema")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"at most {MAX_SCHEMA_DEPTH} levels in a schema")
+
+
+def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` ask for. Raises ServiceError."""
+    tools = [body.tool() for body in bodies]
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            text = f"two tools have the name {quoted(name)}"
+            raise refuse(f"tools[{index}].function.name", text)
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise refuse("tool_choice", "tool_choice needs tools")
+        return ToolUse((), "none") if choice == "none" else None
+    several = parallel is not False
+    if choice is None or choice == "auto":
+        return ToolUse(tools, "auto", parallel=several)
+    if choice == "none":
+        return ToolUse(tools, "none", parallel=several)
+    if choice == "required":
+        return ToolUse(tools, "required", parallel=several)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        only = _named(choice, names, "tool_choice")
+        return ToolUse(tools, "required", (only,), parallel=False)
+    if kind == "allowed_tools":
+        return _allowed(tools, choice, several)
+    raise refuse(
+        "tool_choice",
+        "tool_choice must be none, auto, required, or an object of type function or allowed_tools",
+    )
+
+
+def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -> ToolUse:
+    given = choice.get("allowed_tools", choice)
+    where = "tool_choice.allowed_tools"
+    if not isinstance(given, dict):
+        raise refuse(where, f"{where} must be an object")
+    mode, allowed = given.get("mode", "auto"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise refuse(f"{where}.mode", f"{where}.mode must be auto or required")
+    if not isinstance(allowed, list) or not 1 <= len(allowed) <= MAX_TOOLS:
+        raise refuse(f"{where}.tools", f"{where}.tools must be a list of 1 to {MAX_TOOLS} tools")
+    names = [tool.name for tool in tools]
+    only = [_named(tool, names, f"{where}.tools[{at}]") for at, tool in enumerate(allowed)]
+    required: Literal["auto", "required"] = "required" if mode == "required" else "auto"
+    return ToolUse(tools, required, tuple(dict.fromkeys(only)), parallel=parallel)
+
+
+def _named(value: Any, names: Sequence[str], where: str) -> str:
+    """The name of a tool, as {"function": {"name"}} or {"name"}. Raises ServiceError."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise refuse(where, f"{where} must name a function")
+    if name not in names:
+        raise refuse(f"{where}.function.name", f"{where}: no tool has the name {quoted(name)}")
+    return name

@@ -1,0 +1,184 @@
+"""Harmony, the form of gpt-oss's answers: messages with channels, some of them calls; pure.
+
+A message is a header, <|message|> and a body. The prompt ends with <|start|>assistant, so the
+first header has begun. An answer that is no message at all, as one that a grammar has made, is
+text.
+"""
+
+import re
+from collections.abc import Callable, Generator
+
+from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
+from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, held
+from pdserve.gateway.text.parsing.values import json_text, json_value
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
+MAX_HEADER_CHARS = 1024
+
+_NEXT = tuple(end + START for end in ENDS)
+_BREAKS = (*ENDS, START)  # of a header without a body
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_HEADER = re.compile(
+    r"(?:assistant)?(?:\s*to=\S*?)?\s*(?:<\|channel\|>\s*[a-z]*)?(?:\s*to=\S*?)?\s*"
+    r"(?:<\|constrain\|>)?\s*\w*\s*"
+)
+_TAG = re.compile(r"<\|[a-z]+\|>")
+_BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
+
+
+class HarmonyStream:
+    """For one choice; with `calls`, messages to functions are calls, otherwise text."""
+
+    def __init__(
+        self, new_id: Callable[[], str] = str, parallel: bool = True, *, calls: bool = True
+    ) -> None:
+        self._new_id = new_id
+        self._parallel = parallel
+        self._calls = calls
+        self._num_calls = 0
+        self._reader = BlockReader("")
+        self._parts: list[ContentPart] = []
+        self._messages = self._read()
+        self._over = False
+
+    def push(self, text: str) -> list[ContentPart]:
+        self._reader.feed(text)
+        return self._advanced()
+
+    def finish(self) -> list[ContentPart]:
+        self._reader.ended = True
+        return self._advanced()
+
+    def _advanced(self) -> list[ContentPart]:
+        if not self._over:
+            self._over = next(self._messages, self) is self
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _read(self) -> Generator[None, None, None]:
+        reader = self._reader
+        while reader.text == "" and not reader.ended:
+            yield
+        if not (yield from self._is_harmony()):
+            yield from self._body(TextPart, plain=True)
+            return
+        try:
+            while True:
+                header = yield from self._header()
+                recipient = _RECIPIENT.search(header)
+                channel = _CHANNEL.search(header)
+                if recipient and recipient[1].startswith("functions.") and self._calls:
+                    yield from self._call(recipient[1].removeprefix("functions."))
+                thinks = channel is not None and channel[1] == "analysis"
+                kind = ReasoningPart if thinks and recipient is None else TextPart
+                yield from self._body(kind)
+        except CutOff:
+            pass
+
+    def _is_harmony(self) -> Generator[None, None, bool]:
+        reader = self._reader
+        while True:
+            if any(reader.text.startswith(begin) for begin in _BEGINNINGS):
+                return True
+            if reader.ended or not any(b.startswith(reader.text) for b in _BEGINNINGS):
+                return False
+            yield
+
+    def _header(self) -> Generator[None, None, str]:
+        """The next header. Text of what should be one and is none is given back, without tags.
+        Raises CutOff at the end."""
+        reader = self._reader
+        while True:
+            start = reader.at
+            try:
+                header, mark = yield from reader.until(MESSAGE, *_BREAKS, most=MAX_HEADER_CHARS)
+            except CutOff:
+                rest = reader.text[start:]
+                if not _HEADER.fullmatch(rest):
+                    self._give(_TAG.sub("", _stripped_end(rest)))
+                raise
+            except Malformed:
+                header, mark = reader.text[start : start + MAX_HEADER_CHARS], ""
+                reader.at = start + MAX_HEADER_CHARS
+            reader.drop_read()
+            if mark == MESSAGE:
+                return header
+            if not _HEADER.fullmatch(header):
+                self._give(_TAG.sub("", header))
+
+    def _call(self, name: str) -> Generator[None, None, None]:
+        """The arguments of a call. What is none stays unread, as a body."""
+        reader = self._reader
+        reader.drop_read()
+        try:
+            yield from reader.space()
+            if (yield from reader.first()) != "{":
+                raise Malformed
+            text = yield from _bounded(reader)
+            arguments = json_value(text)
+        except CutOff:
+            if not self._num_calls:
+                self._give(reader.text)
+            raise
+        except Malformed:
+            reader.at = 0
+            return
+        if self._parallel or not self._num_calls:
+            self._parts.append(ToolCallPart(self._num_calls, self._new_id(), name))
+            self._parts.append(ToolCallPart(self._num_calls, arguments=json_text(arguments)))
+        self._num_calls += 1
+        yield from reader.space()
+
+    def _body(
+        self, kind: type[TextPart] | type[ReasoningPart], *, plain: bool = False
+    ) -> Generator[None, None, None]:
+        """A body, to the beginning of the next message."""
+        reader = self._reader
+        pattern = re.compile("|".join(map(re.escape, _NEXT)))
+        while True:
+            found = None if plain else pattern.search(reader.text, reader.at)
+            if found:
+                self._give(reader.text[reader.at : found.start()], kind)
+                reader.at = found.end()
+                reader.drop_read()
+                return
+            rest = reader.text[reader.at :]
+            if reader.ended:
+                self._give(rest if plain else _stripped_end(rest), kind)
+                reader.at = len(reader.text)
+                if plain:
+                    return
+                raise CutOff
+            keep = 0 if plain else held(rest, _NEXT)
+            self._give(rest[: len(rest) - keep], kind)
+            reader.at += len(rest) - keep
+            reader.drop_read()
+            yield
+
+    def _give(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
+        if text:
+            self._parts.append(kind(text))
+
+
+def _stripped_end(text: str) -> str:
+    """A body at the end of the answer without the tag that ends it."""
+    for end in ENDS:
+        text = text.removesuffix(end)
+    return text
+
+
+def _bounded(reader: BlockReader) -> Generator[None, None, str]:
+    """The JSON object that begins here. Raises Malformed for one that is too long."""
+    reading = reader.balanced()
+    while True:
+        try:
+            next(reading)
+        except StopIteration as found:
+            return str(found.value)
+        if len(reader.text) > MAX_CALL_CHARS:
+            raise Malformed
+        yield

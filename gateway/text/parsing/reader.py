@@ -1,0 +1,156 @@
+"""Text that comes in pieces, read by generators that yield None where they need more of it; pure.
+
+A position never goes back, and no character is looked at more than a few times, whatever the cut.
+"""
+
+import re
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+MAX_NAME_CHARS = 512  # of a function's name and what belongs to it
+
+_SPACE = re.compile(r"\s*")
+_OUTSIDE = {  # what matters outside of strings, by how these are quoted
+    "json": re.compile(r'["{}\[\]]'),
+    "python": re.compile(r"""["'{}\[\]()]"""),
+    "gemma": re.compile(r'<\|"\|>|[{}\[\]]'),
+}
+_WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_HALF_QUOTE = re.compile(r'<(?:\|(?:"\|?)?)?\Z')  # may become a quote of Gemma's
+
+
+class Malformed(Exception):
+    """The text is not what it should be."""
+
+
+class CutOff(Malformed):
+    """The text ended in the middle."""
+
+
+class BlockReader:
+    """`text` from `at` on is unread. `feed` adds more; once `ended` is set no more comes."""
+
+    def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
+        self.text = text
+        self.at = at
+        self.ended = ended
+
+    def feed(self, text: str) -> None:
+        self.text += text
+
+    def drop_read(self) -> None:
+        """Forgets what is read. Only between two calls of a block."""
+        self.text = self.text[self.at :]
+        self.at = 0
+
+    def more(self) -> Reading[None]:
+        """Waits for more text. Raises CutOff at the end."""
+        if self.ended:
+            raise CutOff
+        yield
+
+    def space(self) -> Reading[None]:
+        """Skips white space."""
+        while True:
+            found = _SPACE.match(self.text, self.at)
+            assert found is not None  # it matches nothing, too
+            self.at = found.end()
+            if self.at < len(self.text) or self.ended:
+                return
+            yield
+
+    def first(self) -> Reading[str]:
+        """The next character, which stays unread; empty at the end."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def takes(self, *marks: str) -> Reading[str]:
+        """Reads the mark that follows; empty if none does."""
+        while True:
+            for mark in marks:
+                if self.text.startswith(mark, self.at):
+                    self.at += len(mark)
+                    return mark
+            rest = self.text[self.at : self.at + max(map(len, marks))]
+            if self.ended or not any(mark.startswith(rest) for mark in marks):
+                return ""
+            yield
+
+    def expect(self, *marks: str) -> Reading[str]:
+        """Reads one of the marks. Raises CutOff, or Malformed for something else."""
+        found = yield from self.takes(*marks)
+        if not found:
+            rest = self.text[self.at :]
+            if any(mark.startswith(rest) for mark in marks):
+                raise CutOff
+            raise Malformed
+        return found
+
+    def until(self, *marks: str, most: int = 0) -> Reading[tuple[str, str]]:
+        """The text before the first of the marks, and that mark, which is read too. No mark is
+        part of another. Raises CutOff; Malformed for more than `most` characters (0: any)."""
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        overlap = max(map(len, marks)) - 1
+        start = self.at
+        scanned = start
+        while True:
+            found = pattern.search(self.text, scanned)
+            end = found.start() if found else len(self.text) - overlap
+            if most and end - start > most:
+                raise Malformed
+            if found:
+                self.at = found.end()
+                return self.text[start : found.start()], found[0]
+            scanned = max(start, end)
+            yield from self.more()
+
+    def balanced(self, strings: str = "json") -> Reading[str]:
+        """The bracketed text that begins here, to its last bracket. Raises CutOff."""
+        outside = _OUTSIDE[strings]
+        start = scanned = self.at
+        depth = 0
+        while True:
+            found = outside.search(self.text, scanned)
+            if found is None:
+                half = _HALF_QUOTE.search(self.text, scanned) if strings == "gemma" else None
+                scanned = half.start() if half else len(self.text)
+                yield from self.more()
+                continue
+            scanned = found.end()
+            if found[0] in "{[(":
+                depth += 1
+            elif found[0] in "}])":
+                depth -= 1
+                if not depth:
+                    self.at = scanned
+                    return self.text[start:scanned]
+            elif strings == "gemma":
+                scanned = yield from self._past(found[0], scanned)
+            else:
+                scanned = yield from self._past_string(found[0], scanned)
+
+    def _past(self, mark: str, at: int) -> Reading[int]:
+        """The position after the next mark."""
+        while True:
+            found = self.text.find(mark, at)
+            if found >= 0:
+                return found + len(mark)
+            at = max(at, len(self.text) - len(mark) + 1)
+            yield from self.more()
+
+    def _past_string(self, quote: str, at: int) -> Reading[int]:
+        """The position after a string's end; a backslash hides the next character."""
+        pattern = _WITHIN[quote]
+        while True:
+            found = pattern.search(self.text, at)
+            if found and found[0] == quote:
+                return found.end()
+            if found and found.end() < len(self.text):
+                at = found.end() + 1
+            else:
+                at = found.start() if found else len(self.text)
+                yield from self.more()

@@ -1,0 +1,87 @@
+"""Splits what a model thinks between two tags from its answer, as the text comes; pure.
+
+A thought stands at the very beginning, or the prompt has opened it. White space beside the tags is
+left out. A thought that nothing closes goes to the end.
+"""
+
+from pdserve.gateway.text.parsing.stream import held
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
+
+MAX_SPACE = 1024  # white space that waits for text
+
+
+class ThoughtStream:
+    """For one choice."""
+
+    def __init__(self, begin: str, end: str, *, open: bool) -> None:
+        """`open`: the prompt ends with `begin`."""
+        self._begin = begin
+        self._end = end
+        self._open = open
+        self._first = True  # nothing of the thought has come
+        self._skipping = True  # white space, where the text or a part of it begins
+        self._answering = False
+        self._pending = ""
+
+    def push(self, text: str) -> list[ContentPart]:
+        self._pending += text
+        return self._advanced(ended=False)
+
+    def finish(self) -> list[ContentPart]:
+        return self._advanced(ended=True)
+
+    def _advanced(self, ended: bool) -> list[ContentPart]:
+        parts: list[ContentPart] = []
+        if not self._answering and not self._open:
+            self._opened(ended)
+        if self._open:
+            parts += self._thought(ended)
+        if self._answering:
+            text = self._taken(len(self._pending), ended)
+            if text:
+                parts.append(TextPart(text))
+        return parts
+
+    def _opened(self, ended: bool) -> None:
+        """Decides whether the answer begins with a thought."""
+        start = self._pending.lstrip()
+        if start.startswith(self._begin):
+            self._open = True
+            self._pending = start[len(self._begin) :]
+        elif ended or not self._begin.startswith(start) or len(self._pending) > MAX_SPACE:
+            self._answering = True
+            self._skipping = False
+
+    def _thought(self, ended: bool) -> list[ContentPart]:
+        if self._first and not self._begins_again(ended):
+            return []
+        at = self._pending.find(self._end)
+        if at >= 0:
+            text = self._taken(at, ended).rstrip()
+            self._pending = self._pending[len(self._end) :]
+            self._open = False
+            self._answering = self._skipping = True
+        else:
+            keep = 0 if ended else held(self._pending, (self._end,))
+            body = self._pending[: len(self._pending) - keep]
+            if not ended:
+                body = body.rstrip() if len(body) - len(body.rstrip()) < MAX_SPACE else body
+            text = self._taken(len(body), ended)
+        return [ReasoningPart(text)] if text else []
+
+    def _begins_again(self, ended: bool) -> bool:
+        """Some models write the tag that their prompt ends with. Whether that is decided."""
+        start = self._pending.lstrip()
+        if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
+            return False
+        self._first = False
+        if start.startswith(self._begin):
+            self._pending = start[len(self._begin) :]
+        return True
+
+    def _taken(self, size: int, ended: bool) -> str:
+        text, self._pending = self._pending[:size], self._pending[size:]
+        if self._skipping:
+            text = text.lstrip()
+            self._skipping = not text
+        return text

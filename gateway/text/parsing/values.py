@@ -1,0 +1,260 @@
+"""Values of arguments as models write them, made into JSON values; pure.
+
+JSON is read by pydantic_core, which bounds the depth; Python's literals and Gemma's notation are
+read here.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.gateway.text.parsing.reader import Malformed
+
+MAX_DEPTH = 64
+MAX_SCHEMA_DEPTH = 4  # to which a schema is searched for types
+MAX_OPTIONS = 8  # that are looked at where it leaves a choice
+_CHOICES = ("anyOf", "oneOf", "allOf")
+
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SPACE = re.compile(r"\s*")
+_WORDS = {
+    "True": True, "False": False, "None": None, "true": True, "false": False, "null": None,
+}  # fmt: skip
+_PYTHON_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
+_GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+
+
+def json_value(text: str) -> Any:
+    """Raises Malformed for what is not JSON, or too deep."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        raise Malformed from None
+
+
+def json_text(value: Any) -> str:
+    """As the arguments of a call are written. Raises Malformed for what JSON has no text for."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A value written as plain text, as its schema wants it; a string where it says nothing."""
+    types = _types(schema, 0)
+    bare = text.strip()
+    if bare.lower() in ("null", "none") and "null" in types:
+        return None
+    if not types or types == {"string"}:
+        return text
+    value: Any = None
+    try:
+        value = json_value(bare)
+    except Malformed:
+        try:
+            value = Literals(bare).whole()
+        except Malformed:
+            return text
+    return value if _type_of(value) & types else text
+
+
+def arguments_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of each argument that the schema of an object names, with the definitions that it
+    refers to in their place."""
+    whole = parameters or {}
+    named = whole.get("properties")
+    if not isinstance(named, Mapping):
+        return {}
+    return {name: _resolved(schema, whole, 0) for name, schema in named.items()}
+
+
+def _resolved(schema: Any, whole: Mapping[str, Any], depth: int) -> Any:
+    """As far as types go: a schema that is a reference, or a choice with some in it."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        _, place, *names = [*reference.split("/"), ""]
+        found = whole.get(place)
+        target = found.get(names[0]) if isinstance(found, Mapping) else None
+        return _resolved(target, whole, depth + 1)
+    choices = {
+        choice: [_resolved(option, whole, depth + 1) for option in options[:MAX_OPTIONS]]
+        for choice in _CHOICES
+        if isinstance(options := schema.get(choice), list)
+    }
+    return {**schema, **choices} if choices else schema
+
+
+def _type_of(value: Any) -> set[str]:
+    match value:
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number", "integer"} if value.is_integer() else {"number"}
+        case list():
+            return {"array"}
+        case dict():
+            return {"object"}
+        case None:
+            return {"null"}
+    return set()  # a string in quotes is given as it is written
+
+
+def _types(schema: Any, depth: int) -> set[str]:
+    """The names of the types that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return set()
+    given = schema.get("type")
+    found = {given} if isinstance(given, str) else set()
+    if isinstance(given, list):
+        found = {name for name in given if isinstance(name, str)}
+    for choice in _CHOICES:
+        options = schema.get(choice)
+        for option in options[:MAX_OPTIONS] if isinstance(options, list) else ():
+            found |= _types(option, depth + 1)
+    values = schema.get("enum")
+    if not found and isinstance(values, list):
+        for value in values[:MAX_OPTIONS]:
+            found |= {"string"} if isinstance(value, str) else _type_of(value)
+    return found
+
+
+class Literals:
+    """Python's literals in a text; a class below reads Gemma's."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text = text
+        self.at = at
+
+    def whole(self) -> Any:
+        """The one value of the text. Raises Malformed."""
+        value = self.value()
+        self.space()
+        if self.at < len(self.text):
+            raise Malformed
+        return value
+
+    def value(self, depth: int = 0) -> Any:
+        """The next value. Raises Malformed."""
+        if depth > MAX_DEPTH:
+            raise Malformed
+        self.space()
+        first = self.text[self.at : self.at + 1]
+        if first == "{":
+            return self._object(depth + 1)
+        if first in ("[", "(") and first:
+            return self._list("]" if first == "[" else ")", depth + 1)
+        if (text := self.string()) is not None:
+            return text
+        if number := _NUMBER.match(self.text, self.at):
+            self.at = number.end()
+            return self._number(number[0])
+        word = self.name()
+        if word not in _WORDS:
+            raise Malformed
+        return _WORDS[word]
+
+    def string(self) -> str | None:
+        """The string that begins here, if one does."""
+        found = _PYTHON_STRING.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return _ESCAPE.sub(_unescaped, found[1] if found[1] is not None else found[2])
+
+    def name(self) -> str:
+        """Raises Malformed."""
+        found = _NAME.match(self.text, self.at)
+        if found is None:
+            raise Malformed
+        self.at = found.end()
+        return found[0]
+
+    def key(self) -> str:
+        """A key of an object, to its colon. Raises Malformed."""
+        key = self.string()
+        if key is None or not self.taken(":"):
+            raise Malformed
+        return key
+
+    def space(self) -> None:
+        found = _SPACE.match(self.text, self.at)
+        assert found is not None  # it matches nothing, too
+        self.at = found.end()
+
+    def taken(self, mark: str) -> bool:
+        """Reads the mark if it follows, and white space before it."""
+        self.space()
+        found = self.text.startswith(mark, self.at)
+        self.at += len(mark) if found else 0
+        return found
+
+    def _number(self, text: str) -> int | float:
+        try:
+            return int(text)
+        except ValueError:
+            return float(text)  # too many digits for an int, too
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        self.at += 1
+        made: dict[str, Any] = {}
+        while not self.taken("}"):
+            self.space()
+            key = self.key()
+            made[key] = self.value(depth)
+            if not self.taken(","):
+                if not self.taken("}"):
+                    raise Malformed
+                break
+        return made
+
+    def _list(self, end: str, depth: int) -> list[Any]:
+        self.at += 1
+        made: list[Any] = []
+        while not self.taken(end):
+            made.append(self.value(depth))
+            if not self.taken(","):
+                if not self.taken(end):
+                    raise Malformed
+                break
+        return made
+
+
+class GemmaLiterals(Literals):
+    """Gemma 4's notation: bare keys, and strings between <|"|> without escapes."""
+
+    def string(self) -> str | None:
+        found = _GEMMA_STRING.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return found[1]
+
+    def key(self) -> str:
+        key = self.string()
+        end = self.text.find(":", self.at)
+        if end < 0:
+            raise Malformed
+        bare = self.text[self.at : end].strip()
+        self.at = end + 1
+        if key is None and not bare:
+            raise Malformed
+        return bare if key is None else key
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1]
+    if len(code) > 1:
+        value = int(code[1:], 16)
+        return chr(value) if value < 0x110000 and not 0xD800 <= value < 0xE000 else found[0]
+    return _ESCAPED.get(code, code if code in "\\'\"" else found[0])

@@ -1,0 +1,14 @@
+"""gpt-oss's thoughts: messages on the channel analysis, in Harmony."""
+
+from pdserve.gateway.text.parsing.family import ReasoningFamily
+from pdserve.gateway.text.parsing.harmony import CHANNEL, MESSAGE, SPECIAL, HarmonyStream
+
+FAMILY = ReasoningFamily(
+    "gpt_oss",
+    lambda template: CHANNEL in template and MESSAGE in template,
+    lambda open: HarmonyStream(calls=False),
+    "<think>",
+    "</think>",
+    after=f"{CHANNEL}final{MESSAGE}",
+    special=SPECIAL,
+)

@@ -1,0 +1,55 @@
+"""The calls of DeepSeek V3 and R1: a section of calls, with arguments in fenced JSON."""
+
+from collections.abc import Generator
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    FoundCall,
+    Schemas,
+    ToolFamily,
+    json_arguments,
+)
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCED = "```json"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    """The calls of V3, and those of V3.1, which have the name before the separator."""
+    while True:
+        yield from reader.space()
+        if (yield from reader.expect(CALL, END)) == END:
+            return
+        yield (yield from _call(reader))
+
+
+def _call(reader: BlockReader) -> Generator[None, None, FoundCall]:
+    name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+    yield from reader.space()
+    fenced = (yield from reader.first()) != "{"
+    if fenced:
+        name, _ = yield from reader.until(FENCED, most=MAX_NAME_CHARS)
+    call = yield from json_arguments(reader, name)
+    yield from reader.space()
+    if fenced:
+        yield from reader.takes("```")
+        yield from reader.space()
+    yield from reader.expect(CALL_END)
+    return call
+
+
+FAMILY = ToolFamily(
+    "deepseek_v3",
+    lambda template: BEGIN in template and FENCED in template,
+    CallForm(
+        f"{BEGIN}{CALL}function{SEPARATOR}NAME\n{FENCED}\n",
+        f"\n```{CALL_END}{END}",
+        trigger=BEGIN,
+    ),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, END, CALL, CALL_END, SEPARATOR),
+)

@@ -1,0 +1,14 @@
+"""DeepSeek V3.1's calls: those of V3 without a fence."""
+
+from dataclasses import replace
+
+from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.tools import deepseek_v3
+from pdserve.gateway.text.tools.deepseek_v3 import BEGIN, CALL, CALL_END, END, FENCED, SEPARATOR
+
+FAMILY = replace(
+    deepseek_v3.FAMILY,
+    name="deepseek_v31",
+    matches=lambda template: BEGIN in template and FENCED not in template,
+    form=CallForm(f"{BEGIN}{CALL}NAME{SEPARATOR}", f"{CALL_END}{END}", trigger=BEGIN),
+)

@@ -1,0 +1,14 @@
+"""gpt-oss's calls: messages to functions, in Harmony."""
+
+from pdserve.gateway.text.parsing.family import CallForm, ToolFamily
+from pdserve.gateway.text.parsing.harmony import CHANNEL, MESSAGE, SPECIAL, HarmonyStream
+
+_CALL = f"{CHANNEL}commentary to=functions."
+
+FAMILY = ToolFamily(
+    "gpt_oss",
+    lambda template: CHANNEL in template and MESSAGE in template,
+    CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "<|call|>", trigger=_CALL),
+    special=SPECIAL,
+    whole=HarmonyStream,
+)

@@ -1,0 +1,24 @@
+"""Hermes' calls, which Qwen 2.5, Qwen 3 and many others make: JSON in <tool_call>."""
+
+from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily, json_call
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+OTHERS = ("<arg_key>", "<function=")  # of families with the same tag
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    yield (yield from json_call(reader))
+    yield from reader.space()
+    yield from reader.takes("</tool_call>")
+
+
+FAMILY = ToolFamily(
+    "hermes",
+    lambda template: "<tool_call>" in template and not any(o in template for o in OTHERS),
+    CallForm(
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"
+    ),
+    openers=("<tool_call>",),
+    read=read,
+    special=("<tool_call>", "</tool_call>"),
+)

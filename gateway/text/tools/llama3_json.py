@@ -1,0 +1,32 @@
+"""The calls of Llama 3.1 to 3.3: JSON objects where the answer begins, or after <|python_tag|>."""
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    Schemas,
+    ToolFamily,
+    bare_call,
+)
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+TAG, END = "<|python_tag|>", "<|eom_id|>"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    while True:
+        yield (yield from bare_call(reader))
+        yield from reader.space()
+        if not (yield from reader.takes(";", ",")):
+            yield from reader.takes(END)
+            return
+
+
+FAMILY = ToolFamily(
+    "llama3_json",
+    lambda template: "<|start_header_id|>" in template,
+    CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
+    openers=(TAG,),
+    bare="{",
+    read=read,
+    special=(TAG, END),
+)

@@ -1,0 +1,21 @@
+"""MiniMax M2's calls: <invoke> in <minimax:tool_call>."""
+
+from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.invoke import read_invokes
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    return read_invokes(reader, "", END, schemas)
+
+
+FAMILY = ToolFamily(
+    "minimax_m2",
+    lambda template: BEGIN in template,
+    CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, END),
+)

@@ -1,0 +1,39 @@
+"""Mistral's calls after [TOOL_CALLS]: a JSON list, or name[ARGS]{...} in newer models."""
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    Schemas,
+    ToolFamily,
+    json_arguments,
+    json_list,
+)
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+
+BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    yield from reader.space()
+    if (yield from reader.takes("[")):
+        yield from json_list(reader)
+        return
+    name, mark = yield from reader.until(ARGUMENTS, CALL_ID, "{", most=MAX_NAME_CHARS)
+    if any(char.isspace() for char in name.strip()):
+        raise Malformed
+    if mark == CALL_ID:
+        yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
+    elif mark == "{":
+        reader.at -= 1
+    yield (yield from json_arguments(reader, name))
+
+
+FAMILY = ToolFamily(
+    "mistral",
+    lambda template: BEGIN in template,
+    # The list, which every one of the models has learnt or may write.
+    CallForm(f'{BEGIN}[{{"name": "NAME", "arguments": ', "}]", trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, ARGUMENTS, CALL_ID),
+)

@@ -1,0 +1,34 @@
+"""The calls of Phi-4-mini: a JSON list after functools, or in <|tool_call|>."""
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    Schemas,
+    ToolFamily,
+    json_call,
+    json_list,
+)
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+BEGIN, END, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    yield from reader.space()
+    if opener == BEGIN and (yield from reader.first()) == "{":
+        yield (yield from json_call(reader))
+    else:
+        yield from reader.expect("[")
+        yield from json_list(reader)
+    yield from reader.space()
+    yield from reader.takes(END)
+
+
+FAMILY = ToolFamily(
+    "phi4_mini_json",
+    lambda template: "<|tool|>" in template or BEGIN in template,
+    CallForm(WORD + '[{"name": "NAME", "arguments": ', "}]", trigger=WORD),
+    openers=(BEGIN, WORD),
+    read=read,
+    special=(BEGIN, END),
+)

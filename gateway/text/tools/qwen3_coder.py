@@ -1,0 +1,67 @@
+"""Qwen3-Coder's calls: <function=NAME> and <parameter=NAME> with values as plain text."""
+
+from collections.abc import Generator
+from typing import Any
+
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    FoundCall,
+    Schemas,
+    ToolFamily,
+    json_call,
+)
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.gateway.text.parsing.values import json_text, typed
+
+# A value on lines of its own may have such tags within its lines.
+_ENDS_OF_LINES = (
+    "\n</parameter>", "\n<parameter=", "\n</function>",
+    "</parameter>\n<parameter=", "</parameter>\n</function>",
+)  # fmt: skip
+_ENDS = ("</parameter>", "<parameter=", "</function>")
+
+
+def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+    if opener == "<tool_call>":
+        yield from reader.space()
+        if (yield from reader.first()) == "{":  # as a grammar makes it
+            yield (yield from json_call(reader))
+            yield from reader.space()
+            yield from reader.takes("</tool_call>")
+            return
+        yield from reader.expect("<function=")
+    yield (yield from _function(reader, schemas))
+    yield from reader.space()
+    yield from reader.takes("</tool_call>")
+
+
+def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, FoundCall]:
+    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    known = schemas.get(name, {})
+    arguments: dict[str, Any] = {}
+    yield from reader.space()
+    end = yield from reader.expect("<parameter=", "</function>")
+    while "<parameter=" in end:
+        key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        if "\n" in key:
+            raise Malformed
+        lines = yield from reader.takes("\n")
+        value, end = yield from reader.until(*(_ENDS_OF_LINES if lines else _ENDS))
+        arguments[key] = typed(value, known.get(key))
+        if end in ("\n</parameter>", "</parameter>"):
+            yield from reader.space()
+            end = yield from reader.expect("<parameter=", "</function>")
+    return FoundCall(name, json_text(arguments))
+
+
+FAMILY = ToolFamily(
+    "qwen3_coder",
+    lambda template: "<function=" in template and "<parameter=" in template,
+    CallForm(
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"
+    ),
+    openers=("<tool_call>", "<function="),
+    read=read,
+    special=("<tool_call>", "</tool_call>"),
+)
