@@ -17,7 +17,13 @@ from pdserve.gateway.completion import PreparedCompletion, Run, Usage
 from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
 from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.service import ChatCompletionRequest, NextRound
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    TextPart,
+    ToolCallPart,
+    reasoning_of,
+    text_of,
+)
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
 from pdserve.services.host.errors import ServiceError
 
@@ -61,10 +67,11 @@ class _Call:
 
 class Round:
     """What one round says; `push` gives what the client sees of it. Calls are held back until it
-    is known whose they are."""
+    is known whose they are; with `apart` an empty line comes before the text."""
 
-    def __init__(self, is_ours: Callable[[str], bool]) -> None:
+    def __init__(self, is_ours: Callable[[str], bool], *, apart: bool) -> None:
         self._is_ours = is_ours
+        self._apart = apart
         self._content: list[ContentPart] = []
         self._held: list[ContentPart] = []
         self._calls: dict[int, _Call] = {}
@@ -75,7 +82,7 @@ class Round:
         for part in content:
             if not isinstance(part, ToolCallPart):
                 self._content.append(part)
-                shown.append(part)
+                shown += self._set_apart(part)
                 continue
             if part.index not in self._calls:
                 self._calls[part.index] = _Call(part.id, part.name)
@@ -87,6 +94,17 @@ class Round:
                 self._held = []
         return shown
 
+    def _set_apart(self, part: ContentPart) -> list[ContentPart]:
+        if not self._apart or not isinstance(part, TextPart):
+            return [part]
+        text = part.text.lstrip()
+        self._apart = not text
+        return [TextPart(f"\n\n{text}")] if text else []
+
+    @property
+    def text(self) -> str:
+        return text_of(self._content)
+
     @property
     def ours(self) -> list[_Call]:
         """The calls, if the gateway carries out all of them."""
@@ -94,10 +112,8 @@ class Round:
 
     def message(self) -> dict[str, Any]:
         """The assistant's turn, for the next round's prompt."""
-        text = "".join(part.text for part in self._content if isinstance(part, TextPart))
-        thought = "".join(part.text for part in self._content if isinstance(part, ReasoningPart))
-        made: dict[str, Any] = {"role": "assistant", "content": text or None}
-        if thought:
+        made: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        if thought := reasoning_of(self._content):
             made["reasoning_content"] = thought
         made["tool_calls"] = [
             {
@@ -147,9 +163,10 @@ class ToolRounds:
         messages = list(self._asked.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of the rounds before
+        written = False  # the client has text of them
         current = completion
         for number in range(self._max_rounds + 1):
-            this = Round(self._is_ours)
+            this = Round(self._is_ours, apart=written)
             ended = Delta(0, (), (), 0, None)
             async with aclosing(run(current)) as items:
                 async for item in items:
@@ -162,6 +179,7 @@ class ToolRounds:
                         ended, delta = delta, replace(delta, finish=None)
                     yield delta
             num_tokens = ended.num_tokens
+            written = written or bool(this.text.strip())
             if ended.finish is None:  # the model, or the client, has the last word
                 yield usage
                 return
