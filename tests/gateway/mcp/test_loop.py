@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from itertools import groupby
 from typing import Any
 
 import httpx
@@ -45,6 +46,11 @@ TEMPLATE = """
 {%- if m.tool_call_id %} [{{ m.tool_call_id | length }}]{% endif %}<|im_end|>
 {% endfor %}<|im_start|>assistant
 """
+THINKING = (
+    "{% for m in messages if m.reasoning_content %}thought: {{ m.reasoning_content }}{% endfor %}"
+    + TEMPLATE
+    + "{# <think></think> #}"
+)
 CONTEXT_LEN = 4096
 Does = Callable[[Mapping[str, Any]], Awaitable[ToolResult]]
 MINE = {"type": "function", "function": {"name": "mine"}}
@@ -184,12 +190,12 @@ async def test_a_call_is_carried_out_and_the_model_goes_on(
     assert "tool_calls" not in choice["message"]
     assert tools.called == [("get", {"city": "Oslo"})]
     first, second = router.prompt(0), router.prompt(1)
-    assert first.startswith("tools: s__get\n<|im_start|>user\nhello<|im_end|>")
+    assert first.startswith("tools: s__get<|im_start|>user\nhello<|im_end|>")
     assert second == (
-        first.removesuffix("<|im_start|>assistant\n")
+        first.removesuffix("<|im_start|>assistant")
         + "<|im_start|>assistant\nLet me see."
         + '<tool_call>{"name": "s__get", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>\n'
-        + "<|im_start|>tool\n-3 degrees [29]<|im_end|>\n<|im_start|>assistant\n"
+        + "<|im_start|>tool\n-3 degrees [29]<|im_end|>\n<|im_start|>assistant"
     )
     usage = response["usage"]
     assert usage["prompt_tokens"] == sum(len(start.prompt_ids) for start in router.starts)
@@ -205,15 +211,23 @@ async def test_a_call_is_carried_out_and_the_model_goes_on(
 
 
 async def test_rounds_are_streamed_in_order() -> None:
-    router = Scripted("<think>well</think>one" + calls("s__a") + calls("s__b"), "two", "three")
+    first = "<think>hm</think>one" + calls("s__a") + calls("s__b")
+    router = Scripted(first, "<think>so</think>two", template=THINKING)
     tools = Tools(a=answers("A"), b=answers("B"))
     async with gateway(router, tools) as gw:
         options = {"include_usage": True, "continuous_usage_stats": True}
         response = await gw.ask(stream=True, stream_options=options)
     chunks = events(response.text)
     deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    text = "".join(delta["delta"].get("content") or "" for delta in deltas)
-    assert text.endswith("one\n\ntwo")
+    shown = [
+        f"{name}:{delta['delta'][name]}"
+        for delta in deltas
+        for name in ("content", "reasoning_content")
+        if delta["delta"].get(name, "").strip()
+    ]
+    kinds = [one.partition(":")[0] for one in shown]
+    assert [kind for kind, _ in groupby(kinds)] == ["reasoning_content", "content"] * 2
+    assert "".join(one.partition(":")[2] for one in shown) == "hmoneso\n\ntwo"
     assert not [delta for delta in deltas if "tool_calls" in delta["delta"]]
     assert [d["finish_reason"] for d in deltas if d["finish_reason"]] == ["stop"]
     assert deltas[-1]["finish_reason"] == "stop"
@@ -222,6 +236,8 @@ async def test_rounds_are_streamed_in_order() -> None:
     assert counts == sorted(counts)
     assert chunks[-1]["usage"]["completion_tokens"] == counts[-2]
     assert [name for name, _ in tools.called] == ["a", "b"]
+    assert "<|im_start|>assistant\none<tool_call>" in router.prompt(1)
+    assert "thought: hm" in router.prompt(1)
     assert router.prompt(1).index("\nA [") < router.prompt(1).index("\nB [")
 
 
@@ -250,7 +266,7 @@ async def test_answers_that_call_a_clients_tool_too_are_the_clients() -> None:
     tools = Tools(get=answers("x"))
     async with gateway(router, tools) as gw:
         choice = await gw.choice(tools=[MINE])
-    assert router.prompt(0).startswith("tools: mine s__get\n")
+    assert router.prompt(0).startswith("tools: mine s__get<|im_start|>")
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["s__get", "mine"]
     assert json.loads(choice["message"]["tool_calls"][1]["function"]["arguments"]) == {"a": 1}
     assert tools.called == []
@@ -427,7 +443,7 @@ async def test_a_client_that_leaves_cancels_the_call() -> None:
             async for _ in chunks:
                 pass
 
-    router = Scripted("One." + calls("s__hangs"), "Never said.")
+    router = Scripted("One." + calls("s__hangs"))
     async with gateway(router, Tools(hangs=hangs)) as gw:
         body = ChatBody.model_validate(
             {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "a"}]}
@@ -436,7 +452,7 @@ async def test_a_client_that_leaves_cancels_the_call() -> None:
             begun.clear()
             ended.clear()
             working = asyncio.ensure_future(work(ChatReply(gw.service, body, Caller("r"))))
-            await begun.wait()
+            await eventually(begun.is_set)
             assert gw.service.limits.open == 1
             working.cancel()
             await asyncio.wait([working])
@@ -454,7 +470,7 @@ async def test_a_client_that_leaves_cancels_a_later_round() -> None:
         )
         async with aclosing(ChatReply(gw.service, body, Caller("r")).chunks()) as chunks:
             async for chunk in chunks:
-                if "Two" in str(chunk["choices"][0]["delta"].get("content")):
+                if "T" in str(chunk["choices"][0]["delta"].get("content")):
                     break
         assert router.left == ["chatcmpl-r-1"]
 
