@@ -6,6 +6,7 @@ The families are found in the model's chat template, or named by the gateway's s
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
@@ -53,15 +54,16 @@ class AnswerFormat:
     def parser(self) -> ContentParser | None:
         """A new one, for one choice; None if the text is content as it is."""
         made: ContentParser
+        new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
         if self.tools is not None and self.tools.whole is not None:
-            made = self.tools.whole(new_call_id, self.parallel)
+            made = self.tools.whole(new_id, self.parallel)
         elif self.tools is None and self.reasoning is None:
             return None
         else:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls = None
             if self.tools is not None:
-                calls = CallStream(self.tools, self.schemas, new_call_id, self.parallel)
+                calls = CallStream(self.tools, self.schemas, new_id, self.parallel)
             made = AnswerParser(thoughts, calls)
         if self.inline and self.reasoning is not None:
             return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
@@ -152,8 +154,9 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     return Structure("structural_tag", value, param)
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def new_call_id(length: int = 0) -> str:
+    """As OpenAI writes one, or of so many letters and digits alone."""
+    return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"
 
 
 def _may_call(use: ToolUse | None) -> bool:

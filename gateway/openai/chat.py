@@ -122,7 +122,11 @@ class ChatReply:
         for part in delta.content:
             if isinstance(part, ToolCallPart):
                 deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
-        choices = [self._choice(delta.choice, one) for one in deltas or [{"content": ""}]]
+        if not deltas:
+            if not (delta.tokens or self._body.return_token_ids):
+                return []  # a thought that is left out
+            deltas.append({"content": ""})
+        choices = [self._choice(delta.choice, one) for one in deltas]
         choices[0]["logprobs"] = self._logprobs(delta.tokens)
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)

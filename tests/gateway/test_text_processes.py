@@ -95,6 +95,21 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
     assert list(map(text.vocabulary.token_bytes, every)) == list(map(spm.token_bytes, every))
 
 
+@pytest.mark.parametrize(
+    ("template", "parsers"),
+    [
+        (PLAIN, ("", "")),
+        (PLAIN + "{{ tools }}<tool_call></think>", ("hermes", "think")),
+        (PLAIN + "<tool_call>", ("", "")),  # it shows no tools
+    ],
+)
+async def test_they_tell_how_a_model_answers(
+    pool: Pool, template: str, parsers: tuple[str, str]
+) -> None:
+    text = await loaded(pool, template)
+    assert (text.tool_parser, text.reasoning_parser) == parsers
+
+
 async def test_a_lone_surrogate_is_the_clients_fault(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TextError, match="not valid Unicode"):

@@ -59,6 +59,7 @@ class ToolFamily:
     read: Callable[[BlockReader, str, Schemas], Calls] | None = None
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
+    id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +151,12 @@ def bare_call(reader: BlockReader) -> Generator[None, None, FoundCall]:
     if key[1] not in CALL_KEYS:
         raise Malformed
     return (yield from json_call(reader, needs_arguments=True))
+
+
+def bare_calls(reader: BlockReader) -> Calls:
+    """Reads calls that are JSON objects without tags, one after the other. Raises Malformed."""
+    another = True
+    while another:
+        yield (yield from bare_call(reader))
+        yield from reader.space()
+        another = bool((yield from reader.takes(";", ","))) or (yield from reader.first()) == "{"

@@ -23,8 +23,8 @@ _BREAKS = (*ENDS, START)  # of a header without a body
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _HEADER = re.compile(
-    r"(?:assistant)?(?:\s*to=\S*?)?\s*(?:<\|channel\|>\s*[a-z]*)?(?:\s*to=\S*?)?\s*"
-    r"(?:<\|constrain\|>)?\s*\w*\s*"
+    r"(?:assistant)?(?:\s*to=[^\s<]*)?\s*(?:<\|channel\|>\s*[a-z]{0,32})?(?:\s*to=[^\s<]*)?\s*"
+    r"(?:<\|constrain\|>)?\s*\w{0,32}\s*"
 )
 _TAG = re.compile(r"<\|[a-z]+\|>")
 _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
@@ -98,7 +98,7 @@ class HarmonyStream:
                 header, mark = yield from reader.until(MESSAGE, *_BREAKS, most=MAX_HEADER_CHARS)
             except CutOff:
                 rest = reader.text[start:]
-                if not _HEADER.fullmatch(rest):
+                if not _is_header(rest):
                     self._give(_TAG.sub("", _stripped_end(rest)))
                 raise
             except Malformed:
@@ -107,7 +107,7 @@ class HarmonyStream:
             reader.drop_read()
             if mark == MESSAGE:
                 return header
-            if not _HEADER.fullmatch(header):
+            if not _is_header(header):
                 self._give(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
@@ -118,8 +118,7 @@ class HarmonyStream:
             yield from reader.space()
             if (yield from reader.first()) != "{":
                 raise Malformed
-            text = yield from _bounded(reader)
-            arguments = json_value(text)
+            arguments = json_text(json_value((yield from _bounded(reader))))
         except CutOff:
             if not self._num_calls:
                 self._give(reader.text)
@@ -129,7 +128,7 @@ class HarmonyStream:
             return
         if self._parallel or not self._num_calls:
             self._parts.append(ToolCallPart(self._num_calls, self._new_id(), name))
-            self._parts.append(ToolCallPart(self._num_calls, arguments=json_text(arguments)))
+            self._parts.append(ToolCallPart(self._num_calls, arguments=arguments))
         self._num_calls += 1
         yield from reader.space()
 
@@ -162,6 +161,11 @@ class HarmonyStream:
     def _give(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
         if text:
             self._parts.append(kind(text))
+
+
+def _is_header(text: str) -> bool:
+    # Of runs of white space, the pattern would try every division.
+    return _HEADER.fullmatch(" ".join(text.split())) is not None
 
 
 def _stripped_end(text: str) -> str:

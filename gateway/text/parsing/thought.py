@@ -18,7 +18,7 @@ class ThoughtStream:
         self._begin = begin
         self._end = end
         self._open = open
-        self._first = True  # nothing of the thought has come
+        self._again = open  # the tag may come once more, as some models write it
         self._skipping = True  # white space, where the text or a part of it begins
         self._answering = False
         self._pending = ""
@@ -53,7 +53,7 @@ class ThoughtStream:
             self._skipping = False
 
     def _thought(self, ended: bool) -> list[ContentPart]:
-        if self._first and not self._begins_again(ended):
+        if self._again and not self._begun(ended):
             return []
         at = self._pending.find(self._end)
         if at >= 0:
@@ -69,12 +69,12 @@ class ThoughtStream:
             text = self._taken(len(body), ended)
         return [ReasoningPart(text)] if text else []
 
-    def _begins_again(self, ended: bool) -> bool:
-        """Some models write the tag that their prompt ends with. Whether that is decided."""
+    def _begun(self, ended: bool) -> bool:
+        """Whether enough has come to tell if the tag comes again."""
         start = self._pending.lstrip()
         if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
             return False
-        self._first = False
+        self._again = False
         if start.startswith(self._begin):
             self._pending = start[len(self._begin) :]
         return True

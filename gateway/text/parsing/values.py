@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from pdserve.gateway.text.parsing.reader import Malformed
 
 MAX_DEPTH = 64
+MAX_VALUES = 2048  # of a text that is read here: a few milliseconds
 MAX_SCHEMA_DEPTH = 4  # to which a schema is searched for types
 MAX_OPTIONS = 8  # that are looked at where it leaves a choice
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -135,6 +136,7 @@ class Literals:
     def __init__(self, text: str, at: int = 0) -> None:
         self.text = text
         self.at = at
+        self._num_values = 0
 
     def whole(self) -> Any:
         """The one value of the text. Raises Malformed."""
@@ -146,7 +148,8 @@ class Literals:
 
     def value(self, depth: int = 0) -> Any:
         """The next value. Raises Malformed."""
-        if depth > MAX_DEPTH:
+        self._num_values += 1
+        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
             raise Malformed
         self.space()
         first = self.text[self.at : self.at + 1]

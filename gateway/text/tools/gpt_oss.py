@@ -8,7 +8,8 @@ _CALL = f"{CHANNEL}commentary to=functions."
 FAMILY = ToolFamily(
     "gpt_oss",
     lambda template: CHANNEL in template and MESSAGE in template,
-    CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "<|call|>", trigger=_CALL),
+    # <|call|> ends the answer, so no grammar may ask for it as a part.
+    CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "", trigger=_CALL),
     special=SPECIAL,
     whole=HarmonyStream,
 )

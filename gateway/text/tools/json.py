@@ -6,21 +6,21 @@ from pdserve.gateway.text.parsing.family import (
     Schemas,
     ToolFamily,
     bare_call,
+    bare_calls,
 )
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
     yield from reader.space()
-    listed = yield from reader.takes("[")
-    while True:
+    if not (yield from reader.takes("[")):
+        yield from bare_calls(reader)
+        return
+    end = ","
+    while end == ",":
         yield (yield from bare_call(reader))
         yield from reader.space()
-        if not listed:
-            if not (yield from reader.takes(",", ";")):
-                return
-        elif (yield from reader.expect(",", "]")) == "]":
-            return
+        end = yield from reader.expect(",", "]")
 
 
 FAMILY = ToolFamily(

@@ -5,7 +5,7 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     Schemas,
     ToolFamily,
-    bare_call,
+    bare_calls,
 )
 from pdserve.gateway.text.parsing.reader import BlockReader
 
@@ -13,12 +13,8 @@ TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
-    while True:
-        yield (yield from bare_call(reader))
-        yield from reader.space()
-        if not (yield from reader.takes(";", ",")):
-            yield from reader.takes(END)
-            return
+    yield from bare_calls(reader)
+    yield from reader.takes(END)
 
 
 FAMILY = ToolFamily(

@@ -6,7 +6,7 @@ from pdserve.gateway.text.parsing.family import (
     FoundCall,
     Schemas,
     ToolFamily,
-    bare_call,
+    bare_calls,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 from pdserve.gateway.text.parsing.values import Literals, json_text
@@ -17,7 +17,7 @@ BEGIN, END = "<|python_start|>", "<|python_end|>"
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield (yield from bare_call(reader))
+        yield from bare_calls(reader)
         yield from reader.takes(END)
         return
     yield from reader.expect("[")

@@ -8,9 +8,10 @@ from pdserve.gateway.text.parsing.family import (
     json_arguments,
     json_list,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")
 
 
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
@@ -18,9 +19,10 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
     if (yield from reader.takes("[")):
         yield from json_list(reader)
         return
-    name, mark = yield from reader.until(ARGUMENTS, CALL_ID, "{", most=MAX_NAME_CHARS)
-    if any(char.isspace() for char in name.strip()):
-        raise Malformed
+    name, mark = yield from reader.until(*_ENDS_OF_NAME, " ", "\n", most=MAX_NAME_CHARS)
+    if mark.isspace():
+        yield from reader.space()
+        mark = yield from reader.expect(*_ENDS_OF_NAME)
     if mark == CALL_ID:
         yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
     elif mark == "{":
@@ -36,4 +38,5 @@ FAMILY = ToolFamily(
     openers=(BEGIN,),
     read=read,
     special=(BEGIN, ARGUMENTS, CALL_ID),
+    id_len=9,
 )

@@ -1,5 +1,6 @@
 """The official openai client against every endpoint and field, over a scripted router."""
 
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -370,3 +371,77 @@ async def test_failure_in_the_middle_of_a_stream(make_openai):
     with pytest.raises(openai.APIError, match="two workers died"):
         await read()
     assert "".join(seen) == "hello"
+
+
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}"
+    "{% for m in messages %}{{ m.role + ':' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{# </think> #}assistant:"
+)
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversation_with_tools(make_openai, streamed):
+    """The model calls, the client answers, the model calls twice more, then it tells."""
+    card, blobs = served()
+    blobs[card.template_digest] = TOOL_TEMPLATE.encode()
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": NUMBER}}\n</tool_call>'
+    lines = [
+        "<think>first</think>Let me see. " + call.replace("NUMBER", "1"),
+        call.replace("NUMBER", "2") + call.replace("NUMBER", "3"),
+        "Six.",
+    ]
+    router = FakeRouter(saying(""), [card], blobs)
+    client = make_openai(router)
+    messages: list[Any] = [*HI]
+    answered = []
+    for line in lines:
+        router.play = saying(line)
+        message = await _message(client, messages, streamed)
+        messages.append(message)
+        for one in message.get("tool_calls") or []:
+            numbers = json.loads(one["function"]["arguments"])
+            answered.append(numbers["a"])
+            messages.append(
+                {"role": "tool", "tool_call_id": one["id"], "content": str(sum(answered))}
+            )
+    assert answered == [1, 2, 3]
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == [
+        "Let me see.", None, "Six.",
+    ]  # fmt: skip
+    prompt = router.words.decode(list(router.starts[-1].prompt_ids), skip_special_tokens=False)
+    assert "\ntool:3\ntool:6\nassistant:" in prompt
+
+
+async def _message(client, messages: list[Any], streamed: bool) -> dict[str, Any]:
+    """The assistant's next message, as it goes back into the conversation."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [ADD]}
+    if not streamed:
+        answer = await client.chat.completions.create(**asked)
+        choice = answer.choices[0]
+        message = choice.message
+        assert choice.finish_reason == ("tool_calls" if message.tool_calls else "stop")
+        return message.model_dump(include={"role", "content", "tool_calls"})
+    async with client.chat.completions.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    message = final.choices[0].message
+    assert final.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
+    calls = [
+        {
+            "id": one.id,
+            "type": "function",
+            "function": {"name": one.function.name, "arguments": one.function.arguments},
+        }
+        for one in message.tool_calls or []
+    ]
+    return {"role": "assistant", "content": message.content or None, "tool_calls": calls}

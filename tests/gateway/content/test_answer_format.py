@@ -1,0 +1,180 @@
+"""What holds an answer to the tools, and which parsers a gateway uses."""
+
+import re
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, saying, served
+from scripted_service import scripted_service
+from tool_answers import TOOL_ANSWERS
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.content.answer_format import (
+    AnswerFormat,
+    ParserChoice,
+    shaped,
+    tool_structure,
+)
+from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.service import ChatCompletionRequest
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.parts import calls_of
+from pdserve.gateway.text.reasoning import reasoning_family
+from pdserve.gateway.text.tools import tool_family, tool_parser_names
+from pdserve.gateway.tool_use import Tool, ToolUse
+from pdserve.services.host.errors import ServiceError
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER, CLOCK = Tool("get_weather", "", SCHEMA), Tool("get_time")
+STRICT = Tool("get_weather", "", SCHEMA, strict=True)
+HERMES = tool_family("hermes")
+THINK = reasoning_family("think")
+
+
+def test_a_free_choice_has_no_structure() -> None:
+    assert tool_structure(HERMES, ToolUse([WEATHER, CLOCK])) is None
+    assert tool_structure(HERMES, ToolUse([STRICT], "none")) is None
+    assert tool_structure(None, ToolUse([WEATHER])) is None
+    assert tool_structure(HERMES, ToolUse([], "required")) is None
+
+
+def test_required_calls() -> None:
+    structure = tool_structure(HERMES, ToolUse([WEATHER, CLOCK], "required"))
+    assert structure == Structure(
+        "structural_tag",
+        {
+            "structures": [
+                {
+                    "begin": '<tool_call>\n{"name": "get_weather", "arguments": ',
+                    "schema": SCHEMA,
+                    "end": "}\n</tool_call>",
+                },
+                {
+                    "begin": '<tool_call>\n{"name": "get_time", "arguments": ',
+                    "schema": {"type": "object"},
+                    "end": "}\n</tool_call>",
+                },
+            ],
+            "triggers": ["<tool_call>"],
+            "required": True,
+            "stop_after_first": False,
+        },
+        "tool_choice",
+    )
+
+
+@pytest.mark.parametrize("name", tool_parser_names())
+def test_a_named_function_is_the_only_one(name: str) -> None:
+    use = ToolUse([WEATHER, CLOCK], "required", ("get_time",), parallel=False)
+    structure = tool_structure(tool_family(name), use)
+    assert structure is not None
+    (one,) = structure.value["structures"]
+    assert "get_time" in one["begin"]
+    assert "NAME" not in one["begin"]
+    assert structure.value["stop_after_first"]
+    assert all(one["begin"].startswith(t) for t in structure.value["triggers"])
+
+
+def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
+    structure = tool_structure(HERMES, ToolUse([STRICT, CLOCK]))
+    assert structure is not None
+    assert structure.param == "tools"
+    assert not structure.value["required"]
+    assert [one["schema"] for one in structure.value["structures"]] == [SCHEMA, {"type": "object"}]
+
+
+def test_allowed_tools_leave_the_others_out() -> None:
+    structure = tool_structure(HERMES, ToolUse([WEATHER, CLOCK], "auto", ("get_weather",)))
+    assert structure is not None
+    assert len(structure.value["structures"]) == 1
+    assert not structure.value["required"]
+
+
+def test_without_a_parser_nothing_can_be_required() -> None:
+    with pytest.raises(ServiceError) as error:
+        tool_structure(None, ToolUse([WEATHER], "required"))
+    assert error.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "end", "after"),
+    [
+        ("hermes", "think", "assistant\n", "</think>"),
+        ("hermes", "think", "assistant\n<think>\n", "</think>"),
+        ("hermes", "think", "<think>\n\n</think>\n\n", ""),
+        ("hermes", "", "assistant\n", ""),
+        ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
+    ],
+)
+def test_a_structure_binds_after_the_thought(
+    tools: str, reasoning: str, end: str, after: str
+) -> None:
+    families = tool_family(tools), reasoning_family(reasoning)
+    use = ToolUse([WEATHER], "required")
+    made = shaped(RequestedSampling(), families, use, end)
+    assert made.structure == tool_structure(families[0], use)
+    assert made.structure_after == after
+
+
+def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
+    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    made = shaped(asked, (HERMES, THINK), None, "assistant\n")
+    assert made.structure == asked.structure
+    assert made.structure_after == "</think>"
+    final = shaped(asked, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant")
+    assert final.structure_after == "<|channel|>final<|message|>"
+    assert shaped(RequestedSampling(), (HERMES, THINK), None, "x") == RequestedSampling()
+
+
+def test_two_structures_are_refused() -> None:
+    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    with pytest.raises(ServiceError) as error:
+        shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "")
+    assert error.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("hermes", "call_[0-9a-f]{24}"), ("mistral", "\\w{9}")]
+)
+def test_ids_of_calls(name: str, pattern: str) -> None:
+    """Mistral's templates refuse others."""
+    ids = set()
+    for _ in range(2):
+        parser = AnswerFormat(tool_family(name)).parser()
+        assert parser is not None
+        calls = calls_of(parser.push(TOOL_ANSWERS[name].calls) + parser.finish())
+        ids |= {call.id for call in calls}
+    assert len(ids) == 4
+    assert all(re.fullmatch(pattern, one) for one in ids)
+
+
+def test_parsers_by_name() -> None:
+    assert ParserChoice().families("hermes", "think") == (HERMES, THINK)
+    assert ParserChoice().families("", "") == (None, None)
+    assert ParserChoice("mistral", "none").families("hermes", "think") == (
+        tool_family("mistral"),
+        None,
+    )
+    assert ParserChoice("none").families("hermes", "think") == (None, THINK)
+
+
+@pytest.mark.anyio
+async def test_a_prepared_chat_has_the_structure_and_the_parsers() -> None:
+    card, blobs = served()
+    blobs[card.template_digest] = b"{{ (tools or []) | length }}<tool_call></think>assistant:"
+    router = FakeRouter(saying("x"), [card], blobs)
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "conversation": TemplateInput([{"role": "user", "content": "hi"}]),
+        "sampling": RequestedSampling(),
+    }
+    service = scripted_service(router)
+    request = ChatCompletionRequest(**asked, tool_use=ToolUse([WEATHER], "required"))
+    async with service.prepare(request, Caller("r1")) as completion:
+        assert completion.sampling.structure is not None
+        assert completion.sampling.structure_after == "</think>"
+        assert (completion.format.tools, completion.format.reasoning) == (HERMES, THINK)
+    async with service.prepare(ChatCompletionRequest(**asked), Caller("r2")) as completion:
+        assert completion.sampling.structure is None
+        assert (completion.format.tools, completion.format.reasoning) == (None, THINK)

@@ -1,0 +1,384 @@
+"""/v1/chat/completions with tools and thoughts, against a scripted router."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tokenizers
+from fake_router import FakeRouter, Play, saying, served, tokenizer_json
+from sse import events
+from tool_answers import TOOL_ANSWERS
+
+from pdserve.gateway.openai.tools import check_size
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+TOOLS = [WEATHER, CLOCK]
+HERMES = TOOL_ANSWERS["hermes"]
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}"
+    "{% for m in messages %}{{ m.role + ':' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
+    "{% endfor %}{{ '\n' }}{% endfor %}assistant:"
+)
+
+
+def router(play: Play, template: str = TEMPLATE) -> FakeRouter:
+    card, blobs = served()
+    blobs[card.template_digest] = template.encode()
+    return FakeRouter(play, [card], blobs)
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": HI, "tools": TOOLS, **more}
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Choices as a client puts them together: text, thought, calls, finish."""
+    made: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            whole = made.setdefault(
+                choice["index"], {"text": "", "thought": "", "calls": [], "finish": None}
+            )
+            delta = choice["delta"]
+            whole["text"] += delta.get("content") or ""
+            whole["thought"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", []):
+                if call["index"] == len(whole["calls"]):
+                    assert call["type"] == "function"
+                    assert call["function"]["arguments"] == ""
+                    whole["calls"].append([call["id"], call["function"]["name"], ""])
+                else:
+                    assert set(call) == {"index", "function"}
+                    assert set(call["function"]) == {"arguments"}
+                    whole["calls"][call["index"]][2] += call["function"]["arguments"]
+            whole["finish"] = choice["finish_reason"] or whole["finish"]
+    return made
+
+
+async def test_call(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying(HERMES.call))
+    reply = await make_http(upstream).post(URL, json=body())
+    assert reply.status_code == 200, reply.json()
+    choice = reply.json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert reply.json()["usage"]["completion_tokens"] == len(upstream.encode(HERMES.call)) + 1
+    prompt = bytes_of(upstream, upstream.starts[0].prompt_ids)
+    assert '"name": "get_weather"' in prompt
+    assert '"name": "get_time"' in prompt
+
+
+def bytes_of(upstream: FakeRouter, ids: Any) -> str:
+    return upstream.words.decode(list(ids), skip_special_tokens=False)
+
+
+async def test_streamed_calls_of_two_choices(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying("Look: " + HERMES.calls, "no call"))
+    asked = body(stream=True, n=2, stream_options={"include_usage": True})
+    chunks = events((await make_http(upstream).post(URL, json=asked)).text)
+    choices = joined(chunks)
+    first = choices[0]
+    assert first["text"] == "Look:"
+    assert first["finish"] == "tool_calls"
+    assert [(name, json.loads(text)) for _, name, text in first["calls"]] == [
+        ("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"}),
+    ]  # fmt: skip
+    assert len({call_id for call_id, _, _ in first["calls"]}) == 2
+    assert choices[1] == {"text": "no call", "thought": "", "calls": [], "finish": "stop"}
+    generated = sum(len(upstream.encode(t)) + 1 for t in ("Look: " + HERMES.calls, "no call"))
+    assert chunks[-1]["usage"]["completion_tokens"] == generated
+    assert all(
+        len(choice["delta"].get("tool_calls", [])) <= 1 for c in chunks for choice in c["choices"]
+    )
+
+
+async def test_gpt_oss(make_http: Callable[..., Any]) -> None:
+    template = "{{ tools | tojson }}<|channel|><|message|><|start|>assistant"
+    answer = (
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant" + TOOL_ANSWERS["gpt_oss"].call
+    )
+    client = make_http(router(saying(answer), template))
+    choice = (await client.post(URL, json=body())).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "so"
+    assert choice["message"]["content"] == "I look."
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert choice["finish_reason"] == "tool_calls"
+    odd = '<|channel|>commentary to=functions.f<|message|>{"a": 1e999}'
+    client = make_http(router(saying(odd), template))
+    message = (await client.post(URL, json=body())).json()["choices"][0]["message"]
+    assert message["content"] == '{"a": 1e999}'
+
+
+async def test_one_call_alone(make_http: Callable[..., Any]) -> None:
+    asked = body(parallel_tool_calls=False)
+    reply = await make_http(router(saying(HERMES.calls))).post(URL, json=asked)
+    assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_logprobs_and_ids_are_complete(make_http: Callable[..., Any]) -> None:
+    answer = "Hi" + HERMES.calls
+    upstream = router(saying(answer))
+    asked = body(logprobs=True, return_token_ids=True)
+    whole = (await make_http(upstream).post(URL, json=asked)).json()["choices"][0]
+    ids = upstream.encode(answer)
+    assert whole["token_ids"][: len(ids)] == ids
+    assert len(whole["logprobs"]["content"]) == len(whole["token_ids"])
+    chunks = events((await make_http(upstream).post(URL, json={**asked, "stream": True})).text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    streamed = [token for choice in choices for token in choice.get("token_ids", [])]
+    assert streamed == whole["token_ids"]
+    scored = [t for c in choices if c["logprobs"] for t in c["logprobs"]["content"]]
+    assert [t["token"] for t in scored] == [t["token"] for t in whole["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "calls"),
+    [({"tool_choice": "none"}, False), ({"tools": None}, False), ({"tool_choice": "auto"}, True)],
+)
+async def test_without_tools_an_answer_is_text(
+    make_http: Callable[..., Any], more: dict[str, Any], calls: bool
+) -> None:
+    reply = await make_http(router(saying(HERMES.call))).post(URL, json={**body(), **more})
+    choice = reply.json()["choices"][0]
+    assert ("tool_calls" in choice["message"]) is calls
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    if not calls:
+        assert choice["message"]["content"] == HERMES.call
+
+
+async def test_a_call_that_max_tokens_cuts_off_is_text(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying(HERMES.call))
+    choice = (await make_http(upstream).post(URL, json=body(max_tokens=20))).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+    assert HERMES.call.startswith(choice["message"]["content"])
+
+
+async def test_stop_strings_are_looked_for_in_what_the_model_writes(
+    make_http: Callable[..., Any],
+) -> None:
+    upstream = router(saying("before" + HERMES.call))
+    choice = (await make_http(upstream).post(URL, json=body(stop="Paris"))).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"].endswith('"city": "')
+
+
+async def test_a_template_without_tools_is_refused_them(make_http: Callable[..., Any]) -> None:
+    reply = await make_http(FakeRouter(saying("x"))).post(URL, json=body())
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools"
+
+
+def named(**more: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **more}}]
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(50):
+    DEEP = {"properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": named(name="a b")}, "tools[0].function.name"),
+        ({"tools": named(name="x" * 65)}, "tools[0].function.name"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": named(parameters={"type": "array"})}, "tools[0].function.parameters"),
+        ({"tools": named(parameters=DEEP)}, "tools[0].function.parameters"),
+        ({"tools": named() * 2}, "tools[1].function.name"),
+        ({"tools": named() * 129}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": []}},
+            "tool_choice.allowed_tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": "g"}]}}},
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
+        ({"functions": [{}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+async def test_wrong_tools_are_refused_by_name(
+    make_http: Callable[..., Any], more: dict[str, Any], param: str
+) -> None:
+    upstream = router(saying("x"))
+    reply = await make_http(upstream).post(URL, json={**body(), **more})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert not upstream.starts
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [({"enum": ["x"] * 5000}, "values"), ({"x" * 70_000: 1}, "characters"), (DEEP, "levels")],
+)
+def test_large_schemas_are_refused(schema: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        check_size(schema)
+
+
+@pytest.mark.parametrize("field", ["functions", "function_call"])
+async def test_legacy_fields_name_what_to_use(make_http: Callable[..., Any], field: str) -> None:
+    reply = await make_http(router(saying("x"))).post(URL, json=body(**{field: [{"name": "f"}]}))
+    assert "use tool" in reply.json()["error"]["message"]
+
+
+async def test_a_call_and_its_answer_reach_the_template(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying("It is sunny."))
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather"}}
+    call["function"] = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "name": "get_weather",
+            "content": [{"type": "text", "text": "sun"}, {"type": "text", "text": "shine"}],
+        },
+    ]
+    reply = await make_http(upstream).post(URL, json=body(messages=messages))
+    assert reply.json()["choices"][0]["message"]["content"] == "It is sunny."
+    prompt = bytes_of(upstream, upstream.starts[0].prompt_ids)
+    assert 'assistant:get_weather({"city": "Paris"})\ntool:sun\nshine\nassistant:' in prompt
+
+
+async def test_tools_are_counted_by_tokenize(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying("x"))
+    client = make_http(upstream)
+    await client.post(URL, json=body())
+    asked = {"model": "tiny", "messages": HI, "tools": TOOLS}
+    counted = (await client.post("/tokenize", json=asked)).json()
+    assert counted["tokens"] == list(upstream.starts[0].prompt_ids)
+
+
+THINKS = TEMPLATE + "{# </think> #}"
+OPENS = TEMPLATE + "<think>\n{# </think> #}"
+CLOSES = TEMPLATE + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "thought", "text"),
+    [
+        (THINKS, "<think>\nso\n</think>\n\nHi", "so", "Hi"),
+        (THINKS, "Hi", None, "Hi"),
+        (OPENS, "so\n</think>\n\nHi", "so", "Hi"),
+        (OPENS, "so", "so", None),
+        (CLOSES, "Hi", None, "Hi"),
+        (TEMPLATE, "<think>so</think>Hi", None, "<think>so</think>Hi"),
+    ],
+)
+async def test_thoughts(
+    make_http: Callable[..., Any],
+    template: str,
+    answer: str,
+    thought: str | None,
+    text: str | None,
+) -> None:
+    client = make_http(router(saying(answer), template))
+    asked = {"model": "tiny", "messages": HI}
+    message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
+    assert message.get("reasoning_content") == thought
+    assert message["content"] == text
+    chunks = events((await client.post(URL, json={**asked, "stream": True})).text)
+    whole = joined(chunks)[0]
+    assert (whole["thought"] or None, whole["text"] or None) == (thought, text)
+
+
+async def test_a_quoted_tag_opens_no_thought(make_http: Callable[..., Any]) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "what is <think>"}]}
+    reply = await make_http(router(saying("A tag."), THINKS)).post(URL, json=asked)
+    assert reply.json()["choices"][0]["message"]["content"] == "A tag."
+
+
+async def test_a_continued_thought_goes_on(make_http: Callable[..., Any]) -> None:
+    messages = [*HI, {"role": "assistant", "content": "<think>I wonder"}]
+    asked = {"model": "tiny", "messages": messages, "continue_final_message": True}
+    reply = await make_http(router(saying(" so.</think>Hi"), THINKS)).post(URL, json=asked)
+    message = reply.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so.", "Hi")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_may_be_left_out_or_stay_in_the_text(
+    make_http: Callable[..., Any], stream: bool
+) -> None:
+    client = make_http(router(saying("<think>so</think>" + HERMES.call), THINKS))
+
+    async def asked(**more: Any) -> tuple[str, str, int]:
+        reply = await client.post(URL, json=body(stream=stream, **more))
+        if stream:
+            whole = joined(events(reply.text))[0]
+            return whole["thought"], whole["text"], len(whole["calls"])
+        message = reply.json()["choices"][0]["message"]
+        calls = message.get("tool_calls", [])
+        return message.get("reasoning_content", ""), message["content"] or "", len(calls)
+
+    assert await asked() == ("so", "", 1)
+    assert await asked(include_reasoning=False) == ("", "", 1)
+    if stream:
+        reply = await client.post(URL, json=body(stream=True, include_reasoning=False))
+        assert {"content": ""} not in [c["choices"][0]["delta"] for c in events(reply.text)]
+    assert await asked(separate_reasoning=False) == ("", "<think>\nso\n</think>\n\n", 1)
+
+
+async def test_special_tokens_that_a_parser_needs_do_not_leak(
+    make_http: Callable[..., Any],
+) -> None:
+    """Tags that are special tokens; others stay skipped, in calls too."""
+    words = tokenizers.Tokenizer.from_buffer(tokenizer_json())
+    words.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<|odd|>"])
+    data = words.to_str().encode()
+    upstream = router(saying("<think>s<|odd|>o</think>Look: <|odd|>" + HERMES.call), THINKS)
+    upstream.words = words
+    card = upstream.cards[0]
+    card.tokenizer_digest = hashlib.sha256(data).hexdigest()
+    card.vocab_size = words.get_vocab_size()
+    upstream.blobs[card.tokenizer_digest] = data
+    client = make_http(upstream)
+    message = (await client.post(URL, json=body())).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "so"
+    assert message["content"] == "Look:"
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    asked = {"model": "tiny", "messages": HI}
+    message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "so"
+    assert message["content"].startswith('Look: \n{"name"')  # as without a parser

@@ -1,0 +1,175 @@
+"""The parsers of what models think, each by its family's tags."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.gateway.text.reasoning import (
+    reasoning_family,
+    reasoning_family_of,
+    reasoning_parser_names,
+)
+from pdserve.gateway.text.tools import tool_family
+
+NAMES = reasoning_parser_names()
+TAGGED = sorted(set(NAMES) - {"gpt_oss"})
+TEMPLATES = {
+    "think": "{{ content.split('</think>') }}",
+    "seed_oss": "<seed:think>{{ reasoning }}</seed:think>",
+    "mistral": "[THINK]{{ reasoning }}[/THINK]",
+    "gemma4": "<|channel>thought\n<channel|>",
+    "gpt_oss": "<|start|>assistant<|channel|>final<|message|>",
+}
+
+
+def tags(name: str) -> tuple[str, str]:
+    family = reasoning_family(name)
+    assert family is not None
+    return family.begin, family.end
+
+
+def parse(
+    name: str, pieces: Iterable[str], *, opened: bool = False, inline: bool = False, tools: str = ""
+) -> tuple[str, str]:
+    """What the model thinks, and what it answers."""
+    calls = tool_family(tools)
+    form = AnswerFormat(calls, reasoning_family(name), open=opened, inline=inline)
+    parser = form.parser()
+    assert parser is not None
+    content: list[ContentPart] = [part for piece in pieces for part in parser.push(piece)]
+    content += parser.finish()
+    assert len(calls_of(content)) == (1 if tools else 0)
+    return reasoning_of(content), text_of(content)
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert set(TEMPLATES) == set(NAMES)
+    assert reasoning_family("none") is None
+    assert reasoning_family_of("{{ messages }}") == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family(name: str) -> None:
+    family = reasoning_family(name)
+    assert family is not None
+    assert family.name == name
+    assert reasoning_family_of(TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("opened", [False, True])
+def test_thought_and_answer(name: str, opened: bool) -> None:
+    begin, end = tags(name)
+    answer = ("" if opened else begin) + f"\nI think,\n so.\n{end}\n\nHello,\n you. "
+    expected = ("I think,\n so.", "Hello,\n you. ")
+    assert parse(name, [answer], opened=opened) == expected
+    assert parse(name, answer, opened=opened) == expected
+    for at in range(len(answer)):
+        assert parse(name, [answer[:at], answer[at:]], opened=opened) == expected
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tag_that_the_prompt_ends_with_may_come_again(name: str) -> None:
+    begin, end = tags(name)
+    assert parse(name, f"{begin}\nso{end}Hi", opened=True) == ("so", "Hi")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_an_unclosed_thought_goes_to_the_end(name: str) -> None:
+    begin, end = tags(name)
+    for cut in ("", end[:3]):
+        thought = "I think" + cut
+        assert parse(name, begin + thought) == (thought, "")
+        assert parse(name, thought, opened=True) == (thought, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_never_thinks_answers(name: str) -> None:
+    assert parse(name, "Hello!\n") == ("", "Hello!\n")
+    assert parse(name, "") == ("", "")
+    assert parse(name, " ") == ("", " ")
+    assert parse(name, "<th") == ("", "<th")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_quoted_tag_in_an_answer_is_text(name: str) -> None:
+    begin, end = tags(name)
+    answer = f"Write {begin} and {end}."
+    assert parse(name, answer) == ("", answer)
+    assert parse(name, f"{begin}x{end}{answer}") == ("x", answer)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_an_empty_thought_is_none(name: str) -> None:
+    begin, end = tags(name)
+    assert parse(name, f"{begin}\n\n{end}\n\nHi") == ("", "Hi")
+    assert parse(name, f"\n{end}\nHi", opened=True) == ("", "Hi")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_call_in_a_thought_is_none(name: str) -> None:
+    begin, end = tags(name)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    answer = f"{begin}I could {call}{end}{call}"
+    assert parse(name, answer, tools="hermes") == (f"I could {call}", "")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_thoughts_as_text_keep_their_tags(name: str) -> None:
+    begin, end = tags(name)
+    expected = f"{begin}\nso\n{end}\n\nHi"
+    assert parse(name, f"{begin}so{end}Hi", inline=True) == ("", expected)
+    assert parse(name, "Hi", inline=True) == ("", "Hi")
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "I look.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+)
+
+
+@pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
+def test_harmony(end: str) -> None:
+    for pieces in ([HARMONY + end], HARMONY + end):
+        assert parse("gpt_oss", pieces) == ("So.", "I look.Hi")
+    assert parse("gpt_oss", HARMONY, inline=True)[1] == "<think>\nSo.\n</think>\n\nI look.Hi"
+
+
+def test_a_call_is_text_where_there_are_no_tools() -> None:
+    assert parse("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}") == ("", "{}")
+
+
+def test_harmony_that_is_none_is_an_answer() -> None:
+    assert parse("gpt_oss", '{"a": "<|end|>"}') == ("", '{"a": "<|end|>"}')
+
+
+def test_text_of_a_broken_header_is_given_back() -> None:
+    broken = '<|channel|>final {"a": 1}'
+    assert parse("gpt_oss", broken) == ("", 'final {"a": 1}')
+    assert parse("gpt_oss", "<|channel|>" + "x" * 3000)[1].endswith("x" * 3000)
+
+
+PIECES = ["<think>", "</think>", "<", "think", "\n", " ", "[THINK]", "[/THINK]", "<channel|>"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(max_size=6) | st.sampled_from(PIECES), max_size=10), st.booleans())
+def test_nothing_but_tags_and_space_is_lost(pieces: list[str], opened: bool) -> None:
+    text = "".join(pieces)
+    for name in TAGGED:
+        thought, answer = parse(name, pieces, opened=opened)
+        assert (thought, answer) == parse(name, [text], opened=opened)
+        begin, end = tags(name)
+        kept = "".join((thought + answer).split())
+        whole = "".join(text.split())
+        tag = "".join(begin.split())
+        assert kept in {
+            whole,
+            whole.replace(end, "", 1),
+            whole.replace(tag, "", 1),
+            whole.replace(tag, "", 1).replace(end, "", 1),
+        }

@@ -1,0 +1,356 @@
+"""The parsers of tool calls, each by its family's way to call a tool."""
+
+import json
+from collections.abc import Iterable
+from itertools import count, pairwise
+from time import process_time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_answers import TOOL_ANSWERS
+
+from pdserve.gateway.text.parsing.family import ContentParser, Schemas
+from pdserve.gateway.text.parsing.reader import Malformed
+from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
+from pdserve.gateway.text.parsing.values import Literals, arguments_of, typed
+from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
+from pdserve.gateway.text.tools import (
+    FALLBACK,
+    tool_family,
+    tool_family_of,
+    tool_parser_names,
+)
+
+PARIS = ("get_weather", {"city": "Paris"})
+ROME = ("get_weather", {"city": "Rome"})
+NAMES = tool_parser_names()
+AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
+
+
+def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> ContentParser:
+    family = tool_family(name)
+    assert family is not None
+    ids = count()
+    if family.whole is not None:
+        return family.whole(lambda: f"call_{next(ids)}", parallel)
+    return CallStream(family, schemas or {}, lambda: f"call_{next(ids)}", parallel)
+
+
+def parse(name: str, pieces: Iterable[str], **options: Any) -> list[ContentPart]:
+    parser = make(name, **options)
+    content = [part for piece in pieces for part in parser.push(piece)]
+    return content + parser.finish()
+
+
+def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
+    """The text, and the calls with their arguments."""
+    return text_of(content), [(c.name, json.loads(c.arguments)) for c in calls_of(content)]
+
+
+def final(name: str, text: str) -> str:
+    """A text as the model answers with it."""
+    return f"<|channel|>final<|message|>{text}" if name == "gpt_oss" else text
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert set(NAMES) == set(TOOL_ANSWERS)
+    assert tool_family("none") is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family(name: str) -> None:
+    family = tool_family(name)
+    assert family is not None
+    assert family.name == name
+    assert "NAME" in family.form.begin
+    assert family.form.begin.startswith(family.form.trigger)
+    assert tool_family_of("x" + TOOL_ANSWERS[name].known_by + "y") == name
+
+
+def test_other_templates_take_the_fallback() -> None:
+    assert tool_family_of("{% for tool in tools %}") == FALLBACK
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_call(name: str) -> None:
+    parts = parse(name, [TOOL_ANSWERS[name].call])
+    assert made(parts) == ("", [PARIS])
+    first, *rest = parts
+    assert first == ToolCallPart(0, "call_0", "get_weather", "")
+    assert all(isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parallel_calls(name: str) -> None:
+    answer = TOOL_ANSWERS[name].calls
+    parts = parse(name, [answer])
+    assert made(parts) == ("", [PARIS, ROME])
+    assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
+    assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cut_gives_the_same(name: str) -> None:
+    answer = TOOL_ANSWERS[name].calls
+    if name not in AT_START:
+        answer = (
+            final(name, "First: ") + ("<|end|><|start|>assistant" * (name == "gpt_oss")) + answer
+        )
+    whole = made(parse(name, [answer]))
+    assert whole[1] == [PARIS, ROME]
+    assert made(parse(name, answer)) == whole
+    for at in range(len(answer)):
+        assert made(parse(name, [answer[:at], answer[at:]])) == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_a_grammar_makes_is_read_back(name: str) -> None:
+    """The arguments are JSON then, whatever the family's own form is."""
+    family = tool_family(name)
+    assert family is not None
+    one = family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
+    assert made(parse(name, [one])) == ("", [PARIS])
+    assert made(parse(name, one)) == ("", [PARIS])
+    if name != "gpt_oss":  # its call ends the answer
+        for between in ("", "\n"):
+            several = one + between + one.replace("Paris", "Rome")
+            assert made(parse(name, several)) == ("", [PARIS, ROME])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_is_cut_off_is_text(name: str) -> None:
+    cut = TOOL_ANSWERS[name].cut
+    text, calls = made(parse(name, cut))
+    assert calls == []
+    if name == "gpt_oss":  # its header says where a text goes, and is no text
+        assert cut.endswith(text)
+    else:
+        assert text == cut
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
+def test_what_is_cut_off_behind_a_call_is_left_out(name: str) -> None:
+    answer = TOOL_ANSWERS[name]
+    cut = answer.calls[: answer.calls.rindex("Rome") + 2]
+    assert made(parse(name, cut)) == ("", [PARIS])
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
+def test_a_call_in_fenced_code_is_text(name: str) -> None:
+    quoted = "So:\n```\n" + TOOL_ANSWERS[name].call.replace("```", "~~~") + "\n```\nand "
+    assert made(parse(name, [quoted + TOOL_ANSWERS[name].call])) == (quoted.rstrip(), [PARIS])
+    assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
+    call = TOOL_ANSWERS[name].call
+    assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+def test_an_answer_in_json_is_not_held_back(name: str) -> None:
+    parser = make(name)
+    assert text_of(parser.push('{"capital": ')) == '{"capital":'
+    assert text_of(parser.push('"Paris"}') + parser.finish()) == ' "Paris"}'
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "text", ["Hello!", "", " \n", "a < b and [1] {2}", "{}", "[]", "[1, 2]", '{"a": 1} is', "```x"]
+)
+def test_text_is_text(name: str, text: str) -> None:
+    assert made(parse(name, final(name, text))) == (text, [])
+
+
+MALFORMED = {
+    "hermes": [
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"a": 1}</tool_call>',
+        "<tool_call>[]",
+    ],
+    "qwen3_coder": [
+        "<tool_call>hi</tool_call>",
+        "<function=f>x</function>",
+        "<function=" + "a" * 600,
+    ],
+    "glm45": ["<tool_call>two words</tool_call>", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
+    "mistral": ["[TOOL_CALLS] no json at all", "[TOOL_CALLS][1]", "[TOOL_CALLS]f[ARGS]x"],
+    "gemma4": ["<|tool_call>call:f no brace<tool_call|>", "<|tool_call>call:f{a}<tool_call|>"],
+    "minimax_m2": ["<minimax:tool_call>x</minimax:tool_call>"],
+    "kimi_k2": ["<|tool_calls_section_begin|>x<|tool_calls_section_end|>"],
+    "deepseek_v3": [DS + "x" for DS in ("<｜tool▁calls▁begin｜>",)],
+    "deepseek_dsml": ["<｜DSML｜tool_calls>x</｜DSML｜tool_calls>"],
+    "phi4_mini_json": ["functools are fine", "<|tool_call|>x<|/tool_call|>", "functools[1]"],
+    "llama3_json": ['{"name": "f", "parameters": 1} x', '{"name": 1, "parameters": {}}'],
+    "llama4_pythonic": ["[f(1)]", "[f(a=x)]", "[f(a=1]", "[1 f()]"],
+    "json": ['[{"name": "f"}]', '{"name": "f", "arguments": {}, "x": NaN}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(n, t) for n, texts in MALFORMED.items() for t in texts]
+)
+def test_what_is_no_call_is_given_back(name: str, text: str) -> None:
+    assert made(parse(name, [text])) == (text, [])
+    assert made(parse(name, text)) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "mistral"])
+def test_a_call_after_what_is_none(name: str) -> None:
+    broken = MALFORMED[name][0]
+    text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
+    assert (text, calls) == (broken, [PARIS])
+
+
+def test_an_unknown_function_is_called_all_the_same() -> None:
+    """The client answers that there is none, as with vLLM."""
+    assert made(parse("hermes", TOOL_ANSWERS["hermes"].call)) == ("", [PARIS])
+
+
+@pytest.mark.parametrize("values", ["[" * 100 + "]" * 100, "[" + "1," * 5000 + "1]"])
+def test_large_literals_are_no_call(values: str) -> None:
+    call = f"[f(a={values})]"
+    assert made(parse("llama4_pythonic", [call])) == (call, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
+        ("(1, 2,)", [1, 2]),
+        ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
+        ("'" + "\\ud800" + "'", "\\ud800"),
+    ],
+)  # fmt: skip
+def test_literals_of_python(text: str, value: Any) -> None:
+    assert Literals(text).whole() == value
+    call = f"[f(a={text})]"
+    assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
+
+
+@pytest.mark.parametrize("text", ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan"])
+def test_what_is_no_literal(text: str) -> None:
+    with pytest.raises(Malformed):
+        Literals(text).whole()
+
+
+def test_double_encoded_arguments_are_decoded() -> None:
+    call = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert made(parse("hermes", [call])) == ("", [("f", {"a": 1})])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer"},
+        "code": {"type": "string"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+        "mode": {"enum": ["1", "2"]},
+    },
+    "$defs": {"Place": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("count", "7", 7), ("count", " 7\n", 7), ("count", "seven", "seven"),
+        ("code", "007", "007"), ("code", "true", "true"), ("maybe", "null", None),
+        ("maybe", "3", 3), ("mode", "1", "1"),
+        ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
+    ],
+)  # fmt: skip
+def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> None:
+    assert typed(text, arguments_of(SCHEMA).get(name)) == value
+    call = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
+    parts = parse("qwen3_coder", [call], schemas={"f": arguments_of(SCHEMA)})
+    if not text.endswith("\n"):
+        assert made(parts) == ("", [("f", {name: value})])
+
+
+@pytest.mark.parametrize(
+    "schema", [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]
+)
+def test_odd_schemas_type_nothing(schema: Any) -> None:
+    assert typed("1", arguments_of(schema).get("a")) == "1"
+
+
+PIECES = st.sampled_from(
+    [piece for a in TOOL_ANSWERS.values() for piece in (a.call, a.cut, a.call[:9], a.call[-9:])]
+    + ["```", "\n", " ", "{", "}", '"', "\\", "[", "]", "<", "|", "functools", "to=", "<|end|>"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(max_size=8) | PIECES, max_size=12))
+def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for name in NAMES:
+        parts = parse(name, pieces)
+        given_back, calls = made(parts)
+        assert made(parse(name, [text])) == (given_back, calls)
+        if name == "gpt_oss":
+            continue  # its tags are no text
+        family = tool_family(name)
+        assert family is not None
+        if not calls:
+            left_out = text.removeprefix(given_back)
+            assert given_back + left_out == text
+            assert left_out.strip() in ("", *family.openers)
+        else:
+            remaining = iter(text)
+            assert all(char in remaining for char in given_back)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(), st.lists(st.integers(0, 60), max_size=8))
+def test_harmony_keeps_the_text_of_messages(text: str, cuts: list[int]) -> None:
+    answer = f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant" + final(
+        "gpt_oss", text
+    )
+    borders = [0, *sorted(cuts), len(answer)]
+    pieces = [answer[a:b] for a, b in pairwise(borders)]
+    parts = parse("gpt_oss", pieces)
+    assert (reasoning_of(parts), text_of(parts)) == (text, text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "unit", ["OPENER", "OPENER{", 'OPENER{"', "```", " ", "[", '{"a":', "<", "\\"]
+)
+def test_hostile_answers_take_linear_time(name: str, unit: str) -> None:
+    family = tool_family(name)
+    assert family is not None
+    opener = family.openers[0] if family.openers else ""
+    text = unit.replace("OPENER", opener) * 4000
+    began = process_time()
+    pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
+    content = parse(name, pieces)
+    assert process_time() - began < 10  # a quadratic one takes minutes
+    assert calls_of(content) == []
+
+
+def test_a_hostile_header_takes_linear_time() -> None:
+    began = process_time()
+    for gap in (" " * 1000, " to=" * 250, "<|channel|> " * 80):
+        header = "<|channel|>" + gap + "!"
+        assert made(parse("gpt_oss", [header + "<|end|>"]))[1] == []
+        assert made(parse("gpt_oss", [header]))[1] == []
+    assert process_time() - began < 5  # with every division tried it takes hours
+
+
+def test_a_call_without_end_does_not_take_all_memory() -> None:
+    parser = make("hermes")
+    head = '<tool_call>{"name": "'
+    text = text_of(parser.push(head))
+    piece = "x" * (1 << 16)
+    num_pieces = 2 * MAX_CALL_CHARS // len(piece)
+    for _ in range(num_pieces):
+        text += text_of(parser.push(piece))
+    assert len(text) > MAX_CALL_CHARS
+    text += text_of(parser.finish())
+    assert text == head + piece * num_pieces

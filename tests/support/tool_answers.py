@@ -1,0 +1,88 @@
+"""How each family of models calls tools: a call of get_weather for Paris, two calls, and the text
+in a chat template that it is known by."""
+
+from typing import NamedTuple
+
+DS_BEGIN, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DS_CALL, DS_CALL_END, DS_SEPARATOR = (
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+
+
+class ToolAnswer(NamedTuple):
+    """`call` and `calls` (for Paris, then for Rome) as the model writes them; `cut` is one that is
+    not finished; `known_by` a piece of its chat template."""
+
+    call: str
+    calls: str
+    cut: str
+    known_by: str
+
+
+def _repeated(call: str, before: str, after: str, between: str, known_by: str) -> ToolAnswer:
+    one, other = call.replace("CITY", "Paris"), call.replace("CITY", "Rome")
+    whole = before + one + after
+    return ToolAnswer(
+        whole,
+        before + one + between + other + after,
+        whole[: len(before) + len(one) // 2],
+        known_by,
+    )
+
+
+def _dsml(prefix: str, name: str) -> ToolAnswer:
+    call = (
+        f'<{prefix}invoke name="get_weather">\n<{prefix}parameter name="city" string="true">CITY'
+        f"</{prefix}parameter>\n</{prefix}invoke>\n"
+    )
+    return _repeated(call, f"<｜DSML｜{name}>\n", f"</｜DSML｜{name}>", "", "｜DSML｜")
+
+
+_JSON = '{"name": "get_weather", "arguments": {"city": "CITY"}}'
+_LLAMA = '{"name": "get_weather", "parameters": {"city": "CITY"}}'
+_ARGUMENTS = '{"city": "CITY"}'
+
+TOOL_ANSWERS = {
+    "hermes": _repeated(f"<tool_call>\n{_JSON}\n</tool_call>", "", "", "\n", "<tool_call>"),
+    "qwen3_coder": _repeated(
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nCITY\n</parameter>\n</function>\n"
+        "</tool_call>", "", "", "\n", "<tool_call>\n<function=example>\n<parameter=a>",
+    ),
+    "llama3_json": _repeated(_LLAMA, "", "", "; ", "<|start_header_id|>"),
+    "llama4_pythonic": _repeated("get_weather(city='CITY')", "[", "]", ", ", "<|header_start|>"),
+    "mistral": _repeated(f"[TOOL_CALLS]get_weather[ARGS]{_ARGUMENTS}", "", "", "", "[TOOL_CALLS]"),
+    "deepseek_v3": _repeated(
+        f"{DS_CALL}function{DS_SEPARATOR}get_weather\n```json\n{_ARGUMENTS}\n```{DS_CALL_END}",
+        DS_BEGIN, DS_END, "\n", f"{DS_BEGIN} ```json",
+    ),
+    "deepseek_v31": _repeated(
+        f"{DS_CALL}get_weather{DS_SEPARATOR}{_ARGUMENTS}{DS_CALL_END}",
+        DS_BEGIN, DS_END, "", DS_BEGIN,
+    ),
+    "deepseek_dsml": _dsml("｜DSML｜", "function_calls"),
+    "glm45": _repeated(
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>CITY</arg_value>\n</tool_call>",
+        "", "", "\n", "<tool_call>{name}\n<arg_key>",
+    ),
+    "minimax_m2": _repeated(
+        '<invoke name="get_weather">\n<parameter name="city">CITY</parameter>\n</invoke>\n',
+        "<minimax:tool_call>\n", "</minimax:tool_call>", "", "<minimax:tool_call>",
+    ),
+    "gemma4": _repeated(
+        '<|tool_call>call:get_weather{city:<|"|>CITY<|"|>}<tool_call|>', "", "", "", "<|tool_call>",
+    ),
+    "phi4_mini_json": _repeated(_JSON, "functools[", "]", ", ", "<|tool|>"),
+    "kimi_k2": _repeated(
+        "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{_ARGUMENTS}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "",
+        "<|tool_calls_section_begin|>",
+    ),
+    "gpt_oss": _repeated(
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}",
+        "", "", "<|call|><|start|>assistant", "<|channel|> <|message|>",
+    ),
+    "json": _repeated(_JSON, "[", "]", ", ", ""),
+}  # fmt: skip
