@@ -172,7 +172,7 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
 
 
 def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
-    """Raises OSError, ValueError for a file that cannot be used."""
+    """Raises ValueError for a file that cannot be used."""
     if not settings.mcp_config:
         return None
     return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)

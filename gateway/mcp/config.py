@@ -70,8 +70,8 @@ class _File(BaseModel):
 
 def read_config(path: str) -> list[McpServer]:
     """The servers that are not disabled, in the file's order. Raises ValueError that says what is
-    wrong and where, also if the package is missing that talks to them; OSError for a file that
-    cannot be read."""
+    wrong and where, also of a file that cannot be read, and if the package is missing that talks
+    to them."""
     try:
         if find_spec("mcp") is None:
             raise ValueError("the package mcp is not installed: pip install 'pdserve[mcp]'")
@@ -83,6 +83,8 @@ def read_config(path: str) -> list[McpServer]:
                 raise ValueError("it names commands to run, and others may write it: chmod go-w")
             content = file.read(MAX_FILE_BYTES + 1)
         return servers_of(content)
+    except OSError as error:
+        raise ValueError(f"--mcp-config {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"--mcp-config {path}: {error}") from None
 

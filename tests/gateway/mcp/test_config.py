@@ -83,7 +83,7 @@ def test_what_is_wrong_is_named(content: bytes, error: str) -> None:
 
 def test_a_file_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(ValueError, match=r"--mcp-config .*mcp\.json: No such file"):
         read_config(str(path))
     path.write_bytes(of(a={"command": "x"}))
     path.chmod(0o644)
