@@ -155,9 +155,11 @@ async def _serve(settings: GatewaySettings, report: Report) -> int:
             task.cancel()
         http.should_exit = True
         http.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
-        if mcp is not None:
-            await mcp.close()
+        await asyncio.gather(
+            grpc_host.stop(grace_s),
+            asyncio.wait({serving}, timeout=grace_s + 2),
+            *(() if mcp is None else (mcp.close(),)),
+        )
         await client.close()
         await service.catalog.close()
         await rates.close()

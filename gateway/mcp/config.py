@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -73,8 +73,7 @@ def read_config(path: str) -> list[McpServer]:
     wrong and where, also of a file that cannot be read, and if the package is missing that talks
     to them."""
     try:
-        if find_spec("mcp") is None:
-            raise ValueError("the package mcp is not installed: pip install 'pdserve[mcp]'")
+        _check_package()
         with Path(path).open("rb") as file:
             found = Path(path).stat()
             if not stat.S_ISREG(found.st_mode):
@@ -87,6 +86,15 @@ def read_config(path: str) -> list[McpServer]:
         raise ValueError(f"--mcp-config {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"--mcp-config {path}: {error}") from None
+
+
+def _check_package() -> None:
+    try:
+        found = version("mcp")
+    except PackageNotFoundError:
+        found = ""
+    if not found or int(found.partition(".")[0]) < 2:
+        raise ValueError("it needs the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
 
 
 def servers_of(content: bytes) -> list[McpServer]:

@@ -5,7 +5,7 @@ from any task; one that is cancelled is cancelled at the server.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx2
 from pydantic_core import to_json
 
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import (
     CONNECTION_CLOSED,
@@ -23,7 +24,6 @@ from mcp.types import (
     ResourceLink,
     TextContent,
     TextResourceContents,
-    ToolListChangedNotification,
 )
 from pdserve.gateway.mcp.config import McpServer, ToolServerError
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult
@@ -66,28 +66,21 @@ class Connection:
 
 
 @asynccontextmanager
-async def connect(server: McpServer, changed: Callable[[], None]) -> AsyncIterator[Connection]:
-    """`changed` is called when the server says that its tools have changed."""
-
-    async def on_message(message: object) -> None:
-        if isinstance(message, ToolListChangedNotification):
-            changed()
-
+async def connect(server: McpServer) -> AsyncIterator[Connection]:
+    """Raises as `tools` does, also OSError for a program that cannot be started."""
     async with AsyncExitStack() as stack:
         target: Any
         if server.command:
             program, *arguments = server.command
-            target = StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+            target = stdio_client(
+                StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+            )
         else:
             timeout = httpx2.Timeout(CONNECT_S, read=max(READ_S, server.call_s))
             http = httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout)
             await stack.enter_async_context(http)
             target = streamable_http_client(server.url, http_client=http)
-        client = Client(
-            target,
-            message_handler=on_message,
-            client_info=Implementation(name="pdserve", version="1"),
-        )
+        client = Client(target, client_info=Implementation(name="pdserve", version="1"))
         with _told():
             await stack.enter_async_context(client)
         yield Connection(client)

@@ -23,7 +23,7 @@ MAX_SCHEMA_BYTES = 1 << 16
 MAX_DESCRIPTION_CHARS = 1 << 13
 MAX_RESULT_CHARS = 1 << 16
 MAX_LOGGED_CHARS = 200
-CLOSE_S = 10.0  # for all servers to end: each is asked, told and killed within 6
+CLOSE_S = 6.0  # for all servers to end: a program is asked, told and killed in less
 AWAY = "error: the tool is not available at the moment"
 
 
@@ -35,7 +35,7 @@ class ToolConnection(Protocol):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
 
-Connect = Callable[[McpServer, Callable[[], None]], AbstractAsyncContextManager[ToolConnection]]
+Connect = Callable[[McpServer], AbstractAsyncContextManager[ToolConnection]]
 
 
 class Pace(NamedTuple):
@@ -116,14 +116,14 @@ class _ServerTask:
         self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]
     ) -> None:
         self.config = config
-        self.tools: tuple[ServerTool, ...] = ()
+        self.tools: Sequence[ServerTool] = []
         self._connect = connect
         self._pace = pace
         self._on_change = on_change
         self._connection: ToolConnection | None = None
         self._ask = asyncio.Event()  # it should be asked for its tools now
         self._failures = 0  # since it answered last
-        self._skipped: frozenset[str] = frozenset()  # tools, as logged
+        self._listed: Sequence[ServerTool] = []
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -139,7 +139,7 @@ class _ServerTask:
                 self._failures += 1
             finally:
                 self._connection = None
-                self._set_tools(())
+                self._set_tools([])
             pause_s = self._pace.first_pause_s * 2 ** min(self._failures - 1, 16)
             await asyncio.sleep(min(pause_s, self._pace.max_pause_s))
 
@@ -147,16 +147,17 @@ class _ServerTask:
         """Asks the server for its tools now and then. Raises an exception once it is lost."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(self._pace.reply_s):
-                connection = await stack.enter_async_context(connect(self.config, self._ask.set))
+                connection = await stack.enter_async_context(connect(self.config))
+            steady = False  # one that ends soon after each start is still the same failure
             while True:
                 self._ask.clear()
                 async with asyncio.timeout(self._pace.reply_s):
-                    listed = self._bounded(await connection.tools())
+                    listed = await connection.tools()
                 self._connection = connection
-                self._failures = 0
-                if len(listed) != len(self.tools):
-                    log.info("the MCP server %r has %d tools", self.config.name, len(listed))
                 self._set_tools(listed)
+                if steady:
+                    self._failures = 0
+                steady = True
                 await _set_within(self._ask, self._pace.ask_s)
 
     async def call(
@@ -174,11 +175,18 @@ class _ServerTask:
             return ToolResult(f"error: {error}", True), "error"
         except Exception as error:  # the package and its transports have exceptions of their own
             self._ask.set()  # is it still there?
-            log.warning("the MCP server %r failed: %s", self.config.name, _why(error))
+            log.info("the MCP server %r failed: %s", self.config.name, _why(error))
             return ToolResult(AWAY, True), "failed"
         return result, "error" if result.is_error else "ok"
 
-    def _bounded(self, listed: Sequence[ServerTool]) -> tuple[ServerTool, ...]:
+    def _set_tools(self, listed: Sequence[ServerTool]) -> None:
+        if listed != self._listed:
+            self._listed = listed
+            self.tools = self._bounded(listed)
+            log.info("the MCP server %r has %d tools", self.config.name, len(self.tools))
+            self._on_change()
+
+    def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
         """Without tools that are too large to be shown; descriptions are cut."""
         kept: list[ServerTool] = []
         skipped = []
@@ -188,17 +196,11 @@ class _ServerTask:
                 skipped.append(tool.name)
                 continue
             kept.append(tool._replace(description=tool.description[:MAX_DESCRIPTION_CHARS]))
-        if frozenset(skipped) - self._skipped:
+        if skipped:
             names = ", ".join(skipped)[:MAX_LOGGED_CHARS]
             name = self.config.name
             log.warning("the MCP server %r has tools that are not offered: %s", name, names)
-        self._skipped = frozenset(skipped)
-        return tuple(kept)
-
-    def _set_tools(self, tools: tuple[ServerTool, ...]) -> None:
-        if tools != self.tools:
-            self.tools = tools
-            self._on_change()
+        return kept
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
@@ -226,4 +228,6 @@ def _why(error: BaseException) -> str:
         return str(error)[:MAX_LOGGED_CHARS]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, ConnectionError):
+        return "the connection has ended"
     return type(error).__name__

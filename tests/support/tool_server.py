@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from mcp.server.mcpserver import Context, Image, MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 CRASHES = "crashes"  # a program that ends at once if the file of that name is there
@@ -66,10 +66,9 @@ def make_server(notes: Path) -> MCPServer:
         os._exit(3)
 
     @server.tool()
-    async def grow(ctx: Context) -> str:
+    def grow() -> str:
         """From now on there is one more tool."""
         server.add_tool(say, name="more")
-        await ctx.session.send_tool_list_changed()
         return "grown"
 
     return server

@@ -1,6 +1,7 @@
 """The file of MCP servers: what it may say, and what is wrong with it in words."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def test_a_file_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    def version(name: str) -> str:
+        if name == "mcp":
+            raise PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(config, "version", version)
     with pytest.raises(ValueError, match=r"pip install 'pdserve\[mcp\]'"):
+        read_config(str(tmp_path / "mcp.json"))
+    monkeypatch.setattr(config, "version", lambda name: "1.30.0")
+    with pytest.raises(ValueError, match="2 or newer"):
         read_config(str(tmp_path / "mcp.json"))

@@ -48,9 +48,7 @@ class Tools:
         self.called: list[tuple[str, Mapping[str, Any]]] = []
 
     @asynccontextmanager
-    async def __call__(
-        self, server: McpServer, changed: Callable[[], None]
-    ) -> AsyncIterator["Tools"]:
+    async def __call__(self, server: McpServer) -> AsyncIterator["Tools"]:
         yield self
 
     async def tools(self) -> list[ServerTool]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -155,8 +155,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_server(tmp_path: Path) -> No
 
 
 async def test_new_tools_are_offered(tmp_path: Path) -> None:
-    """At once when the server says so: it is not asked for long."""
-    async with running(program(tmp_path / "notes"), pace=FAST._replace(ask_s=0.5)) as servers:
+    async with running(program(tmp_path / "notes")) as servers:
         await eventually(lambda: servers.offered)
         assert "more" not in names(servers)
         await call(servers, "grow")
@@ -171,22 +170,26 @@ async def test_a_program_that_is_not_there(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Scripted:
-    """A connection without a server; `hangs` when it is asked for tools."""
+    """A connection without a server; `hangs` when it is asked for tools, or `ends` when it is asked
+    once more."""
 
     def __init__(self, listed: list[ServerTool], text: str = "") -> None:
         self.listed = listed
         self.text = text
-        self.hangs = False
+        self.hangs = self.ends = False
+        self.num_asked = 0  # on this connection
         self.num_connected = 0
 
     @asynccontextmanager
-    async def __call__(
-        self, server: McpServer, changed: Callable[[], None]
-    ) -> AsyncIterator["Scripted"]:
+    async def __call__(self, server: McpServer) -> AsyncIterator["Scripted"]:
         self.num_connected += 1
+        self.num_asked = 0
         yield self
 
     async def tools(self) -> list[ServerTool]:
+        self.num_asked += 1
+        if self.ends and self.num_asked > 1:
+            raise ConnectionError
         if self.hangs:
             await asyncio.Event().wait()
         return self.listed
@@ -225,3 +228,15 @@ async def test_a_server_that_hangs_loses_its_tools(caplog: pytest.LogCaptureFixt
         await eventually(lambda: servers.offered)
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert warnings == ["the MCP server 's' is away: no answer in time"]
+
+
+async def test_a_server_that_ends_after_each_start_is_said_once_to_be_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    talks = Scripted([ServerTool("a", "", {})])
+    talks.ends = True
+    pace = FAST._replace(ask_s=0.01)
+    async with running(McpServer("s", ("x",)), connect=talks, pace=pace):
+        await eventually(lambda: talks.num_connected > 4)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warnings == ["the MCP server 's' is away: the connection has ended"]
