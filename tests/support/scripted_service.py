@@ -7,6 +7,7 @@ from typing import Any
 from fake_router import FakeRouter
 from in_process_text import InProcessPool
 
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.service import ServerTools, Service
@@ -20,6 +21,7 @@ def scripted_service(
     text_pool: Any = None,
     rates: RateLimits | None = None,
     template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
+    parsers: ParserChoice | None = None,
     server_tools: ServerTools | None = None,
     clock: Callable[[], float] | None = None,
     timeout_s: float = 600.0,
@@ -35,5 +37,6 @@ def scripted_service(
         timeout_s=timeout_s,
         queue_timeout_s=60.0,
         template_kwargs=template_kwargs,
+        parsers=parsers,
         server_tools=server_tools,
     )

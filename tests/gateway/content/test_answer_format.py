@@ -178,3 +178,10 @@ async def test_a_prepared_chat_has_the_structure_and_the_parsers() -> None:
     async with service.prepare(ChatCompletionRequest(**asked), Caller("r2")) as completion:
         assert completion.sampling.structure is None
         assert (completion.format.tools, completion.format.reasoning) == (None, THINK)
+    plain = scripted_service(router, parsers=ParserChoice("none", "none"))
+    free = ChatCompletionRequest(**asked, tool_use=ToolUse([WEATHER]))
+    async with plain.prepare(free, Caller("r3")) as completion:
+        assert completion.format.parser() is None
+    with pytest.raises(ServiceError, match="tool-parser"):
+        async with plain.prepare(request, Caller("r4")):
+            pass

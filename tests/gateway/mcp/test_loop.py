@@ -17,6 +17,7 @@ from sse import events
 from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
@@ -298,6 +299,10 @@ async def test_where_nothing_is_offered() -> None:
             await gw.choice(**fields)
         assert "s__get" not in router.prompt(0)
         assert tools.called == []
+    router = ToolModel(calls("s__get"))
+    async with gateway(router, tools, parsers=ParserChoice(tools="none")) as gw:
+        await gw.choice()
+    assert "s__get" not in router.prompt(0)
 
 
 async def test_a_tools_text_cannot_end_its_turn() -> None:

@@ -1,0 +1,65 @@
+"""What models answer, through every parser of calls and thoughts.
+
+Whatever an answer is and however it is cut, its parts are the same, its calls have JSON objects as
+arguments.
+"""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+from tool_answers import TOOL_ANSWERS
+
+from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.gateway.text.reasoning import reasoning_family, reasoning_parser_names
+from pdserve.gateway.text.tools import tool_family, tool_parser_names
+
+MAX_PIECES = 16
+ODD = (
+    "```", "\n", " ", "{", "}", '"', "'", "\\", "[", "]", "(", ")", "<", "|", ":", ",", "\0", "é",
+    "1e999", "null", '{"a": ', "\ud7ff", "😀", "=", "/>",
+)  # fmt: skip
+
+
+class Fuzzed:
+    def __init__(self, folder: Path) -> None:
+        self._tools = [tool_family(name) for name in tool_parser_names()]
+        self._reasoning = [None, *map(reasoning_family, reasoning_parser_names())]
+        self._pieces = [*ODD]
+        for family in (*self._tools, *self._reasoning):
+            self._pieces += family.special if family is not None else ()
+        for answer in TOOL_ANSWERS.values():
+            self._pieces += [answer.call, answer.calls, answer.cut]
+
+    def case(self, rng: Random) -> str:
+        pieces = [rng.choice(self._pieces) for _ in range(rng.randrange(MAX_PIECES))]
+        text = "".join(piece[rng.randrange(len(piece)) :] if rng.random() < 0.2 else piece
+                       for piece in pieces)  # fmt: skip
+        form = AnswerFormat(
+            rng.choice(self._tools), rng.choice(self._reasoning), open=rng.random() < 0.3
+        )
+        whole = _told(_parsed(form, [text]))
+        cut = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(6)))
+        borders = [0, *cut, len(text)]
+        parts = [text[a:b] for a, b in pairwise(borders)]
+        assert _told(_parsed(form, parts)) == whole, (form, text, cut)
+        assert _told(_parsed(form, list(text))) == whole, (form, text)
+        answer, thought, calls = whole
+        for _, arguments in calls:
+            assert isinstance(json.loads(arguments), dict)
+        if calls:
+            return "calls"
+        return "thoughts" if thought else "text" if answer else "nothing"
+
+
+def _parsed(form: AnswerFormat, pieces: list[str]) -> list[ContentPart]:
+    parser = form.parser()
+    assert parser is not None
+    return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+
+
+def _told(content: list[ContentPart]) -> tuple[str, str, list[tuple[str, str]]]:
+    calls = [(call.name, call.arguments) for call in calls_of(content)]
+    return text_of(content), reasoning_of(content), calls
