@@ -4,6 +4,7 @@ Invariant: no error and no repr has a value of the file, since commands, address
 headers may be secrets.
 """
 
+import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def read_config(path: str) -> list[McpServer]:
     try:
         _check_package()
         with Path(path).open("rb") as file:
-            found = Path(path).stat()
+            found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ValueError("it is not a regular file")
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from prometheus_client import Counter
 from pydantic_core import to_json
 
-from pdserve.gateway.mcp.config import McpServer, ToolServerError
+from pdserve.gateway.mcp.config import ALL, McpServer, ToolServerError
 from pdserve.gateway.mcp.offer import OfferedTool, ServerTool, ToolResult, offered_tools
 
 log = logging.getLogger("pdserve.gateway.mcp")
@@ -184,6 +184,10 @@ class _ServerTask:
             self._listed = listed
             self.tools = self._bounded(listed)
             log.info("the MCP server %r has %d tools", self.config.name, len(self.tools))
+            missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
+            if listed and missing:
+                names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]
+                log.warning("the MCP server %r has no such tools: %s", self.config.name, names)
             self._on_change()
 
     def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:

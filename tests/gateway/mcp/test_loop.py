@@ -8,8 +8,10 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import groupby
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from cluster_secret import ACCESS
 from eventually import eventually
 from fake_router import FakeRouter
 from scripted_service import scripted_service
@@ -17,20 +19,29 @@ from sse import events
 from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
-from pdserve.gateway.mcp.offer import ServerTool, ToolResult
+from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
 from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.schema import ChatBody
-from pdserve.gateway.service import Service
+from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.service import ChatCompletionRequest, Service
+from pdserve.gateway.structure import Structure
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
+from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.services.host.rpc.backpressure import Backpressure
+from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
@@ -302,6 +313,41 @@ async def test_where_nothing_is_offered() -> None:
     router = ToolModel(calls("s__get"))
     async with gateway(router, tools, parsers=ParserChoice(tools="none")) as gw:
         await gw.choice()
+    assert "s__get" not in router.prompt(0)
+
+
+async def test_an_answer_with_a_structure_is_no_place_for_calls() -> None:
+    servers = McpServers([], GatewayMetrics().mcp_calls)
+    servers.offered = offered_tools([("s", ServerTool("get", "", {}), True)])
+    offers = McpTools(servers, 8, lambda: 0.0)
+
+    async def next_round(*_: Any) -> PreparedCompletion:
+        raise AssertionError
+
+    chat = TemplateInput([{"role": "user", "content": "a"}])
+    free = ChatCompletionRequest("tiny", chat, RequestedSampling())
+    structure = Structure("json_object", None, "response_format")
+    bound = ChatCompletionRequest("tiny", chat, RequestedSampling(structure=structure))
+    offered, rounds = offers.offer(free, next_round)
+    assert offered.tool_use is not None
+    assert rounds is not None
+    assert offers.offer(bound, next_round) == (bound, None)
+
+
+async def test_texts_over_grpc_have_no_place_for_calls() -> None:
+    router = ToolModel("Hello.")
+    async with gateway(router, Tools(get=answers("x"))) as gw:
+        text = TextServicer(gw.service, ApiKeys(), Backpressure(), 1 << 20)
+        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
+        add_TextServicer_to_server(text, host.server)
+        port = host.listen("127.0.0.1:0")
+        await host.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            messages = [ChatMessage(role="user", content="a")]
+            asked = ChatRequest(model="tiny", messages=messages)
+            chunks = [chunk async for chunk in TextStub(channel).Chat(asked)]
+        await host.stop(0)
+    assert "".join(chunk.text for chunk in chunks) == "Hello."
     assert "s__get" not in router.prompt(0)
 
 

@@ -205,7 +205,9 @@ async def test_what_servers_say_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         *(ServerTool(f"t{i}", "", {}) for i in range(200)),
     ]
     talks = Scripted(listed, "y" * (MAX_RESULT_CHARS + 5))
-    async with running(McpServer("s", ("x",)), connect=talks) as servers:
+    approved = frozenset({"wordy", "wurdy", "*"})
+    server = McpServer("s", ("x",), auto_approve=approved)
+    async with running(server, connect=talks) as servers:
         await eventually(lambda: servers.offered)
         assert len(servers.offered) == 128
         assert "huge" not in names(servers)
@@ -214,6 +216,7 @@ async def test_what_servers_say_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         assert result.text.endswith("y\n[5 more characters are left out]")
         assert len(json.dumps(result.text)) < MAX_RESULT_CHARS + 100
     assert "has tools that are not offered: huge, t127" in caplog.text
+    assert "the MCP server 's' has no such tools: wurdy\n" in caplog.text
 
 
 async def test_a_server_that_hangs_loses_its_tools(caplog: pytest.LogCaptureFixture) -> None:
