@@ -189,6 +189,7 @@ class ToolRounds:
                 messages += [this.message(), *results]
                 following = await self._follow(completion, messages, num_tokens, number + 1)
             if following is None:
+                completion.meter.cut_short()
                 yield Delta(ended.choice, (), (), num_tokens, "length")
                 yield usage
                 return

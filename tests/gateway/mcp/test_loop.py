@@ -377,7 +377,9 @@ async def test_max_tokens_bounds_all_rounds() -> None:
     tools.called.clear()
     async with gateway(router, tools) as gw:
         choice = await gw.choice(max_tokens=used)
+        (family,) = gw.service.metrics.success.collect()
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "One.")
+    assert {sample.labels["finished_reason"] for sample in family.samples} == {"length"}
     assert tools.called == []
 
 
