@@ -177,7 +177,9 @@ class _ServerTask:
             self._ask.set()  # is it still there?
             log.info("the MCP server %r failed: %s", self.config.name, _why(error))
             return ToolResult(AWAY, True), "failed"
-        return result, "error" if result.is_error else "ok"
+        if result.is_error:
+            return ToolResult(f"error: {result.text}", True), "error"
+        return result, "ok"
 
     def _set_tools(self, listed: Sequence[ServerTool]) -> None:
         if listed != self._listed:

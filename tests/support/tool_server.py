@@ -81,7 +81,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http_tool_server(notes: Path, seen: list[dict[str, str]]) -> AsyncIterator[str]:
+async def http_tool_server(
+    notes: Path, seen: list[dict[str, str]], port: int = 0
+) -> AsyncIterator[str]:
     """Its address; `seen` gets the headers of each request."""
     served = make_server(notes).streamable_http_app()
 
@@ -90,7 +92,7 @@ async def http_tool_server(notes: Path, seen: list[dict[str, str]]) -> AsyncIter
             seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
         await served(scope, receive, send)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", port)) as listener:
         uvicorn_server = _Uvicorn(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=0))
         serving = asyncio.create_task(uvicorn_server.serve([listener]))
         try:

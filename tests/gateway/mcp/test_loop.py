@@ -242,7 +242,7 @@ async def test_what_goes_wrong_with_a_call_is_told_to_the_model() -> None:
         raise RuntimeError("secret")
 
     for call, told in (
-        (calls("s__fails"), "\nno such city ["),
+        (calls("s__fails"), "\nerror: no such city ["),
         (calls("s__broken"), "\nerror: the tool is not available at the moment ["),
         (calls("s__other"), "\nerror: there is no such tool ["),
     ):

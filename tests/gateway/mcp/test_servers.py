@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import tool_server
+from chaos.cluster import lasting_port
 from eventually import eventually
 from prometheus_client import CollectorRegistry, Counter
 from tool_server import http_tool_server
@@ -125,6 +126,17 @@ async def test_a_server_that_dies_loses_its_tools_and_comes_back(
         crashes.unlink()
         await eventually(lambda: servers.offered)
         assert (await call(servers, "add", a=1, b=2)).text == "3"
+
+
+async def test_a_server_over_http_that_goes_and_comes_back(tmp_path: Path) -> None:
+    port = lasting_port()
+    server = McpServer("web", url=f"http://127.0.0.1:{port}/mcp")
+    async with running(server, pace=FAST._replace(reply_s=5.0)) as servers:
+        for _ in range(2):
+            async with http_tool_server(tmp_path / "notes", [], port):
+                await eventually(lambda: servers.offered)
+                assert (await call(servers, "add", a=1, b=2)).text == "3"
+            await eventually(lambda: not servers.offered)
 
 
 async def test_a_call_has_a_deadline(tmp_path: Path) -> None:
