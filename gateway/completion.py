@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
@@ -58,6 +59,7 @@ class PreparedCompletion:
     cache_salt: bytes = b""
     tenant: bytes = b""
     format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
+    rounds: "Rounds | None" = None  # the answer has several of them, of one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,35 @@ class Usage:
         )
 
 
+Run = Callable[[PreparedCompletion], AsyncGenerator[Delta | Usage, None]]
+
+
+class Rounds(Protocol):
+    """What asks the model again, with the results of tools, until its answer is complete."""
+
+    def stream(
+        self, completion: PreparedCompletion, run: Run
+    ) -> AsyncGenerator[Delta | Usage, None]: ...
+
+
 @dataclass(slots=True)
 class CompletionResult:
     """One whole choice."""
 
     index: int
-    content: list[ContentPart]
-    tokens: list[ScoredToken]
-    num_tokens: int
-    finish: str
-    ids: list[int]  # of the generated tokens
+    content: list[ContentPart] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
+    num_tokens: int = 0
+    finish: str = ""
+    ids: list[int] = field(default_factory=list)  # of the generated tokens
     prompt_scores: Sequence[TokenLogprob] = ()  # of its prompt's tokens but the first
+
+    def add(self, delta: Delta) -> None:
+        self.content += delta.content
+        self.tokens += delta.tokens
+        self.ids += delta.ids
+        self.num_tokens = delta.num_tokens
+        self.finish = delta.finish or self.finish
 
 
 class Completions:
@@ -96,8 +116,13 @@ class Completions:
         self._upstream = upstream
         self._clock = clock
 
-    async def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
+    def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
         """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
+        if completion.rounds is not None:
+            return completion.rounds.stream(completion, self._run)
+        return self._run(completion)
+
+    async def _run(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
         runs = self._runs(completion)
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
@@ -113,18 +138,13 @@ class Completions:
 
     async def collect(self, completion: PreparedCompletion) -> tuple[list[CompletionResult], Usage]:
         """Whole answers; of best_of candidates the n with the best mean log-probability."""
+        if completion.rounds is not None:
+            return await self._collect_rounds(completion)
         runs = self._runs(completion)
         answers: dict[int, CompletionResult] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
-                answer = answers.setdefault(
-                    delta.choice, CompletionResult(delta.choice, [], [], 0, "", [])
-                )
-                answer.content += delta.content
-                answer.tokens += delta.tokens
-                answer.ids += delta.ids
-                answer.num_tokens = delta.num_tokens
-                answer.finish = delta.finish or answer.finish
+                answers.setdefault(delta.choice, CompletionResult(delta.choice)).add(delta)
         kept: list[CompletionResult] = []
         for run in runs:
             for choice in run.best(completion.sampling.n):
@@ -135,6 +155,18 @@ class Completions:
         completion_tokens = sum(answer.num_tokens for answer in kept)
         total = sum((run.usage() for run in runs), Usage(0, 0, 0))
         return kept, replace(total, completion_tokens=completion_tokens)
+
+    async def _collect_rounds(
+        self, completion: PreparedCompletion
+    ) -> tuple[list[CompletionResult], Usage]:
+        answer, usage = CompletionResult(0), Usage(0, 0, 0)
+        async with aclosing(self.stream(completion)) as items:
+            async for item in items:
+                if isinstance(item, Usage):
+                    usage = item
+                else:
+                    answer.add(item)
+        return [answer], usage
 
 
 class _PromptRun:

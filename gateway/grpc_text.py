@@ -14,6 +14,7 @@ from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import text_of
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
@@ -76,7 +77,12 @@ class TextServicer(TextBase):
             salt = _cache_salt(request.options)
             sampling = _sampling(request.options)
             return ChatCompletionRequest(
-                request.model, TemplateInput(messages), sampling, salt, separate_reasoning=False
+                request.model,
+                TemplateInput(messages),
+                sampling,
+                salt,
+                tool_use=ToolUse((), "none"),  # a text has no place for calls
+                separate_reasoning=False,
             )
 
         await self._answer(asked, request.ByteSize(), context)

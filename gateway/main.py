@@ -22,6 +22,9 @@ from pdserve.gateway.http.origin import is_loopback
 from pdserve.gateway.http.server import HttpServer, host_port, listen
 from pdserve.gateway.http.unix_socket import unix_listener
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.mcp.config import read_config
+from pdserve.gateway.mcp.loop import McpTools
+from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
@@ -84,18 +87,21 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         settings.queue_timeout_s,
     )
     text_pool.prepare()
+    metrics = GatewayMetrics()
+    mcp = make_mcp(settings, metrics)
     service = Service(
         client,
         text_pool,
         limits,
         rates,
-        GatewayMetrics(),
+        metrics,
         time.monotonic,
         settings.request_timeout_s,
         settings.queue_timeout_s,
         settings.template_kwargs,
         ParserChoice(settings.tool_parser, settings.reasoning_parser),
         stored.usage.count if stored else uncounted,
+        None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -145,6 +151,8 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
     session = await client.start()
+    if mcp is not None:
+        mcp.start()
     serving = asyncio.create_task(http.serve([listener, *((unix,) if unix else ())]), name="http")
     port = listener.getsockname()[1]
     report(
@@ -182,7 +190,11 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
             task.cancel()
         http.should_exit = True
         http.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        await asyncio.gather(grpc_host.stop(grace_s), asyncio.wait({serving}, timeout=grace_s + 2))
+        await asyncio.gather(
+            grpc_host.stop(grace_s),
+            asyncio.wait({serving}, timeout=grace_s + 2),
+            *(() if mcp is None else (mcp.close(),)),
+        )
         if stored:
             await stored.close()
         await client.close()
@@ -207,6 +219,13 @@ def make_stored(
     from pdserve.gateway.openai.stored.parts import StoredParts  # SQLAlchemy takes a while
 
     return StoredParts(settings, keys, limits)
+
+
+def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
+    """Raises ValueError for a file that cannot be used."""
+    if not settings.mcp_config:
+        return None
+    return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)
 
 
 def make_text_limits(settings: GatewaySettings) -> TextLimits:

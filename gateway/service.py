@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
-from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt
+from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
     ParserChoice,
@@ -83,6 +83,20 @@ class TextCompletionRequest:
         return True
 
 
+NextRound = Callable[
+    [PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]
+]
+
+
+class ServerTools(Protocol):
+    """Tools that the gateway offers to every chat beside the client's."""
+
+    def offer(
+        self, asked: ChatCompletionRequest, next_round: NextRound
+    ) -> tuple[ChatCompletionRequest, Rounds | None]:
+        """The request with these tools, and the rounds of its answer if it can have several."""
+
+
 class Service:
     """What the APIs call."""
 
@@ -99,6 +113,7 @@ class Service:
         template_kwargs: Collection[str] = (),
         parsers: ParserChoice | None = None,
         count_usage: CountUsage = uncounted,
+        server_tools: ServerTools | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
         each request that has used a model."""
@@ -115,6 +130,7 @@ class Service:
         self._template_kwargs = frozenset(template_kwargs)
         self._parsers = parsers or ParserChoice()
         self._count_usage = count_usage
+        self._server_tools = server_tools
         self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
@@ -127,6 +143,7 @@ class Service:
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
         sampling, form = asked.sampling, AnswerFormat()
+        rounds: Rounds | None = None
         async with self._open(caller) as (admitted, meter):
             try:
                 await self.rates.count_request(owner)
@@ -134,6 +151,8 @@ class Service:
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
+                    if self._server_tools is not None and self._may_call_tools(model):
+                        asked, rounds = self._server_tools.offer(asked, self._next_round)
                     prompts = [await self._chat_prompt(asked, model, owner)]
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
@@ -158,6 +177,7 @@ class Service:
                 echo_only=text is not None and text.echo_only,
                 cache_salt=caller.tenant.cache_salt(asked.cache_salt),
                 tenant=caller.tenant.id,
+                rounds=rounds,
                 format=form,
             )
 
@@ -208,6 +228,26 @@ class Service:
         finally:
             meter.close(error)
             self.rates.tokens_spent(owner, meter.num_generated)
+
+    async def _next_round(
+        self, completion: PreparedCompletion, asked: ChatCompletionRequest, number: int
+    ) -> PreparedCompletion:
+        """The same completion with another conversation. Raises ServiceError."""
+        owner = completion.tenant
+        prompt = await self._chat_prompt(asked, completion.model, owner)
+        sampling, form = self._shape(asked, completion.model, prompt.ids)
+        await self._bind([prompt], sampling, completion.model, owner, asked.continues)
+        await self.rates.count_tokens(owner, len(prompt.ids))
+        completion.meter.next_round(len(prompt.ids))
+        elapsed_s = self._clock() - completion.meter.arrived
+        return replace(
+            completion,
+            id=f"{completion.id}-{number}",
+            prompts=[prompt],
+            sampling=sampling,
+            format=form,
+            queue_timeout_s=elapsed_s + self._queue_timeout_s,
+        )
 
     async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
         """The token ids of a conversation."""
@@ -320,6 +360,11 @@ class Service:
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
+
+    def _may_call_tools(self, model: ServedModel) -> bool:
+        """Whether the model's template shows tools, and its calls are read."""
+        family, _ = self._parsers.families(model.text.tool_parser, "")
+        return bool(model.text.tool_parser) and family is not None
 
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]

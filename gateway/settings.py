@@ -100,3 +100,13 @@ class GatewaySettings(PublicSettings):
     lame_duck_s: float = option(
         0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0
     )
+    mcp_config: str = option(
+        "", "JSON file of MCP servers whose tools are offered to chats (docs/mcp.md); empty: none"
+    )
+    mcp_max_rounds: int = option(
+        8,
+        "times in one answer that MCP tools are called and the model is asked again; 0: clients "
+        "carry out all calls",
+        min=0,
+        max=100,
+    )

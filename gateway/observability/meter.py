@@ -65,6 +65,16 @@ class Meter:
         self._model = model
         self._prompt_tokens = prompt_tokens
 
+    def next_round(self, prompt_tokens: int) -> None:
+        """The model is asked again, with the results of tools; how it ended before is no end."""
+        self._prompt_tokens += prompt_tokens
+        self._last.clear()
+        self._finishes.clear()
+
+    def cut_short(self) -> None:
+        """The answer ends although the model asked for tools."""
+        self._finishes[:] = ["length"]
+
     def placed(self, placed: Placed) -> None:
         self._decode = placed.placement.decode_address
 

@@ -47,6 +47,9 @@ class GatewayMetrics:
         self.failures = counter(
             "pdserve_request_failures", "Requests that ended in an error.", ("code",)
         )
+        self.mcp_calls = counter(
+            "pdserve_mcp_calls", "Calls of tools of MCP servers.", ("server", "tool", "outcome")
+        )
         self.open = Gauge(
             "pdserve_gateway_requests", "Requests in the gateway.", ("state",),
             registry=self.registry,

@@ -83,7 +83,7 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "tool_choice needs tools")
-        return None
+        return ToolUse((), "none") if choice == "none" else None
     several = parallel is not False
     if choice is None or choice == "auto":
         return ToolUse(tools, "auto", parallel=several)

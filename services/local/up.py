@@ -98,6 +98,8 @@ class System:
             raise OptionError("--served-name contradicts several --model")
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model: the same model is given twice")
+        if self._gateway.mcp_config:
+            _check_mcp(self._gateway.mcp_config)
         for flag, host, port in (
             ("--port", self._gateway.host, self._gateway.port),
             ("--grpc-port", self._gateway.host, self._gateway.grpc_port),
@@ -287,6 +289,16 @@ def free_port() -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def _check_mcp(path: str) -> None:
+    """Raises OptionError for a file of MCP servers that the gateway could not use."""
+    from pdserve.gateway.mcp.config import read_config  # it takes a while to import pydantic
+
+    try:
+        read_config(path)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def check_free(flag: str, host: str, port: int) -> None:

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator
 import httpx
 import psutil
 import pytest
+import tool_server
 from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, placed, saying, tokens
 from router_process import RouterServicer, serve_router
+from tool_model import ToolModel, calls
 
 from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
@@ -289,6 +291,54 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
     assert left == servicer[0].router.starts[0].request
     assert await gateway.stop() == 0
     assert "finish=CANCELLED" in gateway.log
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_it_calls_tools_of_a_program_that_ends_with_it(end, tmp_path):
+    model = ToolModel(calls("tools__add", '{"a": 40, "b": 2}'), "It is 42.")
+    _, host, address = await serve_router(model)
+    notes, config = tmp_path / "notes", tmp_path / "mcp.json"
+    server = {
+        "command": sys.executable, "args": [tool_server.__file__, str(notes), "x"],
+        "env": {"SOME": "s3cret"}, "autoApprove": ["add"],
+    }  # fmt: skip
+    config.write_text(json.dumps({"mcpServers": {"tools": server}}))
+    settings = {"cluster_secret": (SECRET,), "drain_s": 0.0, "mcp_config": str(config)}
+    gateway = await launch(port=0, routers=[address], **settings)
+    _, figures = await gateway.event()
+    await gateway.event()  # it is ready, whether or not the program is
+    async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
+
+        async def answer() -> str:
+            model.starts.clear()
+            body = {"model": "tiny", "messages": HI}
+            response = await http.post("/v1/chat/completions", json=body)
+            return str(response.json()["choices"][0]["message"]["content"])
+
+        await eventually(lambda: _is(answer, "It is 42."))
+        page = (await http.get("/metrics")).text
+    counted = 'pdserve_mcp_calls_total{outcome="ok",server="tools",tool="add"} 1.0'
+    assert counted in page
+    child = psutil.Process(int(notes.read_text().split()[0]))
+    gateway.process.send_signal(end)
+    await gateway.ended()
+    await eventually(lambda: not child.is_running())
+    assert "tools add: ok in" in gateway.log
+    assert "s3cret" not in gateway.log
+    await host.stop(0)
+
+
+async def _is(asked, wanted: str) -> bool:
+    return await asked() == wanted
+
+
+async def test_a_wrong_file_of_servers_is_named(tmp_path):
+    config = tmp_path / "mcp.json"
+    config.write_text('{"mcpServers": {"a": {"comand": "x"}}}')
+    settings = {"cluster_secret": (SECRET,), "mcp_config": str(config)}
+    gateway = await launch(port=0, routers=["127.0.0.1:1"], **settings)
+    assert await gateway.ended() != 0
+    assert f"--mcp-config {config}: unknown key mcpServers.a.comand" in gateway.log
 
 
 async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):

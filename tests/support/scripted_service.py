@@ -1,7 +1,7 @@
 """The gateway's Service over a router that answers from a script."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fake_router import FakeRouter
@@ -11,7 +11,7 @@ from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import CountUsage, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.service import Service
+from pdserve.gateway.service import ServerTools, Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
@@ -24,6 +24,9 @@ def scripted_service(
     template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
     parsers: ParserChoice | None = None,
     count_usage: CountUsage = uncounted,
+    server_tools: ServerTools | None = None,
+    clock: Callable[[], float] | None = None,
+    timeout_s: float = 600.0,
 ) -> Service:
     """Within a running loop."""
     return Service(
@@ -32,10 +35,11 @@ def scripted_service(
         limits or AdmissionLimits(64, 32),
         rates or RateLimits(RateSettings()),
         GatewayMetrics(),
-        asyncio.get_running_loop().time,
-        timeout_s=600.0,
+        clock or asyncio.get_running_loop().time,
+        timeout_s=timeout_s,
         queue_timeout_s=60.0,
         template_kwargs=template_kwargs,
         parsers=parsers,
         count_usage=count_usage,
+        server_tools=server_tools,
     )

@@ -15,12 +15,14 @@ from chaos.cluster import lasting_port
 from cluster_secret import SECRET
 from eventually import LIMIT_S
 
+from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
 from pdserve.services.host.auth.certificates import role_in
 from pdserve.services.local.run_folder import PREFIX, run_dir
 from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
 from pdserve.services.local.up import System
+from pdserve.services.options.options import OptionError
 
 FAKES = {
     "router": "fake_service:router",
@@ -192,6 +194,18 @@ def test_a_hang_up_reloads_the_keys(tmp_path: Path) -> None:
     assert all("reloads" in ended.named(n).figures for n in ("gateway", "router"))
     assert [c.restarts for c in ended.children] == [0, 0, 0, 0]
     assert ended.signals == []
+
+
+def test_mcp_servers_are_the_gateways_and_checked_first(tmp_path: Path) -> None:
+    config = tmp_path / "mcp.json"
+    config.write_text('{"mcpServers": {"a": {"command": "x"}}}')
+    words = ["--port", "0", "--mcp-config", str(config), "--mcp-max-rounds", "3"]
+    made = settle(COMMANDS["up"], "pdserve up", words)[0].build(GatewaySettings)
+    assert (made.mcp_config, made.mcp_max_rounds) == (str(config), 3)
+    System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+    config.write_text("{}")
+    with pytest.raises(OptionError, match=r"--mcp-config .*mcp\.json: mcpServers is missing"):
+        System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 
 def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:

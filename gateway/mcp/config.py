@@ -1,0 +1,171 @@
+"""Reads the file of MCP servers, in the form that other MCP clients use, and checks all of it.
+
+Invariant: no error and no repr has a value of the file, since commands, addresses, variables and
+headers may be secrets.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+MAX_FILE_BYTES = 1 << 20
+MAX_SERVERS = 64
+ALL = "*"  # of autoApprove: every tool of the server
+CALL_S = 60.0
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ToolServerError(Exception):
+    """What a server says is wrong, in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpServer:
+    """One server: a program that is started, or an address.
+
+    command: the program and its arguments. call_s: that a call of a tool may take.
+    """
+
+    name: str
+    command: Sequence[str] = field(default=(), repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    url: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    auto_approve: frozenset[str] = frozenset()
+    call_s: float = CALL_S
+
+    def approves(self, tool: str) -> bool:
+        """Whether the gateway may call the tool itself."""
+        return tool in self.auto_approve or ALL in self.auto_approve
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    type: Literal["stdio", "http", "streamable-http", "streamableHttp"] | None = None
+    command: str = ""
+    args: list[str] = Field(default_factory=list)
+    env: dict[Name, str] = Field(default_factory=dict)
+    url: str = ""
+    headers: dict[Name, str] = Field(default_factory=dict)
+    autoApprove: list[str] = Field(default_factory=list)
+    disabled: bool = False
+    timeout: float = Field(CALL_S, gt=0, le=3600)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    mcpServers: dict[Name, _Entry] = Field(max_length=MAX_SERVERS)
+
+
+def read_config(path: str) -> list[McpServer]:
+    """The servers that are not disabled, in the file's order. Raises ValueError that says what is
+    wrong and where, also of a file that cannot be read, and if the package is missing that talks
+    to them."""
+    try:
+        _check_package()
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is not a regular file")
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError("it names commands to run, and others may write it: chmod go-w")
+            content = file.read(MAX_FILE_BYTES + 1)
+        return servers_of(content)
+    except OSError as error:
+        raise ValueError(f"--mcp-config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--mcp-config {path}: {error}") from None
+
+
+def _check_package() -> None:
+    try:
+        found = version("mcp")
+    except PackageNotFoundError:
+        found = ""
+    if not found or int(found.partition(".")[0]) < 2:
+        raise ValueError("it needs the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
+
+
+def servers_of(content: bytes) -> list[McpServer]:
+    """Of a file's content. Raises ValueError."""
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    try:
+        value = from_json(content, allow_inf_nan=False)  # bounds the depth
+    except ValueError:
+        raise ValueError("it is not JSON") from None
+    try:
+        parsed = _File.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(_first_error(error)) from None
+    servers = [_server(name, entry) for name, entry in parsed.mcpServers.items()]
+    return [s for s in servers if not parsed.mcpServers[s.name].disabled]
+
+
+def _server(name: str, entry: _Entry) -> McpServer:
+    where = f"mcpServers.{name}"
+    if bool(entry.command) == bool(entry.url):
+        raise ValueError(f"{where} needs either a command or a url")
+    if entry.url:
+        _refuse(where, entry, ("args", "env"), "is for a server with a command")
+        _check_url(where, entry.url)
+    else:
+        _refuse(where, entry, ("headers",), "is for a server with a url")
+    if entry.type is not None and (entry.type == "stdio") != bool(entry.command):
+        raise ValueError(f"{where}.type contradicts its {'command' if entry.command else 'url'}")
+    if any("\0" in text for text in (entry.command, *entry.args)):
+        raise ValueError(f"{where}: a command must not have a NUL")
+    for key, value in entry.env.items():
+        if "=" in key or "\0" in key + value:
+            raise ValueError(f"{where}.env.{key!r} is no variable of an environment")
+    for key, value in entry.headers.items():
+        if not (_HEADER_NAME.fullmatch(key) and _HEADER_VALUE.fullmatch(value)):
+            raise ValueError(f"{where}.headers.{key!r} is no header of HTTP")
+    return McpServer(
+        name,
+        (entry.command, *entry.args) if entry.command else (),
+        entry.env,
+        entry.url,
+        entry.headers,
+        frozenset(entry.autoApprove),
+        entry.timeout,
+    )
+
+
+def _refuse(where: str, entry: _Entry, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(entry, name):
+            raise ValueError(f"{where}.{name} {why}")
+
+
+def _check_url(where: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{where}.url must be http://... or https://...")
+
+
+def _first_error(error: ValidationError) -> str:
+    """Without the input, which may be a secret."""
+    first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where or 'it'}: {first['msg'][:1].lower()}{first['msg'][1:]}"

@@ -1,0 +1,116 @@
+"""One connection to an MCP server, by the package mcp; imported where servers are configured.
+
+Whoever opens it closes it in the same task, which ends a server that was started. Calls may come
+from any task; one that is cancelled is cancelled at the server.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx2
+from pydantic_core import to_json
+
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import (
+    CONNECTION_CLOSED,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    Implementation,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+from pdserve.gateway.mcp.config import McpServer, ToolServerError
+from pdserve.gateway.mcp.offer import ServerTool, ToolResult
+
+MAX_PAGES = 16  # of a list of tools
+CONNECT_S = 30.0  # of HTTP, and to send a request
+READ_S = 300.0  # between two pieces of an answer, or of the stream of what a server tells
+# Their lines would have addresses and what servers send; what matters is in lines of our own.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
+logging.getLogger("httpx2").setLevel(logging.WARNING)
+
+
+class Connection:
+    """A server that has answered."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def tools(self) -> list[ServerTool]:
+        """What it lists now. Raises ToolServerError, or an exception of the transport's."""
+        with _told():
+            return await self._listed()
+
+    async def _listed(self) -> list[ServerTool]:
+        found: list[ServerTool] = []
+        cursor: str | None = None
+        for _ in range(MAX_PAGES):
+            page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
+            found += [ServerTool(t.name, t.description or "", t.input_schema) for t in page.tools]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        return found
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """What the tool answers. Raises as `tools` does, ConnectionError if the server has gone."""
+        with _told():
+            result = await self._client.call_tool(name, dict(arguments))
+        return ToolResult(_text(result), bool(result.is_error))
+
+
+@asynccontextmanager
+async def connect(server: McpServer) -> AsyncIterator[Connection]:
+    """Raises as `tools` does, also OSError for a program that cannot be started."""
+    async with AsyncExitStack() as stack:
+        target: Any
+        if server.command:
+            program, *arguments = server.command
+            target = stdio_client(
+                StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+            )
+        else:
+            timeout = httpx2.Timeout(CONNECT_S, read=max(READ_S, server.call_s))
+            http = httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout)
+            await stack.enter_async_context(http)
+            target = streamable_http_client(server.url, http_client=http)
+        client = Client(target, client_info=Implementation(name="pdserve", version="1"))
+        with _told():
+            await stack.enter_async_context(client)
+        yield Connection(client)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What a server says is wrong, as an error of ours."""
+    try:
+        yield
+    except MCPError as error:
+        if error.code == CONNECTION_CLOSED:
+            raise ConnectionError from None
+        raise ToolServerError(error.message) from None
+
+
+def _text(result: CallToolResult) -> str:
+    """The result's text; other content is described."""
+    if not result.content and result.structured_content is not None:
+        return to_json(result.structured_content).decode()
+    return "\n".join(map(_block_text, result.content))
+
+
+def _block_text(block: ContentBlock) -> str:
+    if isinstance(block, TextContent):
+        return block.text
+    if isinstance(block, ResourceLink):
+        return f"[a link to {block.uri}]"
+    if isinstance(block, EmbeddedResource):
+        if isinstance(block.resource, TextResourceContents):
+            return block.resource.text
+        return f"[a resource of type {block.resource.mime_type}, which is not shown]"
+    return f"[{block.type} of type {block.mime_type}, which is not shown]"

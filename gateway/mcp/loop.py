@@ -1,0 +1,275 @@
+"""An answer of several rounds: the model asks for tools, the gateway calls them and asks again.
+
+Invariant: a client sees the calls that it has to carry out, and no others. One round runs at a
+time; closing the stream cancels it, and the calls.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.completion import PreparedCompletion, Run, Usage
+from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
+from pdserve.gateway.mcp.servers import McpServers
+from pdserve.gateway.service import ChatCompletionRequest, NextRound
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    TextPart,
+    ToolCallPart,
+    reasoning_of,
+    text_of,
+)
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
+from pdserve.services.host.errors import ServiceError
+
+MAX_CALLS = 16  # that are carried out of one round; the model is told of further ones
+
+
+class McpTools:
+    """What a Service offers to chats (its ServerTools)."""
+
+    def __init__(self, servers: McpServers, max_rounds: int, clock: Callable[[], float]) -> None:
+        self._servers = servers
+        self._max_rounds = max_rounds
+        self._clock = clock
+
+    def offer(
+        self, asked: ChatCompletionRequest, next_round: NextRound
+    ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
+        """The request with the servers' tools, and the rounds of its answer if the gateway may
+        call one of them."""
+        opens_turn = asked.conversation.add_generation_prompt
+        if not self._servers.offered or not opens_turn or asked.sampling.structure is not None:
+            return asked, None  # there is nothing to call, or the answer is no place for calls
+        use, added = with_offered(asked.tool_use, self._servers.offered)
+        if not added:
+            return asked, None
+        asked = replace(asked, tool_use=use)
+        approved = any(tool.approved for tool in added.values())
+        if asked.sampling.n > 1 or not approved or not self._max_rounds:
+            return asked, None
+        return asked, ToolRounds(
+            asked, added, self._servers, next_round, self._max_rounds, self._clock
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Round:
+    """What one round says; `push` gives what the client sees of it. Calls are held back until it
+    is known whose they are; with `apart` an empty line comes before the text."""
+
+    def __init__(self, is_ours: Callable[[str], bool], *, apart: bool) -> None:
+        self._is_ours = is_ours
+        self._apart = apart
+        self._content: list[ContentPart] = []
+        self._held: list[ContentPart] = []
+        self._calls: dict[int, _Call] = {}
+        self._is_clients = False
+
+    def push(self, content: Sequence[ContentPart]) -> list[ContentPart]:
+        shown: list[ContentPart] = []
+        for part in content:
+            if not isinstance(part, ToolCallPart):
+                self._content.append(part)
+                shown += self._set_apart(part)
+                continue
+            if part.index not in self._calls:
+                self._calls[part.index] = _Call(part.id, part.name)
+                self._is_clients |= not self._is_ours(part.name)
+            self._calls[part.index].arguments += part.arguments
+            self._held.append(part)
+            if self._is_clients:
+                shown += self._held
+                self._held = []
+        return shown
+
+    def _set_apart(self, part: ContentPart) -> list[ContentPart]:
+        if not self._apart or not isinstance(part, TextPart):
+            return [part]
+        text = part.text.lstrip()
+        self._apart = not text
+        return [TextPart(f"\n\n{text}")] if text else []
+
+    @property
+    def text(self) -> str:
+        return text_of(self._content)
+
+    @property
+    def ours(self) -> list[_Call]:
+        """The calls, if the gateway carries out all of them."""
+        return [] if self._is_clients else list(self._calls.values())
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's turn, for the next round's prompt."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        if thought := reasoning_of(self._content):
+            made["reasoning_content"] = thought
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments) or {}},
+            }
+            for call in self._calls.values()
+        ]
+        return made
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """A JSON object, as a model has written it; None for anything else."""
+    try:
+        value = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class ToolRounds:
+    """The rounds of one request with one choice."""
+
+    def __init__(
+        self,
+        asked: ChatCompletionRequest,
+        offered: Mapping[str, OfferedTool],
+        servers: McpServers,
+        next_round: NextRound,
+        max_rounds: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`offered`: the servers' tools among those of the request, by name."""
+        self._asked = asked
+        self._offered = offered
+        self._clients = _clients_tools(asked, offered)
+        self._servers = servers
+        self._next_round = next_round
+        self._max_rounds = max_rounds
+        self._clock = clock
+
+    async def stream(
+        self, completion: PreparedCompletion, run: Run
+    ) -> AsyncGenerator[Delta | Usage, None]:
+        """The deltas of all rounds as those of one choice, then the usage of all."""
+        messages = list(self._asked.conversation.messages)
+        usage = Usage(0, 0, 0)
+        num_tokens = 0  # of the rounds before
+        written = False  # the client has text of them
+        current = completion
+        for number in range(self._max_rounds + 1):
+            this = Round(self._is_ours, apart=written)
+            ended = Delta(0, (), (), 0, None)
+            async with aclosing(run(current)) as items:
+                async for item in items:
+                    if isinstance(item, Usage):
+                        usage += item
+                        continue
+                    shown = tuple(this.push(item.content))
+                    delta = replace(item, content=shown, num_tokens=num_tokens + item.num_tokens)
+                    if item.finish == "tool_calls" and this.ours:
+                        ended, delta = delta, replace(delta, finish=None)
+                    yield delta
+            num_tokens = ended.num_tokens
+            written = written or bool(this.text.strip())
+            if ended.finish is None:  # the model, or the client, has the last word
+                yield usage
+                return
+            following = None
+            if number < self._max_rounds and self._room(num_tokens):
+                results = await self._call_all(this.ours, completion)
+                messages += [this.message(), *results]
+                following = await self._follow(completion, messages, num_tokens, number + 1)
+            if following is None:
+                completion.meter.cut_short()
+                yield Delta(ended.choice, (), (), num_tokens, "length")
+                yield usage
+                return
+            current = following
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether the gateway answers a call; also one of a tool that nobody has offered."""
+        if (offered := self._offered.get(name)) is not None:
+            return offered.approved
+        return name not in self._clients
+
+    def _room(self, num_tokens: int) -> bool:
+        """Whether the answer may have more tokens."""
+        most = self._asked.sampling.max_tokens
+        return most is None or num_tokens < most
+
+    async def _call_all(
+        self, calls: Sequence[_Call], completion: PreparedCompletion
+    ) -> list[dict[str, Any]]:
+        """The tools' turns, in the order of the calls."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._call(call, place, completion))
+                for place, call in enumerate(calls)
+            ]
+        results = [task.result() for task in tasks]
+        if self._left_s(completion) <= 0:
+            raise ServiceError(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    async def _call(self, call: _Call, place: int, completion: PreparedCompletion) -> ToolResult:
+        offered = self._offered.get(call.name)
+        arguments = arguments_of(call.arguments)
+        if place >= MAX_CALLS:
+            return ToolResult(f"error: at most {MAX_CALLS} calls at once", True)
+        if offered is None:
+            return ToolResult("error: there is no such tool", True)
+        if arguments is None:
+            return ToolResult("error: the arguments are not a JSON object", True)
+        left_s = max(0.0, self._left_s(completion))
+        return await self._servers.call(offered, arguments, left_s, completion.id)
+
+    def _left_s(self, completion: PreparedCompletion) -> float:
+        return completion.timeout_s - (self._clock() - completion.meter.arrived)
+
+    async def _follow(
+        self,
+        completion: PreparedCompletion,
+        messages: Sequence[Mapping[str, Any]],
+        num_tokens: int,
+        number: int,
+    ) -> PreparedCompletion | None:
+        """The next round; None if the context has no room for it."""
+        asked = self._asked
+        sampling = replace(
+            asked.sampling, min_tokens=max(0, asked.sampling.min_tokens - num_tokens)
+        )
+        limits: list[int | None] = [None]  # what is left of the context
+        if sampling.max_tokens is not None:
+            limits.insert(0, sampling.max_tokens - num_tokens)
+        for limit in limits:
+            following = replace(
+                asked,
+                conversation=replace(asked.conversation, messages=messages),
+                sampling=replace(sampling, max_tokens=limit),
+            )
+            try:
+                return await self._next_round(completion, following, number)
+            except ServiceError as error:
+                if error.code != CONTEXT_LENGTH_EXCEEDED:
+                    raise
+        return None
+
+
+def _clients_tools(
+    asked: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
+) -> Collection[str]:
+    """The names of the client's own tools."""
+    tools = asked.tool_use.tools if asked.tool_use is not None else ()
+    return {tool.name for tool in tools} - offered.keys()

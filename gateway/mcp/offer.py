@@ -1,0 +1,74 @@
+"""Which tools of MCP servers a chat is offered, under which names, and who calls them; pure."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pdserve.gateway.tool_use import Tool, ToolUse
+
+MAX_NAME_CHARS = 64
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
+
+
+class ServerTool(NamedTuple):
+    """A tool as its server lists it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  # JSON schema of its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool as models see it. `approved`: the gateway may call it itself."""
+
+    tool: Tool
+    server: str
+    name: str  # at its server
+    approved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call came to, as the model reads it."""
+
+    text: str
+    is_error: bool
+
+
+def offered_tools(
+    listed: Iterable[tuple[str, ServerTool, bool]],
+) -> tuple[OfferedTool, ...]:
+    """The tools of (server, tool, approved), each under a name of its own, `server__tool`."""
+    found: dict[str, OfferedTool] = {}
+    for server, tool, approved in listed:
+        wanted = _NOT_IN_NAMES.sub("_", f"{server}__{tool.name}")[:MAX_NAME_CHARS]
+        name, number = wanted, 1
+        while name in found:
+            number += 1
+            ending = f"_{number}"
+            name = wanted[: MAX_NAME_CHARS - len(ending)] + ending
+        shown = Tool(name, tool.description, tool.parameters)
+        found[name] = OfferedTool(shown, server, tool.name, approved)
+    return tuple(found.values())
+
+
+def with_offered(
+    use: ToolUse | None, offered: Sequence[OfferedTool]
+) -> tuple[ToolUse | None, Mapping[str, OfferedTool]]:
+    """A client's tools, then those offered, and the latter by name; a client's wins its name.
+
+    A client that demands calls, or allows some tools only, means its own ones.
+    """
+    if use is None:
+        use = ToolUse(())
+    if use.choice == "none" or (use.choice == "required" and not use.tools):
+        return use, {}
+    own = {tool.name for tool in use.tools}
+    added = {one.tool.name: one for one in offered if one.tool.name not in own}
+    only = tuple(use.only)
+    if use.choice == "required" and not only:
+        only = tuple(tool.name for tool in use.tools)
+    tools = (*use.tools, *(one.tool for one in added.values()))
+    return replace(use, tools=tools, only=only), added

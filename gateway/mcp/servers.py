@@ -1,0 +1,239 @@
+"""The MCP servers of a gateway: one task each, which connects, lists tools and connects again.
+
+Invariant: `offered` has the tools of servers that have answered their last question, so nobody
+waits for one that has not. A server's task alone opens and closes its connection.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, NamedTuple, Protocol
+
+from prometheus_client import Counter
+from pydantic_core import to_json
+
+from pdserve.gateway.mcp.config import ALL, McpServer, ToolServerError
+from pdserve.gateway.mcp.offer import OfferedTool, ServerTool, ToolResult, offered_tools
+
+log = logging.getLogger("pdserve.gateway.mcp")
+
+MAX_TOOLS = 128  # of a server
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_DESCRIPTION_CHARS = 1 << 13
+MAX_RESULT_CHARS = 1 << 16
+MAX_LOGGED_CHARS = 200
+CLOSE_S = 6.0  # for all servers to end: a program is asked, told and killed in less
+AWAY = "error: the tool is not available at the moment"
+
+
+class ToolConnection(Protocol):
+    """A server that has answered (connection.py)."""
+
+    async def tools(self) -> Sequence[ServerTool]: ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+
+Connect = Callable[[McpServer], AbstractAsyncContextManager[ToolConnection]]
+
+
+class Pace(NamedTuple):
+    """Seconds: for a server to start or to answer a question; between two questions; before it is
+    connected to again, the first time, and at most."""
+
+    reply_s: float = 30.0
+    ask_s: float = 15.0
+    first_pause_s: float = 1.0
+    max_pause_s: float = 60.0
+
+
+class McpServers:
+    """All servers; `offered` is what they have now, in the order of the configuration."""
+
+    def __init__(
+        self,
+        configured: Sequence[McpServer],
+        calls: Counter,
+        connect: Connect | None = None,
+        pace: Pace = Pace(),  # noqa: B008  (immutable)
+    ) -> None:
+        """`calls` counts calls by server, tool and outcome."""
+        self.offered: tuple[OfferedTool, ...] = ()
+        self._calls = calls
+        self._servers = {
+            server.name: _ServerTask(server, connect, pace, self._on_change)
+            for server in configured
+        }
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to connect, in the background; within a running loop."""
+        self._tasks = [
+            asyncio.create_task(server.run(), name=f"mcp-{name}")
+            for name, server in self._servers.items()
+        ]
+
+    async def close(self) -> None:
+        """Ends the connections, and the servers that were started for them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+
+    async def call(
+        self, tool: OfferedTool, arguments: Mapping[str, Any], within_s: float, request: str
+    ) -> ToolResult:
+        """What a tool answers, or that it does not, in at most `within_s` seconds."""
+        began = asyncio.get_running_loop().time()
+        outcome = "cancelled"
+        result = ToolResult(AWAY, True)
+        try:
+            result, outcome = await self._servers[tool.server].call(tool.name, arguments, within_s)
+        finally:
+            self._calls.labels(tool.server, tool.name, outcome).inc()
+            took_s = asyncio.get_running_loop().time() - began
+            what = f"{tool.server} {tool.name}: {outcome} in {took_s:.3f}s"
+            log.info("%s, %d characters", what, len(result.text), extra={"request": request})
+        if len(result.text) > MAX_RESULT_CHARS:
+            more = len(result.text) - MAX_RESULT_CHARS
+            text = f"{result.text[:MAX_RESULT_CHARS]}\n[{more} more characters are left out]"
+            return ToolResult(text, result.is_error)
+        return result
+
+    def _on_change(self) -> None:
+        self.offered = offered_tools(
+            (server.config.name, tool, server.config.approves(tool.name))
+            for server in self._servers.values()
+            for tool in server.tools
+        )
+
+
+class _ServerTask:
+    """One server: `tools` are empty while it is away."""
+
+    def __init__(
+        self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]
+    ) -> None:
+        self.config = config
+        self.tools: Sequence[ServerTool] = []
+        self._connect = connect
+        self._pace = pace
+        self._on_change = on_change
+        self._connection: ToolConnection | None = None
+        self._ask = asyncio.Event()  # it should be asked for its tools now
+        self._failures = 0  # since it answered last
+        self._listed: Sequence[ServerTool] = []
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        if self._connect is None:
+            # This import takes a while, and few gateways have servers.
+            self._connect = await asyncio.to_thread(_imported_connect)
+        while True:
+            try:
+                await self._serve(self._connect)
+            except Exception as error:
+                if not self._failures:
+                    log.warning("the MCP server %r is away: %s", self.config.name, _why(error))
+                self._failures += 1
+            finally:
+                self._connection = None
+                self._set_tools([])
+            pause_s = self._pace.first_pause_s * 2 ** min(self._failures - 1, 16)
+            await asyncio.sleep(min(pause_s, self._pace.max_pause_s))
+
+    async def _serve(self, connect: Connect) -> None:
+        """Asks the server for its tools now and then. Raises an exception once it is lost."""
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(self._pace.reply_s):
+                connection = await stack.enter_async_context(connect(self.config))
+            steady = False  # one that ends soon after each start is still the same failure
+            while True:
+                self._ask.clear()
+                async with asyncio.timeout(self._pace.reply_s):
+                    listed = await connection.tools()
+                self._connection = connection
+                self._set_tools(listed)
+                if steady:
+                    self._failures = 0
+                steady = True
+                await _set_within(self._ask, self._pace.ask_s)
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], within_s: float
+    ) -> tuple[ToolResult, str]:
+        """A result and the word for it."""
+        if self._connection is None:
+            return ToolResult(AWAY, True), "away"
+        try:
+            async with asyncio.timeout(min(within_s, self.config.call_s)):
+                result = await self._connection.call(name, arguments)
+        except TimeoutError:
+            return ToolResult("error: the tool did not answer in time", True), "timeout"
+        except ToolServerError as error:
+            return ToolResult(f"error: {error}", True), "error"
+        except Exception as error:  # the package and its transports have exceptions of their own
+            self._ask.set()  # is it still there?
+            log.info("the MCP server %r failed: %s", self.config.name, _why(error))
+            return ToolResult(AWAY, True), "failed"
+        if result.is_error:
+            return ToolResult(f"error: {result.text}", True), "error"
+        return result, "ok"
+
+    def _set_tools(self, listed: Sequence[ServerTool]) -> None:
+        if listed != self._listed:
+            self._listed = listed
+            self.tools = self._bounded(listed)
+            log.info("the MCP server %r has %d tools", self.config.name, len(self.tools))
+            missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
+            if listed and missing:
+                names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]
+                log.warning("the MCP server %r has no such tools: %s", self.config.name, names)
+            self._on_change()
+
+    def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
+        """Without tools that are too large to be shown; descriptions are cut."""
+        kept: list[ServerTool] = []
+        skipped = []
+        for tool in listed:
+            large = len(to_json(tool.parameters)) > MAX_SCHEMA_BYTES
+            if large or len(kept) == MAX_TOOLS or not tool.name:
+                skipped.append(tool.name)
+                continue
+            kept.append(tool._replace(description=tool.description[:MAX_DESCRIPTION_CHARS]))
+        if skipped:
+            names = ", ".join(skipped)[:MAX_LOGGED_CHARS]
+            name = self.config.name
+            log.warning("the MCP server %r has tools that are not offered: %s", name, names)
+        return kept
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Returns when it is set, or when the time is up."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+def _imported_connect() -> Connect:
+    from pdserve.gateway.mcp.connection import connect
+
+    return connect
+
+
+def _why(error: BaseException) -> str:
+    """As the log may say it: texts of unknown errors may have addresses with secrets in them."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ToolServerError):
+        return str(error)[:MAX_LOGGED_CHARS]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, ConnectionError):
+        return "the connection has ended"
+    return type(error).__name__
