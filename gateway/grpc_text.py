@@ -10,8 +10,9 @@ import grpc
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
+from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling, refuse
-from pdserve.gateway.service import ChatCompletionRequest, Service, TextCompletionRequest
+from pdserve.gateway.service import Service
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import text_of
 from pdserve.gateway.tool_use import ToolUse

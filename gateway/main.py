@@ -19,8 +19,8 @@ from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.origin import is_loopback
-from pdserve.gateway.http.server import HttpServer, host_port, listen
-from pdserve.gateway.http.unix_socket import unix_listener
+from pdserve.gateway.http.serving.server import HttpServer, host_port, listen
+from pdserve.gateway.http.serving.unix_socket import unix_listener
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.mcp.config import read_config
 from pdserve.gateway.mcp.loop import McpTools

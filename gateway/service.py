@@ -4,12 +4,10 @@ REST and gRPC both enter here. Invariant: however the `prepare` block ends, the 
 counts in the limits and its line is in the log.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import Protocol
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
@@ -21,66 +19,20 @@ from pdserve.gateway.content.answer_format import (
     prompt_end,
     shaped,
 )
+from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
+from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import TextPool
-from pdserve.gateway.tool_use import ToolUse
-from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
-from pdserve.services.host.errors import ServiceError, quoted
-from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
-T = TypeVar("T")
-
-# Longer texts are refused unread: real text has about 4 characters a token, the longest runs
-# of spaces in vocabularies of today some 64.
-CHARS_PER_TOKEN = 64
-IDS_AT_ONCE = 256  # that are turned into text before others have the loop
 MAX_TOTAL_CHOICES = 512
-
-
-@dataclass(frozen=True, slots=True)
-class ChatCompletionRequest:
-    """A chat completion as a client asks for it."""
-
-    model: str
-    conversation: TemplateInput
-    sampling: RequestedSampling
-    cache_salt: bytes = b""
-    kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
-    tool_use: ToolUse | None = None
-    separate_reasoning: bool = True  # otherwise it is part of the answer's text
-
-    @property
-    def continues(self) -> bool:
-        """Whether the answer goes on from the prompt's text."""
-        return self.conversation.continue_final_message
-
-
-@dataclass(frozen=True, slots=True)
-class TextCompletionRequest:
-    """A plain completion of texts or token ids, as a client asks for it."""
-
-    model: str
-    prompts: Sequence[str | Sequence[int]]
-    sampling: RequestedSampling
-    echo: bool = False
-    echo_only: bool = False
-    add_special_tokens: bool = True
-    cache_salt: bytes = b""
-    kept_tokens: int | None = None  # of each prompt, from its end; -1: what fits; None: all
-
-    @property
-    def continues(self) -> bool:
-        """Whether the answer goes on from the prompt's text."""
-        return True
 
 
 NextRound = Callable[
@@ -121,17 +73,16 @@ class Service:
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
         self.pooling = PoolingRuns(upstream, clock)
+        self.texts = ModelTexts(rates, template_kwargs)
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
-        self._template_kwargs = frozenset(template_kwargs)
         self._parsers = parsers or ParserChoice()
         self._count_usage = count_usage
         self._server_tools = server_tools
-        self._decoding = FairSemaphore(1)
 
     @asynccontextmanager
     async def prepare(
@@ -249,88 +200,12 @@ class Service:
             queue_timeout_s=elapsed_s + self._queue_timeout_s,
         )
 
-    async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
-        """The token ids of a conversation."""
-        if not model.text.has_template:
-            raise refuse("messages", f"the model {model.card.name!r} has no chat template")
-        if asked.tools and not model.text.tool_parser:
-            text = f"the chat template of the model {model.card.name!r} has no place for tools"
-            raise refuse("tools", text)
-        for name in asked.variables:
-            if name not in self._template_kwargs:
-                known = ", ".join(sorted(self._template_kwargs)) or "no names"
-                text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
-                raise refuse(f"chat_template_kwargs.{name}", text)
-        allowed = {k: v for k, v in asked.suggested.items() if k in self._template_kwargs}
-        asked = replace(asked, variables={**allowed, **asked.variables}, suggested={})
-        chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
-        most = _most_chars(chars, model, "messages")
-        await self.rates.check_text(owner)
-        with client_errors():
-            return await model.text.processes.chat_ids(owner, asked, max_len=most)
-
-    async def text_ids(
-        self,
-        model: ServedModel,
-        text: str,
-        param: str,
-        owner: bytes,
-        *,
-        add_special_tokens: bool = True,
-        parse_special: bool = True,
-    ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed or taken as text."""
-        most = _most_chars(len(text), model, param)
-        await self.rates.check_text(owner)
-        with client_errors():
-            return await model.text.processes.text_ids(
-                owner,
-                text,
-                add_special_tokens=add_special_tokens,
-                parse_special=parse_special,
-                max_len=most,
-            )
-
     async def count(self, caller: Caller) -> None:
         """One more request that runs no model. Raises ServiceError."""
         try:
             await self.rates.count_request(caller.tenant.id)
         finally:
             caller.headers.update(await self.rates.headers(caller.tenant.id))
-
-    async def decode(
-        self,
-        model: ServedModel,
-        ids: Sequence[int],
-        param: str,
-        owner: bytes,
-        *,
-        skip_special: bool,
-    ) -> str:
-        """The text of token ids, at most as many as the model's context has; owners take turns."""
-        if len(ids) > model.card.context_len:
-            raise _too_long(len(ids), model, param)
-        check_ids(ids, model, param)
-        detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
-        parts = await self._in_turn(ids, owner, detokenizer.push)
-        return "".join((*parts, detokenizer.flush()))
-
-    async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
-        """Each token as the tokenizer's vocabulary writes it; owners take turns."""
-        piece_of = model.text.vocabulary.token_piece
-        parts = await self._in_turn(ids, owner, lambda some: [piece_of(token) for token in some])
-        return list(chain.from_iterable(parts))
-
-    async def _in_turn(
-        self, ids: Sequence[int], owner: bytes, take: Callable[[Sequence[int]], T]
-    ) -> list[T]:
-        """What `take` makes of the ids, part by part: others have the loop between two of them."""
-        made = []
-        async with self._decoding.turn(owner):
-            for start in range(0, len(ids), IDS_AT_ONCE):
-                made.append(take(ids[start : start + IDS_AT_ONCE]))
-                await asyncio.sleep(0)
-        return made
 
     async def _bind(
         self,
@@ -356,7 +231,7 @@ class Service:
         if asked.tool_use is not None and asked.tool_use.tools:
             tools = [tool.as_template() for tool in asked.tool_use.tools]
             conversation = replace(conversation, tools=tools)
-        whole = await self.chat_ids(model, conversation, owner)
+        whole = await self.texts.chat_ids(model, conversation, owner)
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
@@ -393,7 +268,7 @@ class Service:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 text = prompt
-                whole = await self.text_ids(
+                whole = await self.texts.text_ids(
                     model, prompt, "prompt", owner, add_special_tokens=asked.add_special_tokens
                 )
                 ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
@@ -401,7 +276,7 @@ class Service:
                     text = await self._echo_text(asked, model, ids, owner)
             else:
                 ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
-                _check_len(len(ids), model, "prompt")
+                check_room(len(ids), 1, model, "prompt")
                 text = await self._echo_text(asked, model, ids, owner)
             params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "prompt")
             prompts.append(Prompt(ids, text, params))
@@ -411,7 +286,7 @@ class Service:
         self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int], owner: bytes
     ) -> str:
         if asked.echo:
-            return await self.decode(model, ids, "prompt", owner, skip_special=False)
+            return await self.texts.decode(model, ids, "prompt", owner, skip_special=False)
         check_ids(ids, model, "prompt")
         return ""
 
@@ -419,30 +294,8 @@ class Service:
 def _kept(
     ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
 ) -> Sequence[int]:
-    """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
-    room for the answer asked for. Raises ServiceError for another number that is not from 1 to the
-    model's context."""
+    """`kept_ids` that leave room for the answer asked for."""
     return kept_ids(ids, kept, model, model.card.context_len - (sampling.max_tokens or 1))
-
-
-def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int) -> Sequence[int]:
-    """Likewise, where `most` ids leave the room that is needed."""
-    if kept is None:
-        return ids
-    if kept == -1:
-        kept = max(1, most)
-    if not 1 <= kept <= model.card.context_len:
-        limits = f"-1, or from 1 to {model.card.context_len}"
-        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
-    if len(ids) <= kept:
-        return ids
-    bos = ids[:1] if ids[0] == model.text.vocabulary.card.bos_id else ids[:0]
-    return [*bos, *ids[len(ids) - kept + len(bos) :]]
-
-
-def _check_generates(model: ServedModel, api: str) -> None:
-    if model.card.pooling or model.card.score_token_ids:
-        raise not_supported(api)
 
 
 def not_supported(api: str) -> ServiceError:
@@ -450,40 +303,6 @@ def not_supported(api: str) -> ServiceError:
     return refuse("model", f"The model does not support {api} API")
 
 
-def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raises ServiceError for an id outside the vocabulary."""
-    try:
-        model.text.vocabulary.check_ids(ids)
-    except TextError as error:
-        raise refuse(param, str(error)) from error
-
-
-def _check_len(count: int, model: ServedModel, param: str) -> None:
-    check_room(count, 1, model, param)
-
-
-def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
-    """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
-    if count + more > model.card.context_len:
-        raise _too_long(count, model, param)
-
-
-def _too_long(count: int, model: ServedModel, param: str) -> ServiceError:
-    return ServiceError(
-        CONTEXT_LENGTH_EXCEEDED,
-        f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
-        param=param,
-    )
-
-
-def _most_chars(count: int, model: ServedModel, param: str) -> int:
-    """The most characters that a prompt of the model can have; `count` are there."""
-    most = int(model.card.context_len) * CHARS_PER_TOKEN
-    if count > most:
-        raise ServiceError(
-            CONTEXT_LENGTH_EXCEEDED,
-            f"the model's context is {model.card.context_len} tokens; "
-            f"a prompt of {count} characters cannot fit",
-            param=param,
-        )
-    return most
+def _check_generates(model: ServedModel, api: str) -> None:
+    if model.card.pooling or model.card.score_token_ids:
+        raise not_supported(api)

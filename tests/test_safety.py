@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.gateway.anthropic.schema import MessagesBody
 from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.openai import schema
+from pdserve.gateway.openai.bodies import schema
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.protos import fleet_pb2, router_pb2, text_pb2
 from pdserve.services.cli.commands import COMMANDS

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.gateway.openai.schema import ChatBody, CompletionBody
+from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody
 
 NUM_REQUESTS = 200
 SHORT = "Name three rivers and a mountain."

@@ -11,7 +11,8 @@ from pdserve.gateway.anthropic.output import Event, MessageContent
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.service import ChatCompletionRequest, Service
+from pdserve.gateway.content.requests import ChatCompletionRequest
+from pdserve.gateway.service import Service
 
 
 class MessageReply:
@@ -98,7 +99,7 @@ async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dic
     with service.limits.admit(owner):
         await service.count(caller)
         model = await service.catalog.get(body.model)
-        return {"input_tokens": len(await service.chat_ids(model, asked, owner))}
+        return {"input_tokens": len(await service.texts.chat_ids(model, asked, owner))}
 
 
 def framed(event: Event) -> bytes:

@@ -27,13 +27,7 @@ from pdserve.gateway.openai.answers import (
     TokenizeAnswer,
 )
 from pdserve.gateway.openai.bodies.body import B, parse
-from pdserve.gateway.openai.chat import ChatReply
-from pdserve.gateway.openai.completions import CompletionReply
-from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
-from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import model_object
-from pdserve.gateway.openai.responses.routes import add_response_routes
-from pdserve.gateway.openai.schema import (
+from pdserve.gateway.openai.bodies.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -41,6 +35,12 @@ from pdserve.gateway.openai.schema import (
     TokenizeChatBody,
     parse_tokenize,
 )
+from pdserve.gateway.openai.chat import ChatReply
+from pdserve.gateway.openai.completions import CompletionReply
+from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
+from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service

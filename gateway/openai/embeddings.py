@@ -12,11 +12,12 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.openai.bodies.body import Body
-from pdserve.gateway.openai.schema import texts_or_ids
+from pdserve.gateway.openai.bodies.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.service import Service, check_ids, check_room, kept_ids, not_supported
+from pdserve.gateway.service import Service, not_supported
 
 MAX_INPUTS = 2048  # as OpenAI
 
@@ -108,7 +109,7 @@ async def embedding_ids(
     found: list[Sequence[int]] = []
     for given in inputs:
         if isinstance(given, str):
-            ids: Sequence[int] = await service.text_ids(
+            ids: Sequence[int] = await service.texts.text_ids(
                 model, given, param, owner, add_special_tokens=add_special_tokens
             )
         else:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.openai.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
+from pdserve.gateway.openai.bodies.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from pdserve.gateway.service import Service
 
 
@@ -16,12 +16,14 @@ async def tokenize(
         await service.count(caller)
         model = await service.catalog.get(body.model)
         if isinstance(body, TokenizeChatBody):
-            ids = await service.chat_ids(model, body.conversation(), owner)
+            ids = await service.texts.chat_ids(model, body.conversation(), owner)
         else:
-            ids = await service.text_ids(
+            ids = await service.texts.text_ids(
                 model, body.prompt, "prompt", owner, add_special_tokens=body.add_special_tokens
             )
-        pieces = await service.token_pieces(model, ids, owner) if body.return_token_strs else None
+        pieces = (
+            await service.texts.token_pieces(model, ids, owner) if body.return_token_strs else None
+        )
         return {
             "count": len(ids),
             "max_model_len": model.card.context_len,
@@ -37,5 +39,5 @@ async def detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> 
         await service.count(caller)
         model = await service.catalog.get(body.model)
         skip = body.skip_special_tokens
-        prompt = await service.decode(model, body.tokens, "tokens", owner, skip_special=skip)
+        prompt = await service.texts.decode(model, body.tokens, "tokens", owner, skip_special=skip)
         return {"prompt": prompt}

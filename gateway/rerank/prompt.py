@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Sequence
 
 from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.content.model_texts import check_room
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.service import Service, check_room
+from pdserve.gateway.service import Service
 
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
@@ -35,7 +36,7 @@ async def judging_ids(
     names `param`."""
 
     async def ids(text: str, *, special: bool) -> list[int]:
-        return await service.text_ids(
+        return await service.texts.text_ids(
             model, text, param, owner, add_special_tokens=False, parse_special=special
         )
 

@@ -18,7 +18,7 @@ from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, Tex
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.http.server import HttpServer, listen
+from pdserve.gateway.http.serving.server import HttpServer, listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.content.requests import TextCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.service import TextCompletionRequest
 from pdserve.gateway.structure import Structure
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2

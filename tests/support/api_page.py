@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pdserve.gateway.openai import fields
-from pdserve.gateway.openai.schema import (
+from pdserve.gateway.openai.bodies import fields
+from pdserve.gateway.openai.bodies.schema import (
     Body,
     ChatBody,
     CompletionBody,

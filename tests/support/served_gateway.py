@@ -12,7 +12,7 @@ from scripted_service import scripted_service
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.http.server import HttpServer, listen
+from pdserve.gateway.http.serving.server import HttpServer, listen
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.services.host.tenants.keys import ApiKeys

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pdserve.gateway.openai.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
+from pdserve.gateway.openai.bodies.fields import IGNORED, OF_PROMPTS, REFUSED, refused_field
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 

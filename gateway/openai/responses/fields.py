@@ -5,9 +5,9 @@ Those that it serves are fields of ResponsesBody in schema.py.
 
 from typing import Any
 
-from pdserve.gateway.openai import fields
-from pdserve.gateway.openai.fields import NOTHING
-from pdserve.gateway.openai.schema import ChatBody
+from pdserve.gateway.openai.bodies import fields
+from pdserve.gateway.openai.bodies.fields import NOTHING
+from pdserve.gateway.openai.bodies.schema import ChatBody
 
 # fmt: off
 # They change no answer of this server. `max_tool_calls` bounds the calls of hosted tools alone.

@@ -15,8 +15,8 @@ from pdserve.gateway.content.answer_format import (
     shaped,
     tool_structure,
 )
+from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.service import ChatCompletionRequest
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import calls_of

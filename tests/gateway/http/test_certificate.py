@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http import server
+from pdserve.gateway.http.serving import server
 from pdserve.services.host.auth.certificates import Identity, issue, make_authority
 from pdserve.services.host.auth.roles import Role
 

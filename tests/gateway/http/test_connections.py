@@ -11,9 +11,9 @@ import pytest
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 
-from pdserve.gateway.http import protocol
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.serving import protocol
 from pdserve.gateway.main import HttpServer, listen
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.protos import common_pb2 as pb

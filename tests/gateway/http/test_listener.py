@@ -10,8 +10,8 @@ import pytest
 import uvloop
 from eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http import listener
-from pdserve.gateway.http.listener import HttpListener, max_connections
+from pdserve.gateway.http.serving import listener
+from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 
 GREETING = b"hello"
 

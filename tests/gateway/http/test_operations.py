@@ -153,7 +153,7 @@ async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypa
             await asyncio.sleep(0)
 
     async def decode(owner: bytes):
-        text = await service.decode(model, ids, "tokens", owner, skip_special=True)
+        text = await service.texts.decode(model, ids, "tokens", owner, skip_special=True)
         ended.append(owner)
         return text
 

@@ -21,6 +21,7 @@ from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -31,11 +32,11 @@ from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
 from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.bodies.schema import ChatBody
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.openai.schema import ChatBody
 from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.service import ChatCompletionRequest, Service
+from pdserve.gateway.service import Service
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest

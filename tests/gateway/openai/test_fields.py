@@ -8,8 +8,8 @@ from fake_router import FakeRouter, saying, served
 from http_errors import CHAT, HI, PLAIN, check
 from sse import events
 
-from pdserve.gateway.openai.fields import IGNORED, OTHER_NAMES, REFUSED
-from pdserve.gateway.openai.schema import ChatBody, CompletionBody
+from pdserve.gateway.openai.bodies.fields import IGNORED, OTHER_NAMES, REFUSED
+from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
 BODIES = {

@@ -11,7 +11,7 @@ from fake_router import FakeRouter, Play, saying, served, tokenizer_json
 from sse import events
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.openai.tools import check_size
+from pdserve.gateway.openai.bodies.tools import check_size
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"

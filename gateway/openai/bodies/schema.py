@@ -9,7 +9,7 @@ from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
-from pdserve.gateway.openai.tools import MAX_TOOLS, ToolBody, tool_use
+from pdserve.gateway.openai.bodies.tools import MAX_TOOLS, ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
 from pdserve.gateway.text.messages import EFFORTS, ROLES, TemplateInput
 from pdserve.gateway.tool_use import ToolUse

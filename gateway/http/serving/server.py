@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 
 from pdserve.gateway.http.dialect import Dialect
-from pdserve.gateway.http.listener import HttpListener, max_connections
-from pdserve.gateway.http.protocol import BoundedProtocol
+from pdserve.gateway.http.serving.listener import HttpListener, max_connections
+from pdserve.gateway.http.serving.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
 
 log = logging.getLogger(__name__)

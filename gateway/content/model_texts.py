@@ -1,0 +1,161 @@
+"""Texts of clients and token ids of models, one from the other, within what a model can take."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.sampling import client_errors, refuse
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
+from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.host.tenants.rate_limits import RateLimits
+
+T = TypeVar("T")
+
+# Longer texts are refused unread: real text has about 4 characters a token, the longest runs
+# of spaces in vocabularies of today some 64.
+CHARS_PER_TOKEN = 64
+IDS_AT_ONCE = 256  # that are turned into text before others have the loop
+
+
+class ModelTexts:
+    """What is long is done in text processes, or in turns of its owners. Raises ServiceError."""
+
+    def __init__(self, rates: RateLimits, template_kwargs: Collection[str]) -> None:
+        """`template_kwargs`: names that clients may give a chat template."""
+        self._rates = rates
+        self._template_kwargs = frozenset(template_kwargs)
+        self._decoding = FairSemaphore(1)
+
+    async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
+        """The token ids of a conversation."""
+        if not model.text.has_template:
+            raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+        if asked.tools and not model.text.tool_parser:
+            text = f"the chat template of the model {model.card.name!r} has no place for tools"
+            raise refuse("tools", text)
+        for name in asked.variables:
+            if name not in self._template_kwargs:
+                known = ", ".join(sorted(self._template_kwargs)) or "no names"
+                text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
+                raise refuse(f"chat_template_kwargs.{name}", text)
+        allowed = {k: v for k, v in asked.suggested.items() if k in self._template_kwargs}
+        asked = replace(asked, variables={**allowed, **asked.variables}, suggested={})
+        chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
+        most = _most_chars(chars, model, "messages")
+        await self._rates.check_text(owner)
+        with client_errors():
+            return await model.text.processes.chat_ids(owner, asked, max_len=most)
+
+    async def text_ids(
+        self,
+        model: ServedModel,
+        text: str,
+        param: str,
+        owner: bytes,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> list[int]:
+        """The token ids of a text, special tokens in it parsed or taken as text."""
+        most = _most_chars(len(text), model, param)
+        await self._rates.check_text(owner)
+        with client_errors():
+            return await model.text.processes.text_ids(
+                owner,
+                text,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+                max_len=most,
+            )
+
+    async def decode(
+        self,
+        model: ServedModel,
+        ids: Sequence[int],
+        param: str,
+        owner: bytes,
+        *,
+        skip_special: bool,
+    ) -> str:
+        """The text of token ids, at most as many as the model's context has; owners take turns."""
+        if len(ids) > model.card.context_len:
+            raise _too_long(len(ids), model, param)
+        check_ids(ids, model, param)
+        detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
+        parts = await self._in_turn(ids, owner, detokenizer.push)
+        return "".join((*parts, detokenizer.flush()))
+
+    async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
+        """Each token as the tokenizer's vocabulary writes it; owners take turns."""
+        piece_of = model.text.vocabulary.token_piece
+        parts = await self._in_turn(ids, owner, lambda some: [piece_of(token) for token in some])
+        return list(chain.from_iterable(parts))
+
+    async def _in_turn(
+        self, ids: Sequence[int], owner: bytes, take: Callable[[Sequence[int]], T]
+    ) -> list[T]:
+        """What `take` makes of the ids, part by part: others have the loop between two of them."""
+        made = []
+        async with self._decoding.turn(owner):
+            for start in range(0, len(ids), IDS_AT_ONCE):
+                made.append(take(ids[start : start + IDS_AT_ONCE]))
+                await asyncio.sleep(0)
+        return made
+
+
+def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int) -> Sequence[int]:
+    """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
+    the room that is needed, which is `most`. Raises ServiceError for another number that is not
+    from 1 to the model's context."""
+    if kept is None:
+        return ids
+    if kept == -1:
+        kept = max(1, most)
+    if not 1 <= kept <= model.card.context_len:
+        limits = f"-1, or from 1 to {model.card.context_len}"
+        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
+    if len(ids) <= kept:
+        return ids
+    bos = ids[:1] if ids[0] == model.text.vocabulary.card.bos_id else ids[:0]
+    return [*bos, *ids[len(ids) - kept + len(bos) :]]
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raises ServiceError for an id outside the vocabulary."""
+    try:
+        model.text.vocabulary.check_ids(ids)
+    except TextError as error:
+        raise refuse(param, str(error)) from error
+
+
+def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
+    """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
+    if count + more > model.card.context_len:
+        raise _too_long(count, model, param)
+
+
+def _too_long(count: int, model: ServedModel, param: str) -> ServiceError:
+    return ServiceError(
+        CONTEXT_LENGTH_EXCEEDED,
+        f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
+        param=param,
+    )
+
+
+def _most_chars(count: int, model: ServedModel, param: str) -> int:
+    """The most characters that a prompt of the model can have; `count` are there."""
+    most = int(model.card.context_len) * CHARS_PER_TOKEN
+    if count > most:
+        raise ServiceError(
+            CONTEXT_LENGTH_EXCEEDED,
+            f"the model's context is {model.card.context_len} tokens; "
+            f"a prompt of {count} characters cannot fit",
+            param=param,
+        )
+    return most

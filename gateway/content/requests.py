@@ -1,0 +1,45 @@
+"""Completions as clients ask for them, whichever API they came by; pure data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.tool_use import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletionRequest:
+    """A chat completion as a client asks for it."""
+
+    model: str
+    conversation: TemplateInput
+    sampling: RequestedSampling
+    cache_salt: bytes = b""
+    kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
+    tool_use: ToolUse | None = None
+    separate_reasoning: bool = True  # otherwise it is part of the answer's text
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on from the prompt's text."""
+        return self.conversation.continue_final_message
+
+
+@dataclass(frozen=True, slots=True)
+class TextCompletionRequest:
+    """A plain completion of texts or token ids, as a client asks for it."""
+
+    model: str
+    prompts: Sequence[str | Sequence[int]]
+    sampling: RequestedSampling
+    echo: bool = False
+    echo_only: bool = False
+    add_special_tokens: bool = True
+    cache_salt: bytes = b""
+    kept_tokens: int | None = None  # of each prompt, from its end; -1: what fits; None: all
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on from the prompt's text."""
+        return True
