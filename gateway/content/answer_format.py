@@ -20,7 +20,7 @@ from pdserve.gateway.text.parsing.family import (
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tools import tool_family
+from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.gateway.tool_use import ToolUse
 
@@ -77,9 +77,15 @@ class ParserChoice:
     tools: str = AUTO
     reasoning: str = AUTO
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are found in answers."""
+        return self.tools != "none"
+
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
-        """Those of a model whose template is of the named families."""
-        tools = tool_parser if self.tools == AUTO else self.tools
+        """Those of a model whose template is of the named families; without one of tools, the
+        prompt says how to call them."""
+        tools = (tool_parser or GENERIC) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
 
@@ -146,7 +152,8 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
             bound = required or tool.strict
             schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
             begin = family.form.begin.replace("NAME", tool.name)
-            structures.append({"begin": begin, "schema": schema, "end": family.form.end})
+            structure = {"begin": begin, "schema": schema, "end": family.form.end}
+            structures.append({**structure, "lenient": not tool.strict})
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],

@@ -134,17 +134,21 @@ class OpenAiDialect:
             body = await self._read(request, DetokenizeBody)
             return Reply(detokenize(service, body, caller_of(request)), self, self._limits)
 
+        reads_calls = service.parsers.reads_calls
+
         @app.get("/v1/models", **described(answer=ModelList))
         async def models() -> Response:
             """The models that are served."""
             cards = await service.catalog.cards()
-            data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
+            cards = sorted(cards, key=lambda card: card.name)
+            data = [model_object(card, reads_calls=reads_calls) for card in cards]
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(name: str) -> Response:
             """One model that is served."""
-            return JSONResponse(model_object(await service.catalog.card(name)))
+            card = await service.catalog.card(name)
+            return JSONResponse(model_object(card, reads_calls=reads_calls))
 
         if self._stored is None:
             _add_refusals(app)

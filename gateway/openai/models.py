@@ -12,14 +12,16 @@ CAPABILITIES: dict[str, Callable[[ModelCard], bool]] = {
 }
 
 
-def model_object(card: ModelCard) -> dict[str, Any]:
+def model_object(card: ModelCard, *, reads_calls: bool) -> dict[str, Any]:
+    """`reads_calls`: whether the gateway finds calls of tools in answers."""
+    capabilities = {name: served(card) for name, served in CAPABILITIES.items()}
     return {
         "id": card.name,
         "object": "model",
         "created": card.created,
         "owned_by": "pdserve",
         "max_model_len": card.context_len,
-        "capabilities": {name: served(card) for name, served in CAPABILITIES.items()},
+        "capabilities": {**capabilities, "tools": capabilities["chat"] and reads_calls},
         "architecture": card.architecture,
         "quantization": card.kv_identity.quantization,
         "weights_bytes": card.weights_bytes,

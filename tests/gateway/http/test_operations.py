@@ -68,8 +68,8 @@ async def test_models_say_what_can_be_asked_of_them(make_http):
     client = make_http(FakeRouter(saying("x"), [chat, text]))
     listed = (await client.get("/v1/models")).json()["data"]
     assert [model["capabilities"] for model in listed] == [
-        {"completion": True, "chat": True},
-        {"completion": True, "chat": False},
+        {"completion": True, "chat": True, "tools": True},
+        {"completion": True, "chat": False, "tools": False},
     ]
     assert (await client.get("/v1/models/text")).json() == listed[1]
     assert listed[0]["max_model_len"] == chat.context_len

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
@@ -170,6 +170,9 @@ def test_roles(tokenizer: Tokenizer) -> None:
     knows = ChatTemplate("{{ messages[0].role }}{# developer #}", tokenizer)
     assert knows.render(TemplateInput([{"role": "developer", "content": "d"}])).text == "developer"
     text = template.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
+    assert '<tool_response>\n{"content": "42"}\n</tool_response><|im_end|>' in text
+    shows = ChatTemplate(TEMPLATES["chatml"] + "{# tools #}", tokenizer)
+    text = shows.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
     assert "<|im_start|>tool\n42" in text
     with pytest.raises(TextError, match="unknown role 'wizard'") as caught:
         template.render(TemplateInput([user("u"), {"role": "wizard", "content": "d"}]))
