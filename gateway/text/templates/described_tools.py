@@ -17,12 +17,12 @@ Message = Mapping[str, Any]
 def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
     """The tools, each a function with a name, and the form in which the model calls them."""
     shown = "\n".join(_json(tool["function"]) for tool in tools)
-    call = form.begin.replace("NAME", "the function's name") + "{its arguments}" + form.end
     return (
-        "You can call functions. These are the functions, each with the JSON schema of its "
-        f"arguments:\n{shown}\n\n"
-        f"To call a function, answer with its name and its arguments like this:\n{call}\n"
-        "Write one of these for each call. The results come with the next message."
+        "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
+        f"{shown}\n\n"
+        "To call a function, write its name and its arguments as JSON in this form:\n"
+        f"{form.begin}{{...}}{form.end}\n"
+        "To call several, write several. The results are in the next message."
     )
 
 
@@ -76,8 +76,7 @@ def _call(call: Message, form: CallForm) -> str:
 
 def _result(message: Message, names: Mapping[Any, str]) -> str:
     name = message.get("name") or names.get(message.get("tool_call_id"))
-    result = {"name": name} if name else {}
-    return f"<tool_response>\n{_json({**result, 'content': message['content']})}\n</tool_response>"
+    return f"Result of {name or 'the call'}:\n{message['content']}"
 
 
 def _lines(*texts: str | None, between: str = "\n") -> str:

@@ -355,3 +355,16 @@ def test_a_call_without_end_does_not_take_all_memory() -> None:
     assert len(text) > MAX_CALL_CHARS
     text += text_of(parser.finish())
     assert text == head + piece * num_pieces
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_call>',
+        '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    ],
+)
+def test_generic_calls_as_small_models_write_them(answer: str) -> None:
+    assert made(parse("generic", answer))[1] == [PARIS]
